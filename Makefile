@@ -1,0 +1,52 @@
+# `make help` lists what there is. ARGS passes overrides: make train ARGS="strategy=ddp trainer.devices=2"
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# torch's build for CPUs is enough where no NVIDIA GPU is; its newest build would bring gigabytes of CUDA libraries
+TORCH := $(if $(wildcard /dev/nvidia0),torch,torch==2.13.0)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] + ". Type make PYTHON=python3.11 …") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --requirement requirements.txt "$(TORCH)"
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	$(BIN)/pip install --quiet --requirement requirements-dev.txt "$(TORCH)"
+	@touch $@
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed ## Make the environment in .venv
+
+train: $(VENV)/.installed ## Train: a small language model, or what ARGS say
+	$(BIN)/python train.py $(ARGS)
+
+test: $(VENV)/.installed-dev ## Run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	PYTHONPATH=src $(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches; runs and the environment stay
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+.PHONY: help setup train test test-fast checks format clean

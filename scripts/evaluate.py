@@ -1,0 +1,66 @@
+"""Measure a trained model on held-out data.
+
+    python scripts/evaluate.py outputs/<run.name>
+    python scripts/evaluate.py outputs/<run.name> --split val --best
+    python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 --set data.eval_batch_size=64
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from armature import cli
+from armature.errors import ConfigError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    parser.add_argument("--split", choices=("val", "test"), default="test")
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change the run's configuration")
+    args = parser.parse_args()
+    try:
+        evaluate(args)
+    except ConfigError as error:
+        cli.refuse(error.problems)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from armature.loading import open_run
+
+    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.set)
+
+    import logging
+    import warnings
+
+    import lightning.pytorch as L
+    from hydra.utils import instantiate
+
+    from armature.loading import load_task
+
+    logging.getLogger("lightning").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    task, data = load_task(cfg, checkpoint), instantiate(cfg.data)
+    accelerator = cli.accelerator(args.accelerator)
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        logger=False,
+        precision=cfg.trainer.precision,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    run = trainer.validate if args.split == "val" else trainer.test
+    metrics = run(task, datamodule=data, verbose=False)[0]
+    print(f"{checkpoint} on {args.split}:")
+    for name, value in metrics.items():
+        print(f"  {name:24} {value:.6f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Sample text from a trained language model.
+
+    python scripts/generate.py outputs/<run.name>
+    python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from armature import cli
+from armature.errors import ConfigError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    parser.add_argument("--prompt", default="def ", help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add at the most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
+    parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probability reaches p")
+    parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
+    args = parser.parse_args()
+    try:
+        generate(args)
+    except (ConfigError, ValueError) as error:
+        cli.refuse(getattr(error, "problems", [str(error)]))
+
+
+def generate(args: argparse.Namespace) -> None:
+    from armature.loading import open_run
+
+    cfg, checkpoint = open_run(args.path, best=args.best)
+
+    import torch
+    from hydra.utils import instantiate
+
+    from armature import generation
+    from armature.loading import load_task
+
+    tokenizer = getattr(instantiate(cfg.data), "tokenizer", None)
+    if tokenizer is None:
+        raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
+    device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
+    model = load_task(cfg, checkpoint).model.to(device)
+    prompt = tokenizer.encode(args.prompt).ids
+    if not prompt:
+        raise ConfigError("--prompt is empty: give at least one character.")
+    ids = generation.generate(
+        model,
+        torch.tensor([prompt] * args.samples, device=device),
+        max_new_tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        eot=tokenizer.token_to_id("<|endoftext|>"),
+        generator=torch.Generator(device).manual_seed(args.seed),
+    )
+    for row in ids.tolist():
+        print(tokenizer.decode(row))
+        if args.samples > 1:
+            print("-" * 40)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What the user sees: a progress bar on a terminal, plain lines in a pipe or under Slurm. Rank 0 only."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from armature.callbacks.step_log import StepLog
+
+
+class Display(ProgressBar):
+    """Shows step, loss, learning rate, samples or tokens a second and the time left.
+
+    Args:
+        step_log: where the figures come from; the bar never reads a tensor itself.
+        start_line: says what runs where, once the strategy has made the model ready.
+        plain_every: seconds between two lines where there is no terminal.
+    """
+
+    def __init__(
+        self, step_log: StepLog, *, total_steps: int, start_line: Callable[[Trainer], str], plain_every: float = 10.0
+    ) -> None:
+        super().__init__()
+        self.start_line = start_line
+        self.step_log = step_log
+        self.total_steps = total_steps
+        self.plain_every = plain_every
+        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._printed = 0.0
+        self._started = 0.0
+        self._first_step = 0
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:  # Lightning calls it on every rank but 0
+        self._enabled = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._enabled:
+            self.console.print(*args, markup=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = self._printed = time.monotonic()
+        self._first_step = trainer.global_step
+        self.print(self.start_line(trainer))
+        self._show_model(pl_module)
+        if self._enabled and self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+                refresh_per_second=2,
+                expand=True,
+            )
+            self._task = self._progress.add_task("", total=self.total_steps, completed=trainer.global_step)
+            self._progress.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._enabled or (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self._progress is not None:
+            now = time.monotonic()
+            if now - self._printed > 0.2:
+                self._printed = now
+                self._progress.update(self._task, completed=trainer.global_step, description=self._figures())
+        elif time.monotonic() - self._printed > self.plain_every:
+            self._printed = time.monotonic()
+            done = trainer.global_step - self._first_step
+            left = (self._printed - self._started) / done * (self.total_steps - trainer.global_step)
+            self.print(f"step {trainer.global_step}/{self.total_steps} {self._figures()} {_duration(left)} left")
+
+    def _figures(self) -> str:
+        last = self.step_log.last
+        if not last:
+            return ""
+        per_sample = self.step_log.tokens_per_sample
+        rate = self.step_log.rate * (per_sample or 1)
+        unit = "samples" if per_sample is None else "tokens"
+        loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
+        return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s"
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            names = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
+            values = " ".join(f"{name} {float(trainer.callback_metrics[name]):.4f}" for name in names)
+            self.print(f"step {trainer.global_step}/{self.total_steps} {values}")
+
+    def _stop(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=trainer.global_step, description=self._figures())
+            self._progress.stop()
+            self._progress = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop(trainer)
+
+    def _show_model(self, module: LightningModule) -> None:
+        """A line for each part of the model, with its share of the parameters."""
+        model = getattr(module, "model", None) or module
+        table = Table(box=None, pad_edge=False)
+        for column in ("part", "type", "parameters"):
+            table.add_column(column, justify="right" if column == "parameters" else "left")
+        for name, child in model.named_children():
+            count = sum(p.numel() for p in child.parameters())
+            table.add_row(name, type(child).__name__, f"{count:,}")
+        self.print(table)
+
+    def show_metrics(self, metrics: dict[str, float]) -> None:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("metric")
+        table.add_column("value", justify="right")
+        for name, value in metrics.items():
+            table.add_row(name, f"{value:.4f}")
+        self.print(table)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"

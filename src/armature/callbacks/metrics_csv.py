@@ -1,0 +1,107 @@
+"""metrics.csv: one row an optimiser step, in order, each written once.
+
+It holds nothing that depends on the clock, so that the file of an interrupted run can be compared with that of an
+undisturbed one. The newest row is held back until the next one comes, because validation adds to it.
+"""
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
+
+
+class MetricsCSV(Logger):
+    """Lightning logger that writes `<run_dir>/metrics.csv` on rank 0."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.file = run_dir / "metrics.csv"
+        self.step = 0  # optimiser steps done; values that Lightning logs belong to this row
+        self._columns: list[str] = []
+        self.held: dict[str, Any] = {}  # part of the checkpoint, since the file does not have it yet
+
+    @property
+    def name(self) -> str:
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the configuration is in config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
+        if values:
+            self.write_rows([{"step": self.step, **values}])
+
+    @rank_zero_only
+    def write_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Writes rows in the order of their steps; values of one step are merged into one row."""
+        ready = []
+        for row in rows:
+            if self.held and self.held["step"] == row["step"]:
+                self.held.update(row)
+                continue
+            if self.held:
+                ready.append(self.held)
+            self.held = dict(row)
+        self._append(ready)
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Writes the row that is held back too."""
+        held, self.held = self.held, {}
+        self._append([held] if held else [])
+
+    @rank_zero_only
+    def go_on_from(self, step: int) -> None:
+        """Drops the rows after `step`: the run goes on from a checkpoint that was made there."""
+        self.step = step
+        if self.file.exists():
+            self._columns, rows = read(self.file)
+            held = self.held.get("step")
+            self._rewrite([row for row in rows if int(row["step"]) <= step and int(row["step"]) != held])
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if status == "failed":  # after a success the test's values still join the last row
+            self.flush()
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        new = [name for row in rows for name in row if name not in self._columns]
+        if new:
+            have = read(self.file)[1] if self.file.exists() else []
+            names = dict.fromkeys([*self._columns, *new])
+            first = [name for name in FIRST_COLUMNS if name in names]
+            self._columns = [*first, *(name for name in names if name not in first)]
+            self._rewrite([*have, *rows])
+            return
+        with self.file.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerows(rows)
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        part = self.file.with_name(f".{self.file.name}.part")
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(part, self.file)
+
+
+def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Column names and rows. A line that a crash cut short is left out."""
+    with file.open(newline="") as stream:
+        reader = csv.DictReader(stream)
+        rows = [row for row in reader if None not in row.values() and None not in row]
+        return list(reader.fieldnames or []), rows

@@ -1,0 +1,90 @@
+"""The command line around Hydra: types, .env, the run's name, and errors as a user should see them."""
+
+import functools
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from dotenv import load_dotenv
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from armature import config, hardware, run_dir
+from armature.errors import ConfigError, RunFailed
+from armature.validation.compose import CONFIG_ERRORS, explain
+
+EXIT_CONFIG = 2  # a mistake of the user's, told before any process started
+
+
+def run(main: Callable[[], None], *, config_dir: Path) -> None:
+    """Runs a `@hydra.main` function. A mistake in the configuration ends with one message and exit code 2."""
+    gc.disable()  # collecting during imports takes a quarter of the start; the worker turns it on again
+    load_dotenv(Path.cwd() / ".env")
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions over instead of printing and exiting
+    config.register()
+    try:
+        main()
+    except CONFIG_ERRORS as error:
+        typed = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+        refuse(explain(error, typed, config_dir))
+    except RunFailed as error:  # of a sweep, whose other trials have run
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def reported(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
+    """Ends the process in the user's words where a task was refused or stopped, before Hydra reports it in its own.
+
+    A trial of a sweep whose training failed raises instead: the other trials go on.
+    """
+
+    @functools.wraps(task)
+    def wrapper(cfg: DictConfig) -> float | None:
+        try:
+            return task(cfg)
+        except ConfigError as error:
+            refuse(error.problems)
+        except RunFailed as error:
+            if error.exit_code == 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
+
+    return wrapper
+
+
+def refuse(problems: list[str]) -> NoReturn:
+    """Prints the problems and exits with code 2."""
+    head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
+    print("\n".join([head, *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
+    sys.exit(EXIT_CONFIG)
+
+
+def with_run_dir(cfg: DictConfig) -> DictConfig:
+    """Names the run after its experiment, or after its sweep and the number of the trial."""
+    hydra = HydraConfig.get()
+    choices = hydra.runtime.choices
+    label = choices.get("experiment") or choices.get("model")
+    trial = f"{Path(hydra.sweep.dir).name}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
+    return run_dir.decide(cfg, label=label, trial=trial)
+
+
+def overrides() -> list[str]:
+    return list(HydraConfig.get().overrides.task)
+
+
+def accelerator(name: str) -> str:
+    """cpu, gpu or mps; `auto` is what this machine has.
+
+    Raises:
+        ConfigError: for a GPU that is not there.
+    """
+    if name == "gpu" and not hardware.gpu_count():
+        raise ConfigError("--accelerator gpu: this machine shows no GPU. Type --accelerator cpu.")
+    return hardware.default_accelerator() if name == "auto" else name

@@ -1,0 +1,83 @@
+"""The types of the core's own configuration. The values, with their comments, are in `configs/`.
+
+Hydra merges the YAML files into these dataclasses, so a misspelt key or a wrong type is refused while the configuration
+is composed. Groups that hold a `_target_` (model, task, data, optimizer, ...) have the keys of whatever they build and
+are `Any` here; `validation.targets` checks them against the constructor's signature.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class Run:
+    root: str = MISSING
+    name: str | None = MISSING
+    dir: str | None = None  # root/name once the name is decided; not for users to set
+
+
+@dataclass
+class Trainer:
+    accelerator: str = MISSING
+    devices: Any = MISSING
+    num_nodes: int = MISSING
+    precision: str = MISSING
+    max_steps: int | None = MISSING
+    max_epochs: int | None = MISSING
+    max_time: str | None = MISSING
+    gradient_clip_val: float | None = MISSING
+    gradient_clip_algorithm: str = MISSING
+    val_every_n_steps: int | None = MISSING
+    limit_val_batches: int | None = MISSING
+    limit_test_batches: int | None = MISSING
+    log_every_n_steps: int = MISSING
+    test_at_end: bool = MISSING
+    deterministic: bool = MISSING
+    detect_anomaly: bool = MISSING
+    matmul_precision: str = MISSING
+    profile: bool = MISSING
+
+
+@dataclass
+class Checkpoint:
+    every_n_steps: int | None = MISSING
+    every_n_minutes: float | None = MISSING
+    keep_last: int = MISSING
+    keep_best: int = MISSING
+    monitor: str = MISSING
+    mode: str = MISSING
+    at_end: bool = MISSING
+
+
+@dataclass
+class Launch:
+    max_restarts: int = MISSING
+    rdzv_endpoint: str | None = MISSING
+    grace_seconds: int = MISSING
+    allowed_packages: list[str] = MISSING
+
+
+@dataclass
+class Config:
+    run: Run = MISSING
+    seed: int = MISSING
+    resume: str = MISSING
+    trainer: Trainer = MISSING
+    checkpoint: Checkpoint = MISSING
+    launch: Launch = MISSING
+    task: Any = MISSING
+    model: Any = MISSING
+    data: Any = MISSING
+    optimizer: Any = MISSING
+    scheduler: Any = MISSING
+    strategy: Any = MISSING
+    callbacks: Any = None
+    logger: Any = None
+
+
+def register() -> None:
+    """Make the types known to Hydra, under the name that `configs/train.yaml` starts from."""
+    ConfigStore.instance().store(name="schema", node=Config)

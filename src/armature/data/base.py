@@ -1,0 +1,236 @@
+"""The data module that all data derive from: datasets become loaders in the global order, with a position to resume."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Sized
+from typing import Any, Literal, cast
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import override
+
+from armature.data.batching import Batches, plan_batches
+from armature.data.sampler import PADDING, EvalSampler, TrainSampler
+from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+IGNORED = -100  # a target that counts neither in a loss nor in a metric
+Split = Literal["train", "val", "test"]
+Batch = dict[str, Tensor]
+
+
+class DataModule(L.LightningDataModule):
+    """A subclass says what the samples are, in `dataset`; their order, batches, ranks and position are dealt with here.
+
+    Args:
+        global_batch_size: samples an optimiser step, over all ranks.
+        micro_batch_size: samples that one data rank puts through the model at once; "auto": its whole share of a step.
+        eval_batch_size: samples a rank and batch in validation and test.
+        num_workers: loader processes a rank. 0 is fastest where a sample is a slice of memory.
+        seed: of the sample order and of augmentation.
+        train_limit: only this many of the training samples.
+    """
+
+    tokens_per_sample: int | None = None  # None for data that are not tokens
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | str = "auto",
+        eval_batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+        train_limit: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
+        self.seed, self.train_limit = seed, train_limit
+        self._datasets: dict[Split, Dataset[Any]] = {}
+        self._loaders: dict[Any, DataLoader[Any]] = {}
+        self._resumed = (0, 0)  # (samples, optimiser steps) seen when this run began
+
+    def dataset(self, split: Split) -> Dataset[Any]:
+        """A map-style dataset of {"inputs": Tensor, "targets": Tensor}. Called once a split.
+
+        It may define `batch(indices) -> {"inputs", "targets"}`, which serves a whole batch at once, and
+        `augment(sample, generator) -> sample`, which is called on training samples with a generator that depends on
+        (seed, epoch, index) alone: the same under any number of ranks and workers, and after any resume.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
+
+    @property
+    def train_size(self) -> int:
+        """Samples an epoch (N)."""
+        size = len(cast(Sized, self._dataset("train")))
+        return size if self.train_limit is None else min(size, self.train_limit)
+
+    @property
+    def batches(self) -> Batches:
+        """The batch arithmetic of this run.
+
+        Raises:
+            ConfigError: where the sizes do not divide.
+        """
+        return plan_batches(self.global_batch_size, self.micro_batch_size, self._rank_and_ranks()[1])
+
+    @property
+    def samples_seen(self) -> int:
+        """Position in the stream of training samples: those of all optimiser steps that are done.
+
+        It follows the trainer's count of steps, so that batches fetched ahead do not move it. Set it only after the
+        trainer knows its step.
+        """
+        samples, steps = self._resumed
+        return samples + (self._steps() - steps) * self.global_batch_size
+
+    @samples_seen.setter
+    def samples_seen(self, value: int) -> None:
+        self._resumed = (value, self._steps())
+
+    @property
+    def batches_seen_in_epoch(self) -> int:
+        """Micro-batches of a rank between the current epoch's first step and `samples_seen`.
+
+        What Lightning's batch counter has to say after a resume with another number of ranks or micro-batch size.
+        """
+        return (self.samples_seen - self._epoch() * self.train_size) // self.global_batch_size * self.batches.accumulate
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples_seen": self.samples_seen, "step": self._steps(), "train_size": self.train_size}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = (state_dict["samples_seen"], state_dict["step"])
+        if state_dict["train_size"] != self.train_size:
+            log.warning(
+                "The checkpoint saw %d of %d training samples an epoch; there are %d now, so the run goes on in "
+                "another order than it would have had.",
+                state_dict["samples_seen"],
+                state_dict["train_size"],
+                self.train_size,
+            )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The same loader at each call (its workers live on), for the epoch that the position is in by then."""
+        rank, ranks = self._rank_and_ranks()
+        batches = self.batches
+        if self.trainer is not None and self.trainer.accumulate_grad_batches != batches.accumulate:
+            raise ConfigError(
+                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches}), but a global batch of "
+                f"{self.global_batch_size} is {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
+                f"{ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
+            )
+        sampler = TrainSampler(
+            self.train_size,
+            seed=self.seed,
+            batches=batches,
+            rank=rank,
+            position=lambda: self.samples_seen,
+            epoch=self._epoch,
+        )
+        return self._loader("train", sampler, key=(rank, ranks))
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation_loader("val")
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, split: Split) -> DataLoader[Any]:
+        rank, ranks = self._rank_and_ranks()
+        size = len(cast(Sized, self._dataset(split)))
+        sampler = EvalSampler(size, batch_size=self.eval_batch_size, rank=rank, ranks=ranks)
+        return self._loader(split, sampler, key=(rank, ranks))
+
+    def _loader(self, split: Split, sampler: TrainSampler | EvalSampler, *, key: tuple[int, int]) -> DataLoader[Any]:
+        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        if (split, *key, pin) not in self._loaders:
+            if pin and self.num_workers:
+                # It warns of loaders that are made anew each epoch. Ours is made once.
+                warnings.filterwarnings("ignore", message="The combination of `DataLoader")
+            self._loaders[split, *key, pin] = DataLoader(
+                _Samples(
+                    self._dataset(split),
+                    size=self.train_size if split == "train" else None,
+                    augment_seed=self.seed if split == "train" else None,
+                ),
+                batch_sampler=sampler,
+                num_workers=self.num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=pin,
+                persistent_workers=self.num_workers > 0,
+            )
+        return self._loaders[split, *key, pin]
+
+    def _dataset(self, split: Split) -> Dataset[Any]:
+        if split not in self._datasets:
+            self._datasets[split] = self.dataset(split)
+        return self._datasets[split]
+
+    def _rank_and_ranks(self) -> tuple[int, int]:
+        """On the data axis: the strategy knows it. One of one where there is no trainer or no second process."""
+        if self.trainer is None:
+            return 0, 1
+        kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
+
+    def _steps(self) -> int:
+        return self._resumed[1] if self.trainer is None else self.trainer.global_step
+
+    def _epoch(self) -> int:
+        """The epoch that the position is in; at its first step still the one before, until Lightning has closed that.
+
+        Lightning asks for the length of an epoch whose last step is done: before its end, and after a resume there.
+        """
+        epoch, place = divmod(self.samples_seen, self.train_size)
+        first_step = place < self.global_batch_size <= self.train_size
+        closing = first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
+        return epoch - 1 if closing else epoch
+
+
+class _Samples(Dataset[Batch]):
+    """Serves the samplers' keys as finished batches: decodes the epoch, augments, and blanks padding."""
+
+    def __init__(self, dataset: Dataset[Any], *, size: int | None, augment_seed: int | None) -> None:
+        self.dataset, self.size, self.augment_seed = dataset, size, augment_seed
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.dataset)) if self.size is None else self.size
+
+    @override
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, keys: list[int]) -> Batch:
+        epochs_and_indices = [divmod(max(key, 0), len(self)) for key in keys]
+        if self.augment_seed is not None and hasattr(self.dataset, "augment"):
+            generator = torch.Generator()
+            batch = default_collate([self._augmented(epoch, index, generator) for epoch, index in epochs_and_indices])
+        elif hasattr(self.dataset, "batch"):
+            batch = cast(Any, self.dataset).batch([index for _, index in epochs_and_indices])
+        else:
+            batch = default_collate([self.dataset[index] for _, index in epochs_and_indices])
+        if PADDING in keys:
+            batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
+        return batch
+
+    def _augmented(self, epoch: int, index: int, generator: torch.Generator) -> Batch:
+        digest = hashlib.blake2b(f"{self.augment_seed}/{epoch}/{index}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        return cast(Any, self.dataset).augment(self.dataset[index], generator)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

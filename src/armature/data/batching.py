@@ -1,0 +1,70 @@
+"""Batch arithmetic. Torch-free: the command line is checked with it before anything heavy is imported."""
+
+from dataclasses import dataclass
+
+from armature.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How one optimiser step's samples are shared out: global = micro × accumulate × data ranks."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulate: int
+    data_ranks: int
+
+
+def plan_batches(global_batch_size: int, micro_batch_size: int | str, data_ranks: int) -> Batches:
+    """The accumulation that follows from the batch sizes and the size of the data axis.
+
+    Args:
+        global_batch_size: samples an optimiser step.
+        micro_batch_size: samples that one data rank puts through the model at once, or "auto": its whole share.
+        data_ranks: size of the data axis; tensor and pipeline ranks see the same samples and do not count.
+
+    Raises:
+        ConfigError: where global is no multiple of micro × data ranks, with the nearest values that are.
+    """
+    problems = []
+    if global_batch_size < 1:
+        problems.append(f"data.global_batch_size={global_batch_size}: at least 1 sample a step is needed.")
+    if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        problems.append(f"data.micro_batch_size={micro_batch_size}: type a number of samples of at least 1, or auto.")
+    if problems:
+        raise ConfigError(problems)
+    if micro_batch_size == "auto":
+        if global_batch_size % data_ranks:
+            raise ConfigError(
+                f"data.global_batch_size={global_batch_size} does not divide among {data_ranks} data ranks. "
+                f"{_type('data.global_batch_size', _nearest_multiples(global_batch_size, data_ranks))}"
+            )
+        micro_batch_size = global_batch_size // data_ranks
+    assert isinstance(micro_batch_size, int)
+    accumulate, rest = divmod(global_batch_size, micro_batch_size * data_ranks)
+    if rest or not accumulate:
+        remedy = _type("data.global_batch_size", _nearest_multiples(global_batch_size, micro_batch_size * data_ranks))
+        if global_batch_size % data_ranks == 0:
+            micro = _nearest_divisors(micro_batch_size, global_batch_size // data_ranks)
+            remedy = f"{_type('data.micro_batch_size', micro)} {remedy}"
+        raise ConfigError(
+            f"data.global_batch_size={global_batch_size} is not a multiple of data.micro_batch_size={micro_batch_size} "
+            f"× {data_ranks} data rank{'s' * (data_ranks > 1)}. {remedy}"
+        )
+    return Batches(global_batch_size, micro_batch_size, accumulate, data_ranks)
+
+
+def _type(key: str, values: list[int]) -> str:
+    return f"Type {' or '.join(f'{key}={value}' for value in values)}."
+
+
+def _nearest_multiples(value: int, of: int) -> list[int]:
+    below = value // of * of
+    return [below, below + of] if below else [of]
+
+
+def _nearest_divisors(value: int, of: int) -> list[int]:
+    """The largest divisor of `of` below `value`, and the smallest above it."""
+    divisors = sorted({d for i in range(1, int(of**0.5) + 1) if of % i == 0 for d in (i, of // i)})
+    below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
+    return below[-1:] + above[:1]

@@ -1,0 +1,143 @@
+"""A cache folder that is complete or not there: written aside, locked, checksummed and rebuilt when damaged. Torch-free."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+HEADER = "header.json"
+_STAMP = "verified.json"
+_ALWAYS_CHECKED = 64 << 20  # bytes: a cache up to this size is read whole at each opening, a tenth of a second at most
+
+
+def root(cache_dir: str | None) -> Path:
+    """`cache_dir`, else the environment's ARMATURE_CACHE, else ~/.cache/armature."""
+    return Path(cache_dir or os.environ.get("ARMATURE_CACHE") or "~/.cache/armature").expanduser().absolute()
+
+
+def prepared(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The header of a sound cache at `folder`, which `build` makes first where there is none.
+
+    Any number of processes may call this at once: one builds, the others wait and open what it made.
+
+    Args:
+        build: writes the files into the empty folder it is given, and returns what the header shall say.
+
+    Raises:
+        ConfigError: where the cache folder cannot be written.
+    """
+    if (header := _sound(folder)) is not None:
+        return header
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+        try:
+            lock.acquire(timeout=1.0)
+        except Timeout:
+            log.info("Another process prepares %s; waiting for it.", folder)
+            lock.acquire()
+        try:
+            return _sound(folder) or _build(folder, build)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ConfigError(
+            f"data.source.cache_dir: {folder.parent} cannot be written ({error.strerror or error}). Set "
+            "data.source.cache_dir, or ARMATURE_CACHE in the environment, to a folder that can."
+        ) from error
+
+
+def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    part = folder.with_name(f"{folder.name}.part")
+    if part.exists():
+        log.warning("%s was left half-written by a process that was killed. Starting again.", part)
+        shutil.rmtree(part)
+    part.mkdir()
+    try:
+        content = build(part)
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(part.iterdir())}
+        header = {**content, "files": files}
+        header["checksum"] = _checksum(header)
+        (part / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+        for path in part.iterdir():
+            _sync(path)
+        _sync(part)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(part, folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    _stamp(folder, header)
+    return header
+
+
+def _sound(folder: Path) -> dict[str, Any] | None:
+    """The header, if every file is as it was written; else None, and a warning if there was something."""
+    if not folder.exists():
+        return None
+    try:
+        header = json.loads((folder / HEADER).read_text())
+        if header["checksum"] != _checksum(header):
+            raise ValueError(f"{HEADER} is damaged")
+        known = _known(folder) if sum(file["bytes"] for file in header["files"].values()) > _ALWAYS_CHECKED else {}
+        for name, file in header["files"].items():
+            stat = (folder / name).stat()
+            if stat.st_size != file["bytes"]:
+                raise ValueError(f"{name} has {stat.st_size:,} bytes instead of {file['bytes']:,}")
+            if known.get(name) != [stat.st_size, stat.st_mtime_ns]:
+                if file_sha256(folder / name) != file["sha256"]:
+                    raise ValueError(f"{name} does not have the checksum it was written with")
+                known = {**known, name: None}
+        if None in known.values():
+            _stamp(folder, header)
+        return header
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("The cache %s is damaged (%s); preparing it again.", folder, error)
+        return None
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / _STAMP).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _stamp(folder: Path, header: dict[str, Any]) -> None:
+    """Remembers size and time of files that were checked, so that a large cache is read whole only after a change."""
+    stats = {name: (folder / name).stat() for name in header["files"]}
+    part = folder / f"{_STAMP}.{os.getpid()}"
+    try:
+        part.write_text(json.dumps({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}))
+        os.replace(part, folder / _STAMP)
+    except OSError as error:  # a cache that only others may write: checked again next time
+        log.info("%s cannot be written (%s).", part, error)
+
+
+def _checksum(header: dict[str, Any]) -> str:
+    content = {key: value for key, value in header.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

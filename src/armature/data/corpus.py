@@ -1,0 +1,275 @@
+"""Text of any size as token ids on disk: found, split, tokenized once, and memory-mapped from then on. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.data import cache, sources, tokenizer
+from armature.data.sources import Piece, SourceFile, Splitter
+from armature.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SPLITS = ("train", "val", "test")
+_VERSION = 1  # of the cache's layout
+_TOKENIZER = "tokenizer.json"
+_ENCODED_AT_ONCE = 4 << 20  # bytes of text
+
+
+class Corpus:
+    """Files of text, split into train, val and test, as one stream of tokens each: [EOT doc EOT doc …].
+
+    Whole files are held out, by a hash of their path relative to the corpus. Where that would give a split nothing, or
+    several times its share (one file, or a handful), records of JSONL or runs of lines are held out instead; see
+    `sources.Splitter`. A byte-level BPE tokenizer is trained on the first `tokenizer_bytes` of the train split, files
+    taken in the order of their hashes. Nothing holds the corpus in memory.
+
+    Args:
+        path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz. None: the Python standard
+            library's own source.
+        field: where a record of JSONL has its text.
+        vocab_size: tokens, END_OF_TEXT included.
+        context: tokens a training sample has; a train split shorter than that is an error.
+        val_fraction: share of the bytes that is held out for validation, about.
+        test_fraction: the same for the test.
+        tokenizer_bytes: how much text the tokenizer sees.
+        cache_dir: where prepared corpora are kept; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+    """
+
+    def __init__(
+        self,
+        path: str | Sequence[str] | None = None,
+        *,
+        field: str = "text",
+        vocab_size: int = 4096,
+        context: int | None = None,
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        tokenizer_bytes: int = 200_000_000,
+        cache_dir: str | None = None,
+    ) -> None:
+        self.path = path if path is None or isinstance(path, str) else list(path)
+        self.field, self.vocab_size, self.context = field, vocab_size, context
+        self.val_fraction, self.test_fraction, self.tokenizer_bytes = val_fraction, test_fraction, tokenizer_bytes
+        self.cache_dir = cache_dir
+        self._opened: tuple[Path, dict[str, Any]] | None = None
+
+    def prepare(self) -> None:
+        """Makes the cache if it is not there or damaged, and opens it. Safe in several processes at once.
+
+        Raises:
+            ConfigError: for a path that names nothing, files that are no text, a vocabulary or a split that cannot be,
+                or a context longer than the train split.
+        """
+        if self._opened is None:
+            self._check_settings()
+            files = sources.standard_library() if self.path is None else sources.find(self.path)
+            if not any(file.size for file in files):
+                raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
+            folder = cache.root(self.cache_dir) / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
+            self._opened = folder, cache.prepared(folder, lambda part: self._build(part, files))
+        targets = self.header["splits"]["train"]["tokens"] - 1
+        if self.context is not None and targets < self.context:
+            raise ConfigError(
+                f"data.context={self.context} is longer than the corpus: its train split has {targets + 1:,} tokens. "
+                f"Type data.context={max(targets // 16, 1)} or less, or name more text."
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The cache's folder."""
+        return self._open()[0]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What the cache says of itself: vocabulary, dtype, source, and tokens, bytes and documents of each split."""
+        return self._open()[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same tokens and tokenizer, wherever and whenever they were prepared."""
+        return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer.load(self.folder / _TOKENIZER)
+
+    def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
+        """The split's token ids, memory-mapped, shape (tokens,)."""
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.header["dtype"], mode="r")
+
+    def _open(self) -> tuple[Path, dict[str, Any]]:
+        if self._opened is None:
+            self.prepare()
+        assert self._opened is not None
+        return self._opened
+
+    def _check_settings(self) -> None:
+        problems = []
+        if self.vocab_size < tokenizer.SMALLEST_VOCABULARY:
+            problems.append(
+                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and {tokenizer.END_OF_TEXT} need "
+                f"{tokenizer.SMALLEST_VOCABULARY}."
+            )
+        fractions = (self.val_fraction, self.test_fraction)
+        if min(fractions) <= 0 or sum(fractions) >= 0.9:
+            problems.append(
+                f"data.source.val_fraction={self.val_fraction} and test_fraction={self.test_fraction}: each must be above "
+                "0, and together below 0.9."
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    def _key(self, files: list[SourceFile]) -> str:
+        """Changes with any file's name, size or time, and with every setting that the tokens depend on."""
+        settings = [_VERSION, self.field, self.vocab_size, self.val_fraction, self.test_fraction, self.tokenizer_bytes]
+        key = hashlib.sha256(json.dumps(settings).encode())
+        for file in files:
+            key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
+        return key.hexdigest()[:16]
+
+    def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
+        started = time.monotonic()
+        total = sum(file.size for file in files)
+        source = f"Python {platform.python_version()} standard library" if self.path is None else str(self.path)
+        log.info("Preparing %s: %s, %.1f MB.", source, _count(len(files), "file"), total / 1e6)
+        sources.check_heads(files)
+        split = Splitter.choose(files, val_fraction=self.val_fraction, test_fraction=self.test_fraction)
+        with tokenizer.all_cores():
+            bpe = tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
+            bpe.save(str(part / _TOKENIZER))
+            figures = self._encode(part, files, split, bpe)
+        empty = [name for name, figure in figures.items() if not figure["bytes"]]
+        if empty:
+            what = "lines" if split.by == "piece" else "files"
+            raise ConfigError(
+                f"data.path={self.path}: {total:,} bytes of text are too little: no {what} are left for the "
+                f"{' and '.join(empty)} split. Name more text, or raise data.source.val_fraction and test_fraction."
+            )
+        seconds = time.monotonic() - started
+        for name, figure in figures.items():
+            log.info("%s: %s tokens, %s bytes.", name, f"{figure['tokens']:,}", f"{figure['bytes']:,}")
+        log.info("Prepared in %.1f s.", seconds)
+        return {
+            "version": _VERSION,
+            "source": source,
+            "source_files": len(files),
+            "split_by": split.by,
+            "vocab_size": self.vocab_size,
+            "tokenizer_vocab_size": bpe.get_vocab_size(),
+            "dtype": self._dtype().str,
+            "splits": figures,
+            "prepared_in_seconds": round(seconds, 2),
+        }
+
+    def _train_text(self, files: list[SourceFile], split: Splitter) -> Iterator[str]:
+        """The train split's text, as much as the tokenizer is to see."""
+        left = self.tokenizer_bytes
+        for file, piece in self._pieces(sorted(files, key=lambda file: sources.hash_place(file.name)), split):
+            if split(file, piece.number) != "train":
+                continue
+            yield piece.text
+            left -= piece.size
+            if left <= 0:
+                return
+
+    def _encode(self, part: Path, files: list[SourceFile], split: Splitter, bpe: Tokenizer) -> dict[str, Any]:
+        """Writes the token files; returns the figures of each split."""
+        writers = {name: _Writer(part / f"{name}.bin", self._dtype(), bpe, name != "train") for name in SPLITS}
+        waiting: list[tuple[SourceFile, Piece]] = []
+        size = 0
+        for file, piece in self._pieces(files, split):
+            waiting.append((file, piece))
+            size += piece.size
+            if size >= _ENCODED_AT_ONCE:
+                _write(writers, split, bpe, waiting)
+                waiting, size = [], 0
+        _write(writers, split, bpe, waiting)
+        return {name: writer.close() for name, writer in writers.items()}
+
+    def _pieces(self, files: list[SourceFile], split: Splitter) -> Iterator[tuple[SourceFile, Piece]]:
+        for file in files:
+            for piece in sources.pieces(file, field=self.field, piece_bytes=split.piece_bytes):
+                yield file, piece
+
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+
+@dataclass
+class _Writer:
+    """Appends the documents of one split to its file, and counts."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    bpe: Tokenizer
+    compress: bool  # measure what zlib makes of it: the held-out splits, as a yardstick for bits per byte
+    tokens: int = 0
+    bytes: int = 0
+    documents: int = 0
+    zlib_bytes: int = 0
+    _last: tuple[SourceFile, int] | None = None
+    _compressor: Any = None
+    _file: BinaryIO = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._file = self.path.open("wb")
+        self._end = np.array([self.bpe.token_to_id(tokenizer.END_OF_TEXT)], self.dtype).tobytes()
+
+    def add(self, file: SourceFile, piece: Piece, ids: list[int]) -> None:
+        if not piece.size:
+            return
+        goes_on = not piece.starts and self._last == (file, piece.number - 1)
+        if not goes_on:
+            self._file.write(self._end)
+            self.tokens += 1
+            self.documents += 1
+        self._file.write(np.array(ids, self.dtype).tobytes())
+        self.tokens += len(ids)
+        self.bytes += piece.size
+        if self.compress:
+            if self._compressor is None or self._last is None or self._last[0] != file:
+                self._flush()
+                self._compressor = zlib.compressobj(9)
+            self.zlib_bytes += len(self._compressor.compress(piece.text.encode()))
+        self._last = file, piece.number
+
+    def close(self) -> dict[str, Any]:
+        self._flush()
+        self._file.close()
+        figures: dict[str, Any] = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
+        if self.compress and self.bytes:
+            figures["zlib_bits_per_byte"] = 8 * self.zlib_bytes / self.bytes  # level 9, each file by itself
+        return figures
+
+    def _flush(self) -> None:
+        if self._compressor is not None:
+            self.zlib_bytes += len(self._compressor.flush())
+
+
+def _write(
+    writers: dict[str, _Writer], split: Splitter, bpe: Tokenizer, pieces: list[tuple[SourceFile, Piece]]
+) -> None:
+    encodings = bpe.encode_batch_fast([piece.text for _, piece in pieces], add_special_tokens=False)
+    for (file, piece), encoding in zip(pieces, encodings, strict=True):
+        writers[split(file, piece.number)].add(file, piece, encoding.ids)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,89 @@
+"""Handwritten digits: scikit-learn's bundled 1,797 images of 8 × 8 pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from armature.data.base import Batch, DataModule, Split
+
+_HELD_OUT = 10  # a tenth of each digit's images for val, and a tenth for test
+
+
+class DigitsData(DataModule):
+    """Images (B, 1, 8, 8) of values in [0, 1] and digits (B,), a fixed split with the same mix of digits in each part.
+
+    Args:
+        shift: training images are moved by up to this many pixels each way; 0: left as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        shift: int = 1,
+        global_batch_size: int,
+        micro_batch_size: int | str = "auto",
+        eval_batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+        train_limit: int | None = None,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            train_limit=train_limit,
+        )
+        self.shift = shift
+
+    @override
+    def dataset(self, split: Split) -> Dataset[Any]:
+        from sklearn.datasets import load_digits
+
+        images, digits = load_digits(return_X_y=True)
+        chosen = split_indices(digits)[split]
+        inputs = torch.tensor(images[chosen] / 16.0, dtype=torch.float32).view(-1, 1, 8, 8)
+        return Images(inputs, torch.tensor(digits[chosen], dtype=torch.int64), shift=self.shift)
+
+
+def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
+    """Which images are in which split: drawn once and for all, digit by digit."""
+    draw = np.random.RandomState(0)  # its stream is the same in every numpy, unlike that of default_rng
+    parts: dict[Split, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+    for digit in np.unique(digits):
+        indices = draw.permutation(np.flatnonzero(digits == digit))
+        share = len(indices) // _HELD_OUT
+        parts["val"].append(indices[:share])
+        parts["test"].append(indices[share : 2 * share])
+        parts["train"].append(indices[2 * share :])
+    return {split: np.sort(np.concatenate(indices)) for split, indices in parts.items()}
+
+
+class Images(Dataset[Batch]):
+    """Images and classes held in memory; `augment` moves an image by whole pixels, with zeros where it came from."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, *, shift: int) -> None:
+        self.inputs, self.targets, self.shift = inputs, targets, shift
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @override
+    def __getitem__(self, index: int) -> Batch:
+        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+
+    def augment(self, sample: Batch, generator: torch.Generator) -> Batch:
+        if self.shift == 0:
+            return sample
+        down, right = torch.randint(0, 2 * self.shift + 1, (2,), generator=generator).tolist()
+        height, width = sample["inputs"].shape[-2:]
+        padded = F.pad(sample["inputs"], (self.shift,) * 4)
+        return {**sample, "inputs": padded[..., down : down + height, right : right + width]}

@@ -1,0 +1,130 @@
+"""Which samples go where: a function of (seed, epoch, position) alone, whatever the ranks and micro-batches.
+
+Training reads one endless stream. Position p belongs to epoch p // N at place p % N of that epoch's permutation, and
+optimiser step k holds the positions [kG, (k + 1)G). A step may straddle two epochs, so no sample is dropped or repeated.
+
+N: samples an epoch, G: global batch, R: data ranks, m: micro-batch.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.data.batching import Batches
+
+PADDING = -1  # the index of a sample that is there only to fill an evaluation batch
+_ROUNDS = 8
+_BLOCK = 4096  # samples whose places are permuted at once: the permutation then costs nanoseconds a sample
+
+
+class TrainSampler:
+    """Yields one data rank's micro-batches of one epoch, as lists of keys: epoch × N + index.
+
+    The key carries the epoch, so that random augmentation can depend on (seed, epoch, index) and nothing else.
+    Data rank r of R takes, in micro-batch j of a step that starts at p, the positions p + j·mR + r·m + [0, m).
+
+    Args:
+        size: N.
+        seed: of the permutations.
+        batches: G, m, accumulation and R.
+        rank: r.
+        position: where the stream stands, in samples. Asked at each `iter`, so that a resume may restore it late.
+        epoch: the epoch to serve, for a caller that counts epochs itself; by default the one that holds `position`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int,
+        batches: Batches,
+        rank: int,
+        position: Callable[[], int],
+        epoch: Callable[[], int] | None = None,
+    ) -> None:
+        self.size, self.seed, self.batches, self.rank = size, seed, batches, rank
+        self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
+        self._position = position
+        self._epoch = epoch or (lambda: position() // size)
+
+    def __len__(self) -> int:
+        """Micro-batches of the *whole* epoch also after a resume in the middle of it: Lightning counts on from there.
+
+        An epoch has the steps whose first position lies in it.
+        """
+        start, step = self._epoch() * self.size, self.batches.global_batch_size
+        first = start + (self._position() - start) % step
+        return max(0, -(-(start + self.size - first) // step)) * self.batches.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        position, end = self._position(), (self._epoch() + 1) * self.size
+        step, micro = self.batches.global_batch_size, self.batches.micro_batch_size
+        starts = np.arange(self.batches.accumulate) * (micro * self.batches.data_ranks) + self.rank * micro
+        share = starts[:, None] + np.arange(micro)  # (accumulate, micro): this rank's offsets in a step
+        while position < end:
+            steps = min(-(-(end - position) // step), max(1, _BLOCK // step))
+            positions = position + np.arange(steps)[:, None, None] * step + share
+            yield from self._keys(positions.reshape(-1, micro)).tolist()
+            position += steps * step
+
+    def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, places = np.divmod(positions, self.size)
+        keys = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            keys[here] = epoch * self.size + permuted(places[here], size=self.size, seed=self.seed, epoch=epoch)
+        return keys
+
+
+class EvalSampler:
+    """Yields one data rank's batches of an evaluation: each sample once over all ranks, in order.
+
+    All ranks get the same number of batches, all of the same size; what is missing at the end is `PADDING`.
+    """
+
+    def __init__(self, size: int, *, batch_size: int, rank: int, ranks: int) -> None:
+        self.size, self.batch_size, self.rank, self.ranks = size, batch_size, rank, ranks
+
+    def __len__(self) -> int:
+        return -(-self.size // (self.batch_size * self.ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            start = (batch * self.ranks + self.rank) * self.batch_size
+            yield [i if i < self.size else PADDING for i in range(start, start + self.batch_size)]
+
+
+def permuted(places: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """What stands at `places` of the permutation of [0, size) that belongs to (seed, epoch).
+
+    A Feistel network over the next power of two, walked until it falls below `size` (Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains"): no table, so an epoch of any size costs no memory, and being our own definition it
+    does not change with numpy's version.
+    """
+    keys = np.frombuffer(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+    bits = max(1, (size - 1).bit_length())
+    values = _feistel(places.astype(np.uint64), keys=keys, bits=bits)
+    while (outside := values >= size).any():
+        values[outside] = _feistel(values[outside], keys=keys, bits=bits)
+    return values.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], *, keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+    low_bits = np.uint64(bits - bits // 2)
+    low_mask, high_mask = np.uint64((1 << int(low_bits)) - 1), np.uint64((1 << bits // 2) - 1)
+    low, high = values & low_mask, values >> low_bits
+    for i, key in enumerate(keys):
+        if i % 2:
+            high = high ^ (_mixed(low ^ key) & high_mask)
+        else:
+            low = low ^ (_mixed(high ^ key) & low_mask)
+    return (high << low_bits) | low
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea and Flood 2014): each bit of the result depends on each bit of the input."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

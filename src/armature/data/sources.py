@@ -1,0 +1,274 @@
+"""Text files, found and read piece by piece, so that a corpus may be larger than memory. Torch-free."""
+
+import difflib
+import glob
+import gzip
+import hashlib
+import json
+import os
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple, cast
+
+from armature.errors import ConfigError
+
+PIECE_BYTES = 1 << 20  # how much of a file is in memory at once
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """`name` is the path relative to the corpus; it decides the split, wherever the corpus lies."""
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+
+
+class Piece(NamedTuple):
+    """Some text of a file. `number` counts the file's pieces; `starts` says that a document begins here."""
+
+    number: int
+    starts: bool
+    text: str
+    size: int  # bytes of UTF-8
+
+
+def standard_library() -> list[SourceFile]:
+    """The running Python's own library, its tests and installed packages left out: some twelve megabytes of code."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - _NOT_LIBRARY)
+        found += [_source(Path(folder, name), root) for name in names if name.endswith(".py")]
+    return sorted(found, key=lambda file: file.name)
+
+
+def find(path: str | list[str]) -> list[SourceFile]:
+    """The files that a path, a folder, a pattern (`**` goes down folders) or a list of these names, sorted by name.
+
+    Raises:
+        ConfigError: where one of them names nothing, with the nearest that is there.
+    """
+    found: dict[Path, SourceFile] = {}
+    problems = []
+    for pattern in [path] if isinstance(path, str) else path:
+        expanded = Path(pattern).expanduser()
+        if expanded.is_dir():
+            root, paths = expanded, [p for p in glob.glob(str(expanded / "**"), recursive=True) if os.path.isfile(p)]
+        elif expanded.is_file():
+            root, paths = expanded.parent, [str(expanded)]
+        else:
+            root = _fixed_part(expanded)
+            paths = [p for p in glob.glob(str(expanded), recursive=True) if os.path.isfile(p)]
+        if not paths:
+            problems.append(_nothing_found(pattern, expanded, root))
+        for name in paths:
+            found.setdefault(Path(name).resolve(), _source(Path(name), root))
+    if problems:
+        raise ConfigError(problems)
+    return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+
+
+def _source(path: Path, root: Path) -> SourceFile:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ConfigError(f"data.path: {path} cannot be read ({error.strerror}).") from error
+    return SourceFile(path, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+
+
+def _fixed_part(pattern: Path) -> Path:
+    parts = []
+    for part in pattern.parts[:-1]:
+        if glob.has_magic(part):
+            break
+        parts.append(part)
+    return Path(*parts)
+
+
+def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
+    if not glob.has_magic(str(pattern)):
+        problem, near = f"data.path={typed}: no such file or folder.", pattern.parent
+    else:
+        problem, near = f"data.path={typed}: no file matches.", root
+    while not near.is_dir() and near != near.parent:
+        near = near.parent
+    if near != (pattern.parent if not glob.has_magic(str(pattern)) else root):
+        missing = pattern.parts[len(near.parts)]
+        guess = difflib.get_close_matches(missing, [p.name for p in near.iterdir() if p.is_dir()], n=1, cutoff=0.5)
+        hint = f" Did you mean {near / guess[0]}?" if guess else ""
+        return f"{problem} {near.absolute()} has no folder '{missing}'.{hint}"
+    names = sorted(p.name for p in near.iterdir() if p.is_file())
+    guess = difflib.get_close_matches(pattern.name, names, n=1, cutoff=0.6)
+    if guess:
+        return f"{problem} Did you mean {near / guess[0]}?"
+    below = [p for _, p in zip(range(10_000), near.rglob("*"), strict=False) if p.is_file()]
+    kinds = ", ".join(
+        f"{count} {kind or 'without a suffix'}" for kind, count in Counter(p.suffix for p in below).most_common(4)
+    )
+    return f"{problem} Files in and below {near.absolute()}: {kinds or 'none'}."
+
+
+def check_heads(files: list[SourceFile]) -> None:
+    """Looks at the first bytes of each file.
+
+    Raises:
+        ConfigError: that names the files that are no text.
+    """
+    problems = []
+    for file in files:
+        with _open(file) as stream:
+            head = _read(file, stream, 4096)
+        try:
+            _decode(file, head[: _whole_characters(head)] if len(head) == 4096 else head, 0)
+        except ConfigError as error:
+            problems += error.problems
+    if len(problems) > 10:
+        problems = [*problems[:10], f"… and {len(problems) - 10} more files that are not text."]
+    if problems:
+        raise ConfigError(problems)
+
+
+def pieces(file: SourceFile, *, field: str, piece_bytes: int) -> Iterator[Piece]:
+    """The text of a file: pieces of a plain file, cut at line ends where there are any, or the records of JSONL.
+
+    Raises:
+        ConfigError: that names the file, and the byte or line, where it is not UTF-8 or not such JSONL.
+    """
+    with _open(file) as stream:
+        if file.path.name.removesuffix(".gz").endswith(".jsonl"):
+            yield from _records(file, stream, field)
+            return
+        rest, offset = b"", 0
+        number = 0
+        while block := _read(file, stream, piece_bytes):
+            rest += block
+            cut = rest.rfind(b"\n") + 1 or _whole_characters(rest)
+            if cut:
+                yield Piece(number, number == 0, _decode(file, rest[:cut], offset), cut)
+                rest, offset, number = rest[cut:], offset + cut, number + 1
+        if rest:
+            yield Piece(number, number == 0, _decode(file, rest, offset), len(rest))
+
+
+def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
+    number = 0
+    for line_number, line in enumerate(_lines(file, stream), start=1):
+        if not line.strip():
+            continue
+        where = f"data.path: {file.path}, line {line_number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise ConfigError(f"{where}: not a line of JSON ({error}).") from error
+        if not isinstance(record, dict) or field not in record:
+            there = (
+                ", ".join(sorted(record)) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
+            )
+            raise ConfigError(
+                f"{where}: no field '{field}' (there: {there}). Name the one with the text: data.source.field=…."
+            )
+        text = record[field]
+        try:
+            if not isinstance(text, str):
+                raise ConfigError(
+                    f"{where}: field '{field}' holds a {type(text).__name__}, not text. Change data.source.field."
+                )
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: field '{field}' has half a surrogate pair, which is no text.") from error
+        yield Piece(number, True, text, size)
+        number += 1
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    try:
+        return cast(BinaryIO, gzip.open(file.path) if file.path.suffix == ".gz" else file.path.open("rb"))
+    except OSError as error:
+        raise ConfigError(f"data.path: {file.path} cannot be read ({error.strerror}).") from error
+
+
+def _read(file: SourceFile, stream: BinaryIO, size: int) -> bytes:
+    try:
+        return stream.read(size)
+    except (OSError, EOFError, zlib.error) as error:  # gzip: not such a file, or one that is cut short
+        raise ConfigError(f"data.path: {file.path} cannot be read ({error}).") from error
+
+
+def _lines(file: SourceFile, stream: BinaryIO) -> Iterator[bytes]:
+    try:
+        yield from stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"data.path: {file.path} cannot be read ({error}).") from error
+
+
+def _decode(file: SourceFile, data: bytes, offset: int) -> str:
+    if b"\0" in data:
+        raise ConfigError(
+            f"data.path: {file.path} is a binary file (byte {offset + data.index(0):,} is zero), not text."
+        )
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise ConfigError(
+            f"data.path: {file.path} is not UTF-8 text (byte {at:,} is 0x{data[error.start]:02x}). Convert it, "
+            f"for example: iconv -f latin1 -t utf-8."
+        ) from error
+
+
+def _whole_characters(data: bytes) -> int:
+    """How many bytes from the start hold no cut character."""
+    for back in range(1, min(4, len(data)) + 1):
+        if data[-back] & 0xC0 != 0x80:  # the first byte of a character, which may go on beyond the end
+            return len(data) - back
+    return len(data)
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Decides what is held out: whole files by a hash of their names, or pieces where there are too few files.
+
+    By file, a file's split does not change when others come or go, and none is in two. With only a few files the hash
+    may give a split nothing or most of the corpus. Then pieces (records of JSONL, or some lines of a plain file) are
+    shared out instead: piece k of a file lies at (hash of the name + k × golden ratio) mod 1, which spreads any share
+    evenly over the file.
+    """
+
+    by: Literal["file", "piece"]
+    val_fraction: float
+    test_fraction: float
+    piece_bytes: int
+
+    @classmethod
+    def choose(cls, files: list[SourceFile], *, val_fraction: float, test_fraction: float) -> "Splitter":
+        """By file if that gives both held-out splits between a quarter and four times their fraction of the bytes."""
+        by_file = cls("file", val_fraction, test_fraction, PIECE_BYTES)
+        total = sum(file.size for file in files)
+        sizes = Counter[str]()
+        for file in files:
+            sizes[by_file(file, 0)] += file.size
+        wanted = {"val": val_fraction * total, "test": test_fraction * total}
+        if all(size / 4 <= sizes[split] <= size * 4 for split, size in wanted.items()):
+            return by_file
+        return cls("piece", val_fraction, test_fraction, min(max(total // 400, 256), PIECE_BYTES))
+
+    def __call__(self, file: SourceFile, piece: int) -> str:
+        place = hash_place(file.name)
+        if self.by == "piece":
+            place = (place + piece * _GOLDEN) % 1.0
+        if place < self.val_fraction:
+            return "val"
+        return "test" if place < self.val_fraction + self.test_fraction else "train"
+
+
+def hash_place(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone, on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64

@@ -1,0 +1,146 @@
+"""Language modelling data: windows of a corpus's tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from armature.data.base import IGNORED, Batch, DataModule, Split
+from armature.data.corpus import Corpus
+from armature.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TextData(DataModule):
+    """Next-token prediction on windows of `context` tokens. Windows do not overlap, and cross document ends.
+
+    Training leaves out the few tokens of the last, incomplete window; validation and test count every token once.
+
+    Args:
+        source: the corpus, with the same context.
+        context: tokens a sample.
+        path: what `source` was told to read; here so that it can be typed as data.path.
+    """
+
+    def __init__(
+        self,
+        source: Corpus,
+        *,
+        context: int,
+        global_batch_size: int,
+        micro_batch_size: int | str = "auto",
+        eval_batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+        train_limit: int | None = None,
+        path: str | list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            train_limit=train_limit,
+        )
+        self.source, self.context, self.tokens_per_sample, self.path = source, context, context, path
+
+    @override
+    def prepare_data(self) -> None:
+        self.source.prepare()
+
+    @override
+    def dataset(self, split: Split) -> Dataset[Any]:
+        return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.source.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.vocab_size
+
+    def bytes_per_token(self, split: str) -> float:
+        """Bytes of text per predicted token: a mean loss in nats a token is loss / ln 2 / this in bits a byte.
+
+        Exact for val and test. The ends of documents are tokens that have to be predicted and have no bytes.
+        """
+        figures = self.source.header["splits"][split]
+        return figures["bytes"] / (figures["tokens"] - 1)
+
+    def zlib_bits_per_byte(self, split: str) -> float:
+        """What zlib at level 9 makes of a held-out split, each file by itself: a yardstick for the model."""
+        return self.source.header["splits"][split]["zlib_bits_per_byte"]
+
+    def baselines(self) -> list[str]:
+        """What the model's figures may be held against, a line each."""
+        return [
+            f"{split}: zlib level 9 needs {self.zlib_bits_per_byte(split):.3f} bits per byte for the same files"
+            for split in ("val", "test")
+        ]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "corpus": self.source.fingerprint}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["corpus"] != self.source.fingerprint:
+            raise ConfigError(
+                f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
+                f"({self.source.fingerprint}): files or settings of the corpus have changed. Bring back what it was "
+                "trained on, or type resume=never."
+            )
+        super().load_state_dict(state_dict)
+
+
+class Windows(Dataset[Batch]):
+    """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T tokens one place before each.
+
+    Args:
+        tokens: ids, shape (tokens,), usually memory-mapped.
+        context: T.
+        whole: serve the incomplete window at the end, too, its missing targets -100, so that each token but the first
+            is a target exactly once.
+    """
+
+    def __init__(self, tokens: NDArray[np.unsignedinteger[Any]], *, context: int, whole: bool) -> None:
+        self.context = context
+        complete = max(len(tokens) - 1, 0) // context
+        stride = tokens.strides[0]
+        self.windows = np.lib.stride_tricks.as_strided(
+            tokens, (complete, context + 1), (context * stride, stride), writeable=False
+        )
+        self.tail = tokens[complete * context :] if whole and len(tokens) > complete * context + 1 else None
+
+    def __len__(self) -> int:
+        return len(self.windows) + (self.tail is not None)
+
+    @override
+    def __getitem__(self, index: int) -> Batch:
+        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Inputs and targets of (B, T), int64."""
+        complete = len(self.windows)
+        if self.tail is None or max(indices) < complete:
+            windows = self.windows[indices]
+        else:
+            windows = np.stack([self.windows[i] if i < complete else self._padded_tail() for i in indices])
+        inputs, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
+        inputs[inputs == IGNORED] = 0
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    def _padded_tail(self) -> NDArray[np.int64]:
+        assert self.tail is not None
+        padded = np.full(self.context + 1, IGNORED, np.int64)
+        padded[: len(self.tail)] = self.tail
+        return padded

@@ -1,0 +1,57 @@
+"""A trained model without the command line that made it: from a run directory or one of its checkpoints."""
+
+from pathlib import Path
+
+import lightning.pytorch as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from armature import resume, run_dir
+from armature.errors import ConfigError
+from armature.parallel.checkpoint import load_full_state_dict
+
+
+def open_run(path: Path, *, best: bool = False, overrides: list[str] | None = None) -> tuple[DictConfig, Path]:
+    """The configuration of a run and the checkpoint meant.
+
+    Args:
+        path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in it.
+        overrides: `key=value`, laid over the run's configuration.
+
+    Raises:
+        ConfigError: where there is no run or no checkpoint, or an override names no key.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
+    directory = path.parents[1] if (path / "meta.pt").exists() else path
+    cfg = run_dir.read(directory)
+    OmegaConf.set_struct(cfg, True)
+    for override in overrides or []:
+        key, _, value = override.partition("=")
+        if OmegaConf.select(cfg, key, default=run_dir) is run_dir:
+            raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
+        OmegaConf.update(cfg, key, OmegaConf.create({"value": _parse(value)}).value)
+    summary = run_dir.read_summary(directory)
+    if best and path == directory:
+        name = summary and summary["best_checkpoint"]
+        checkpoint = directory / "checkpoints" / Path(name).name if name else None
+    else:
+        checkpoint = resume.find(path)
+    if checkpoint is None:
+        raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
+    return cfg, checkpoint
+
+
+def _parse(value: str) -> object:
+    return OmegaConf.from_dotlist([f"value={value}"]).value
+
+
+def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:
+    """The task with its whole model on the CPU, with a checkpoint's weights (saved under whatever layout)."""
+    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
+    task = instantiate(cfg.task, **factories)
+    task.configure_model()
+    task.to_empty(device="cpu") if any(p.is_meta for p in task.parameters()) else None
+    if checkpoint is not None:
+        task.load_state_dict(load_full_state_dict(checkpoint), strict=True, assign=True)
+    return task.eval()

@@ -1,0 +1,44 @@
+"""What makes a decoder's sizes impossible: one list of rules for the constructor and for the check before launch.
+
+Torch-free, so that a mistake in a config is found before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from armature.models.sizes import fraction, nearest_divisor, nearest_multiple, whole_numbers
+
+SIZES = ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "ffn_hidden")
+ROPE_SCALING = ("factor", "high_frequency", "low_frequency", "original_context")
+
+
+def problems(args: Mapping[str, Any]) -> list[str]:
+    """Every reason why `Decoder(**args)` cannot be built, each with both values and a remedy; empty when it can."""
+    found = whole_numbers(args, SIZES, optional=("kv_heads", "ffn_hidden")) + fraction(args, "dropout")
+    scaling = args.get("rope_scaling")
+    if scaling is not None and (not isinstance(scaling, Mapping) or sorted(scaling) != list(ROPE_SCALING)):
+        found.append(f"model.rope_scaling needs exactly the keys {', '.join(ROPE_SCALING)}. Got {scaling!r}")
+    if found:
+        return found
+    width, heads = args.get("width"), args.get("heads")
+    if width is None or heads is None:
+        return found
+    if width % heads:
+        found.append(
+            f"model.heads={heads} does not divide model.width={width}: "
+            f"model.heads={nearest_divisor(width, heads)} does, or model.width={nearest_multiple(width, 2 * heads)}"
+        )
+    elif width // heads % 2:
+        found.append(
+            f"model.width={width} over model.heads={heads} makes heads of an odd width, {width // heads}, which rotary "
+            f"positions cannot pair: model.width={nearest_multiple(width, 2 * heads)} would do"
+        )
+    kv_heads = args.get("kv_heads") or heads
+    if heads % kv_heads:
+        found.append(
+            f"model.kv_heads={kv_heads} does not divide model.heads={heads}: "
+            f"model.kv_heads={nearest_divisor(heads, kv_heads)} does"
+        )
+    return found

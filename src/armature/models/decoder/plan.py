@@ -1,0 +1,25 @@
+"""How a decoder may be divided."""
+
+from armature.parallel.plan import Plan
+
+PLAN = Plan(
+    first=("embed",),
+    last=("norm", "head"),
+    tensor={
+        "embed": "vocabulary",
+        "blocks.*.attention_norm": "sequence",
+        "blocks.*.attention": "gather",
+        "blocks.*.attention.[qkv]": "column",
+        "blocks.*.attention.o": "row",
+        "blocks.*.ffn_norm": "sequence",
+        "blocks.*.ffn": "gather",
+        "blocks.*.ffn.gate": "column",
+        "blocks.*.ffn.up": "column",
+        "blocks.*.ffn.down": "row",
+        "norm": "sequence",
+        "head": "logits",
+    },
+    divided=("heads", "kv_heads", "ffn_hidden", "vocab_size"),
+    sequence="context",
+    tied="tied",
+)

@@ -1,0 +1,36 @@
+"""Sizes that fit: what the models' own checks share. Torch-free, like them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def whole_numbers(args: Mapping[str, Any], names: Iterable[str], *, optional: Iterable[str] = ()) -> list[str]:
+    """A problem for each named argument that is given and is not a whole number of at least 1."""
+    problems = []
+    for name in names:
+        value = args.get(name)
+        if value is None and (name in optional or name not in args):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problems.append(f"model.{name} must be a whole number of at least 1. Got {value!r}")
+    return problems
+
+
+def fraction(args: Mapping[str, Any], name: str) -> list[str]:
+    """A problem where the named argument is given and is not at least 0 and below 1."""
+    value = args.get(name, 0.0)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < 1.0:
+        return []
+    return [f"model.{name} must be at least 0 and below 1. Got {value!r}"]
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` that is nearest to `wanted`."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    """The multiple of `of`, at least `of` itself, that is nearest to `number`."""
+    return max(1, round(number / of)) * of

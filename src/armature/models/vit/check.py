@@ -1,0 +1,34 @@
+"""What makes a vision transformer's sizes impossible: one list of rules for the constructor and the check before launch.
+
+Torch-free, so that a mistake in a config is found before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from armature.models.sizes import fraction, nearest_divisor, nearest_multiple, whole_numbers
+
+SIZES = ("image_size", "patch_size", "channels", "classes", "width", "layers", "heads", "ffn_hidden")
+
+
+def problems(args: Mapping[str, Any]) -> list[str]:
+    """Every reason why `VisionTransformer(**args)` cannot be built, with both values and a remedy each."""
+    found = whole_numbers(args, SIZES, optional=("ffn_hidden",))
+    found += fraction(args, "dropout") + fraction(args, "label_smoothing")
+    if found:
+        return found
+    image, patch = args.get("image_size"), args.get("patch_size")
+    if image is not None and patch is not None and image % patch:
+        found.append(
+            f"model.patch_size={patch} does not divide model.image_size={image}: "
+            f"model.patch_size={nearest_divisor(image, patch)} does"
+        )
+    width, heads = args.get("width"), args.get("heads")
+    if width is not None and heads is not None and width % heads:
+        found.append(
+            f"model.heads={heads} does not divide model.width={width}: "
+            f"model.heads={nearest_divisor(width, heads)} does, or model.width={nearest_multiple(width, heads)}"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Optimisers, their parameter groups and their schedules."""

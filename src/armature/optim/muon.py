@@ -1,0 +1,130 @@
+"""Muon: momentum whose update is orthogonalised, for hidden matrices; AdamW for everything else, in one optimiser.
+
+Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the step size of
+"Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes its update as large as AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(Optimizer):
+    """Takes the groups of `parameter_groups`: those with `hidden=True` are orthogonalised, the others get AdamW.
+
+    `lr` is the rate of both kinds: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
+    Under sharding (a parameter with `full_tensor`), each rank gathers a matrix's momentum, orthogonalises the whole
+    and keeps its own part, so the result does not depend on the layout.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float = 2e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        newton_schulz_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "newton_schulz_steps": newton_schulz_steps,
+            "betas": tuple(betas),
+            "eps": eps,
+            "hidden": False,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if group["hidden"] and param.ndim != 2:
+                    raise ValueError(f"Muon orthogonalises matrices only. Got a hidden parameter {tuple(param.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update; each parameter's state is made at its first gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            if group["hidden"]:
+                for param in params:
+                    self._orthogonal_step(param, group)
+            else:
+                self._adamw_step(params, group)
+        return loss
+
+    def _orthogonal_step(self, param: Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[param], param.grad
+        assert grad is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(grad, 1 - group["momentum"])
+        update = on_whole_matrix(
+            grad.lerp(momentum, group["momentum"]), lambda m: orthogonalize(m, steps=group["newton_schulz_steps"])
+        )
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
+
+    def _adamw_step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        states = [self.state[param] for param in params]
+        adamw(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
+    """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16()
+    if tall := x.shape[0] > x.shape[1]:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def on_whole_matrix(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function` of the undivided matrix, laid out as the matrix was."""
+    whole = getattr(matrix, "full_tensor", None)
+    if whole is None:
+        return function(matrix)
+    distributed: Any = matrix  # a DTensor, which only parallel/ may name
+    result = type(distributed).from_local(function(whole()), distributed.device_mesh, run_check=False)
+    return result.redistribute(placements=distributed.placements)

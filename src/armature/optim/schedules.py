@@ -1,0 +1,100 @@
+"""Learning-rate schedules: a factor of the peak rate as a function of the optimiser step.
+
+Lengths (`warmup`, `decay`) are optimiser steps when whole numbers, and a share of the run when below 1.0. `final` is the
+factor at the last step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+class Schedule(LambdaLR):
+    """A LambdaLR whose state is the step alone.
+
+    The peak rates come from the configuration and the factor from the step. So a run that is resumed under a layout
+    with other parameter groups, or with another rate typed, goes on where it should.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        super().__init__(optimizer, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        self._last_lr = [
+            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, base, lr in zip(self.optimizer.param_groups, self.base_lrs, self._last_lr, strict=True):
+            group["initial_lr"], group["lr"] = base, lr
+
+
+def cosine(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.1) -> Schedule:
+    """Warm-up, then half a cosine down to `final` (arXiv:1608.03983)."""
+    start = _steps("scheduler.warmup", warmup, total_steps)
+    return Schedule(
+        optimizer,
+        lambda step: (
+            _warm(step, start)
+            * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _share(step, start, total_steps))))
+        ),
+    )
+
+
+def linear(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.0) -> Schedule:
+    """Warm-up, then a straight line down to `final` (to zero: arXiv:2502.15938)."""
+    start = _steps("scheduler.warmup", warmup, total_steps)
+    return Schedule(optimizer, lambda step: _warm(step, start) * (1 - (1 - final) * _share(step, start, total_steps)))
+
+
+def wsd(
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: int | float = 0.02,
+    decay: int | float = 0.4,
+    final: float = 0.0,
+) -> Schedule:
+    """Warm-up, stable, and a straight decay at the end (MiniCPM, arXiv:2404.06395).
+
+    Raises ValueError when warm-up and decay together are longer than the run.
+    """
+    start = _steps("scheduler.warmup", warmup, total_steps)
+    end = total_steps - _steps("scheduler.decay", decay, total_steps)
+    if end < start:
+        raise ValueError(
+            f"scheduler.warmup={warmup} and scheduler.decay={decay} together are longer than the run's "
+            f"{total_steps} steps: shorten one, or give both as shares of the run (below 1.0)"
+        )
+    return Schedule(optimizer, lambda step: _warm(step, start) * (1 - (1 - final) * _share(step, end, total_steps)))
+
+
+def constant(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0) -> Schedule:
+    """Warm-up, then the peak rate."""
+    start = _steps("scheduler.warmup", warmup, total_steps)
+    return Schedule(optimizer, lambda step: _warm(step, start))
+
+
+def _steps(key: str, value: int | float, total_steps: int) -> int:
+    if isinstance(value, float) and 0.0 <= value < 1.0:
+        return round(value * total_steps)
+    if value < 0 or value != int(value):
+        raise ValueError(f"{key}={value} must be a whole number of optimiser steps, or a share of the run below 1.0")
+    return int(value)
+
+
+def _warm(step: int, warmup: int) -> float:
+    """Rises to 1 at step `warmup`; the first step is not lost on a rate of zero."""
+    return min(1.0, (step + 1) / (warmup + 1))
+
+
+def _share(step: int, start: int, end: int) -> float:
+    """How much of the way from `start` to `end` is done, from 0 to 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))

@@ -1,0 +1,281 @@
+"""Checkpoints that any layout writes and any other reads: a directory of torch.distributed.checkpoint.
+
+    step=000120/
+      .metadata  __0_0.distcp …   each rank's part of the weights and optimiser state, keyed by undivided names
+      meta.pt                     the rest of Lightning's checkpoint: loops, callbacks, schedulers, data position;
+                                  tensors and plain types only
+
+Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), optimiser state as
+"optimizer_states.<i>.<parameter name>.<key>", parameter groups in meta.pt as hyperparameters with parameter names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from armature.parallel import process_group
+
+META = "meta.pt"
+OPTIMIZER = "optimizer_states"
+EXTRA = "extra"  # what callbacks keep beside the weights, such as their average: "extra.ema.model.blocks.0.…"
+RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
+# how a step is computed on this machine, not what it computes: never taken over from a checkpoint
+RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+# ---------------------------------------------------------------- state, keyed by undivided names
+def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
+    """Parameters and persistent buffers as they lie on this rank, without copies.
+
+    Args:
+        buffers: whether this rank speaks for the buffers, which may differ between ranks (running statistics).
+    """
+    named_buffers = {name for name, _ in module.named_buffers()}
+    return {
+        name: value.detach()
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor) and (buffers or name not in named_buffers)
+    }
+
+
+def parameter_names(module: nn.Module) -> dict[Tensor, str]:
+    return {param: name for name, param in module.named_parameters()}
+
+
+def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: int) -> dict[str, Any]:
+    """The state of each parameter under `optimizer_states.<index>.<name>.<key>`, without copies."""
+    return {
+        f"{OPTIMIZER}.{index}.{names[param]}.{key}": value
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def param_groups(optimizer: Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
+    """Each group's hyperparameters and the names of its parameters."""
+    return [
+        {"names": [names[p] for p in group["params"]]}
+        | {k: v for k, v in group.items() if k != "params" and k not in RUNTIME_OPTIONS}
+        for group in optimizer.param_groups
+    ]
+
+
+def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The undivided model's groups from those of pipeline stages: equal hyperparameters are one group."""
+    merged: list[dict[str, Any]] = []
+    for group in (group for groups in groups_of_ranks for group in groups):
+        hyper = {k: v for k, v in group.items() if k != "names"}
+        for known in merged:
+            if {k: v for k, v in known.items() if k != "names"} == hyper:
+                known["names"] += [name for name in group["names"] if name not in known["names"]]
+                break
+        else:
+            merged.append({"names": list(group["names"]), **hyper})
+    return merged
+
+
+def restore_groups(optimizer: Optimizer, names: dict[Tensor, str], saved: list[dict[str, Any]]) -> None:
+    """Hyperparameters by parameter name, so that neither the order of groups nor that of parameters matters."""
+    by_name = {name: group for group in saved for name in group["names"]}
+    for group in optimizer.param_groups:
+        known = next((by_name[names[p]] for p in group["params"] if names[p] in by_name), {})
+        group.update({k: v for k, v in known.items() if k in group and k != "names"})
+
+
+def create_state(optimizer: Optimizer) -> None:
+    """Make the state tensors of an optimiser that has not stepped yet, so that there is something to load into.
+
+    A step with zero gradients and learning rate zero: the optimiser itself knows shapes, types and placements best.
+    """
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+
+
+# ---------------------------------------------------------------- directories
+def save(
+    directory: Path, tensors: dict[str, Any], meta: dict[str, Any], *, seal: Callable[[Path], None] | None = None
+) -> None:
+    """Write a checkpoint aside as `<directory>.part`, and rename it when every rank's part is complete.
+
+    Called by all ranks. An error of one rank is raised on all of them, and leaves what was there before.
+
+    Args:
+        tensors: this rank's part of weights and optimiser state.
+        meta: Lightning's remaining checkpoint; rank 0's is written.
+        seal: called on rank 0 with the complete `.part` directory, just before the rename.
+    """
+    part = directory.with_name(f"{directory.name}.part")
+    with together():
+        if process_group.rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    dcp.save(tensors, checkpoint_id=part, no_dist=not dist.is_initialized())
+    with together():
+        if process_group.rank() == 0:
+            with (part / META).open("wb") as file:
+                torch.save(meta, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if seal is not None:
+                seal(part)
+            publish(part, directory)
+
+
+def publish(part: Path, directory: Path) -> None:
+    """Give a complete directory its name. An older one of that name is gone only after it."""
+    old = directory.with_name(f"{directory.name}.old")
+    if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+    part.rename(directory)
+    descriptor = os.open(directory.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A stretch of work that ends on all ranks when it ends on each, and whose error on one rank is raised on all."""
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    messages = process_group.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise OSError(f"rank {rank} failed: {message}")
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """What lies in a checkpoint: names, sizes and types.
+
+    Raises:
+        FileNotFoundError: where the directory is no checkpoint.
+    """
+    if not (directory / ".metadata").is_file():
+        raise FileNotFoundError(f"{directory}: no checkpoint (it holds no .metadata).")
+    return dcp.FileSystemReader(directory).read_metadata()
+
+
+def load(
+    directory: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Load weights, and the state of optimisers, in place; give back what meta.pt holds.
+
+    Args:
+        extra: further tensors to fill where the checkpoint has them, such as the averaged weights.
+
+    Raises:
+        ValueError: where names, sizes or the optimiser's kind differ, naming them.
+    """
+    saved = read_metadata(directory).state_dict_metadata
+    names = parameter_names(module)
+    meta = torch.load(directory / META, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = dict(module_state(module))
+    _check_names(directory, saved, state)
+    state |= {name: value for name, value in (extra or {}).items() if name in saved}
+    for index, optimizer in enumerate(optimizers):
+        create_state(optimizer)
+        own = optimizer_state(optimizer, names, index=index)
+        _check_optimizer(directory, saved, own, index=index)
+        state |= {name: value for name, value in own.items() if name in saved}
+    _check_sizes(directory, saved, state)
+    dcp.load(state, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    for index, optimizer in enumerate(optimizers):
+        for param in list(optimizer.state):
+            prefix = f"{OPTIMIZER}.{index}.{names[param]}."
+            if not any(name.startswith(prefix) for name in saved):  # it had no gradient yet
+                del optimizer.state[param]
+                continue
+            for key, value in optimizer.state[param].items():
+                if not isinstance(value, Tensor):
+                    optimizer.state[param][key] = state[prefix + key]
+        restore_groups(optimizer, names, meta["param_groups"][index])
+    return meta
+
+
+def load_full_state_dict(directory: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
+    """The undivided weights on CPU, in one process without a process group.
+
+    Args:
+        prefix: "" for the weights, "extra.ema." for the averaged ones; it is taken off the names.
+    """
+    directory = Path(directory)
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in read_metadata(directory).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and (name.startswith(prefix) if prefix else not name.startswith(RESERVED))
+    }
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in state.items()}
+
+
+# ---------------------------------------------------------------- what does not fit, said by name
+def _check_names(directory: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
+    missing = sorted(state.keys() - saved.keys())
+    held = {name for names in process_group.all_gather_object(list(state)) for name in names}
+    surplus = sorted(name for name in saved if not name.startswith(RESERVED) and name not in held)
+    if missing or surplus:
+        raise ValueError(
+            f"{directory} holds another model's weights. "
+            f"Not in the checkpoint: {_few(missing)}. Not in the model: {_few(surplus)}."
+        )
+
+
+def _check_sizes(directory: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
+    wrong = [
+        f"{name} is {tuple(saved[name].size)} there and {tuple(value.shape)} here"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and isinstance(saved[name], TensorStorageMetadata)
+        and tuple(saved[name].size) != tuple(value.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{directory} holds weights of other sizes: {_few(wrong)}.")
+
+
+def _check_optimizer(directory: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
+    def kinds(names: Iterable[str]) -> set[str]:
+        return {name.rpartition(".")[2] for name in names}
+
+    prefix = f"{OPTIMIZER}.{index}."
+    parameters = {name.rpartition(".")[0] for name in own}
+    there = [name for name in saved if name.startswith(prefix) and name.rpartition(".")[0] in parameters]
+    here = [name for name in own if any(name.rpartition(".")[0] == other.rpartition(".")[0] for other in there)]
+    if kinds(there) != kinds(here):
+        raise ValueError(
+            f"{directory} was saved with another optimiser: its state holds {_few(sorted(kinds(there)))}, "
+            f"this one's {_few(sorted(kinds(here)))}. Resume with the optimiser that the run began with."
+        )
+
+
+def _few(names: list[str], *, limit: int = 5) -> str:
+    shown = ", ".join(names[:limit]) or "nothing"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,73 @@
+"""The gradient norm, and clipping, of a model that is divided over any mesh: equal to the undivided model's.
+
+torch's own clip_grad_norm_ refuses gradients on different meshes. Here each rank squares what it holds, divided by the
+number of ranks that hold the same, and one all-reduce of one number adds it up, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """This rank's part of each gradient, and into how many parts the gradient is cut."""
+    parts = []
+    for param in parameters:
+        grad = param.grad
+        if isinstance(grad, DTensor):
+            if any(placement.is_partial() for placement in grad.placements):
+                # sequence parallelism leaves the norms' gradients as sums that are still to be made
+                whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+                param.grad = grad = grad.redistribute(placements=whole)
+            cuts = (grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if not p.is_replicate())
+            parts.append((grad.to_local(), math.prod(cuts)))
+        elif grad is not None:
+            parts.append((grad, 1))
+    return parts
+
+
+@torch.no_grad()
+def total_norm(parts: list[tuple[Tensor, int]], *, ranks: int, divided: bool, device: torch.device) -> Tensor:
+    """The 2-norm of the undivided model's gradient, a 0-dim fp32 tensor, the same on every rank.
+
+    Args:
+        parts: from `local_gradients`.
+        ranks: how many ranks hold this rank's pipeline stage among them.
+        divided: whether ranks hold different parts, so that they have to add up. The same on every rank.
+        device: where the collective works.
+    """
+    total = torch.zeros((), device=device)
+    if parts:
+        norms = torch._foreach_norm([part for part, _ in parts], 2, dtype=torch.float32)
+        squares = torch.stack([norm.to(device) for norm in norms]).square()
+        if divided:
+            squares *= torch.tensor([cuts / ranks for _, cuts in parts], device=device)
+        total = squares.sum()
+    if divided:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_by_norm(parts: list[tuple[Tensor, int]], *, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm, which is `norm` now, is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part, _ in parts:
+        by_device.setdefault(part.device, []).append(part)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, factor.to(device))
+
+
+@torch.no_grad()
+def clip_by_value(parts: list[tuple[Tensor, int]], *, value: float) -> None:
+    """Clamp each element of each gradient to [-value, value]."""
+    if parts:
+        torch._foreach_clamp_min_([part for part, _ in parts], -value)
+        torch._foreach_clamp_max_([part for part, _ in parts], value)

@@ -1,0 +1,41 @@
+"""The four axes of a mesh. Torch-free, but for `build`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a tensor group are neighbours
+
+
+def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
+    """The axes' sizes, with what is left of the processes for the one that is `auto`.
+
+    Raises:
+        ValueError: where they do not multiply to the number of processes, saying what would.
+    """
+    asked = ", ".join(f"strategy.{axis}={sizes[axis]}" for axis in AXES)
+    known = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
+    if bad := [f"strategy.{axis}={size}" for axis, size in known.items() if size < 1]:
+        raise ValueError(f"{', '.join(bad)}: an axis has at least one rank. Type 1 for an axis that is not used.")
+    unknown = [axis for axis in AXES if axis not in known]
+    if len(unknown) > 1:
+        raise ValueError(f"{asked}: only one axis may be auto, the others need a number.")
+    product = math.prod(known.values())
+    if unknown and world_size % product == 0:
+        return {axis: known.get(axis, world_size // product) for axis in AXES}
+    if not unknown and product == world_size:
+        return {axis: known[axis] for axis in AXES}
+    multiple = max(1, round(world_size / product)) * product
+    remedy = f"trainer.devices={multiple}" if unknown else f"trainer.devices={product}, or one axis auto"
+    raise ValueError(f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}.")
+
+
+def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)

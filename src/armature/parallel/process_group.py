@@ -1,0 +1,112 @@
+"""The default process group and where this process stands in it, from the variables that the launcher sets."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+T = TypeVar("T")
+
+
+class RankEnvironment(ClusterEnvironment):
+    """RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process where they are not set.
+
+    Given to every strategy, so that Lightning neither guesses a scheduler nor starts processes of its own.
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", "29500"))
+
+    @staticmethod
+    def detect() -> bool:
+        return "RANK" in os.environ
+
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    def set_world_size(self, size: int) -> None:
+        if size != self.world_size():
+            raise RuntimeError(f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}")
+
+    def global_rank(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def node_rank(self) -> int:
+        return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None) -> None:
+    """Join the default process group; nothing to do for one process, or where it exists already.
+
+    Args:
+        backend: `auto` (gloo on CPU, NCCL on GPU) or a backend's name.
+        accelerator: `cpu` or `gpu`. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
+    """
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+        return
+    on_gpu = accelerator in ("gpu", "cuda")
+    device = torch.device("cuda", RankEnvironment().local_rank()) if on_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    elif backend == "nccl":
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None)
+
+
+def broadcast_object(obj: T, *, source: int = 0) -> T:
+    """Rank `source`'s plain object on every rank."""
+    if not dist.is_initialized():
+        return obj
+    box = [obj]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def all_gather_object(obj: T) -> list[T]:
+    """Every rank's plain object, in order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [obj]
+    gathered: list[T] = [obj] * dist.get_world_size()
+    dist.all_gather_object(gathered, obj)
+    return gathered
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def any_rank(flag: bool, *, device: torch.device | str = "cpu") -> bool:
+    """Whether any rank says so. One small all-reduce, cheap enough for each optimiser step."""
+    if not dist.is_initialized():
+        return flag
+    votes = torch.tensor(int(flag), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return bool(votes)
+
+
+def destroy() -> None:
+    """Leave the group. A rank that ends without this may abort at exit, which an elastic agent takes for a failure."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

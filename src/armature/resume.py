@@ -1,0 +1,42 @@
+"""Which checkpoint a run goes on from. Torch-free: decided before a process starts."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+MODES = ("auto", "never", "required")
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that `checkpoints/last` names. None where the run has none yet."""
+    pointer = run_dir / "checkpoints" / "last"
+    if not pointer.is_file():
+        return None
+    checkpoint = pointer.parent / pointer.read_text().strip()
+    return checkpoint if checkpoint.is_dir() else None
+
+
+def find(path: Path) -> Path | None:
+    """The checkpoint meant by a path: itself, or the last one of a run directory."""
+    if (path / "meta.pt").exists():
+        return path
+    return last_checkpoint(path)
+
+
+def problems(cfg: DictConfig) -> list[str]:
+    if cfg.resume in MODES:
+        return []
+    path = Path(cfg.resume)
+    if not path.exists():
+        return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
+    if find(path) is None:
+        return [f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."]
+    return []
+
+
+def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
+    """The checkpoint that this start of the run goes on from, also after a restart of its ranks."""
+    own = last_checkpoint(run_dir)
+    if cfg.resume == "never":
+        return None
+    return own or (find(Path(cfg.resume)) if cfg.resume not in MODES else None)

@@ -1,0 +1,112 @@
+"""The run directory: one for all ranks, restarts and requeues of a run.
+
+    outputs/<run.name>/
+      config.yaml      composed and resolved; values from the environment stay references
+      overrides.txt    what was typed
+      checkpoints/     step=000120/ …, and `last`, which names the newest complete one
+      metrics.csv      a row an optimiser step, and val/* and test/* values in the row of their step
+      summary.json     written when the run ends
+      logs/            one file a rank
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
+from armature.errors import ConfigError
+
+
+def default_name(label: str) -> str:
+    """The Slurm job's id under Slurm, else `label` and the time at which the run was started."""
+    if job := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        return f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return job
+    # under torchrun the launcher's start is the same for all ranks and all restarts
+    started = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in os.environ else time.time()
+    return f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+
+
+def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConfig:
+    """The configuration with run.name and run.dir set.
+
+    Args:
+        label: the experiment's name, for a run that has none of its own.
+        trial: `<sweep>/<number>` of a trial of a sweep, which has its own directory.
+    """
+    cfg = cfg.copy()
+    named = trial or cfg.run.name
+    name = named or default_name(label)
+    root = Path(cfg.run.root)
+    if not named and "SLURM_JOB_ID" not in os.environ and "RANK" not in os.environ:
+        taken, number = name, 2
+        while (root / name).exists():
+            name, number = f"{taken}-{number}", number + 1
+    cfg.run.name = name
+    cfg.run.dir = str(root / name)
+    return cfg
+
+
+def write(cfg: DictConfig, overrides: list[str]) -> Path:
+    """Makes the directory with config.yaml and overrides.txt.
+
+    Raises:
+        ConfigError: where `resume=never` names a directory that holds a run already.
+    """
+    run_dir = Path(cfg.run.dir)
+    if cfg.resume == "never" and (run_dir / "checkpoints").exists():
+        raise ConfigError(f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on.")
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    _replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
+    _replace(run_dir / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    return run_dir
+
+
+def read(run_dir: Path) -> DictConfig:
+    """The configuration of a run; what it refers to in the environment is read when it is used."""
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it holds no config.yaml).")
+    cfg = OmegaConf.load(file)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def without_secrets(cfg: DictConfig) -> dict[str, Any]:
+    """Everything resolved, but `${oc.env:NAME}` left as it stands: no value of the environment reaches a file."""
+    untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    replace = {"oc.env": _env_reference, "oc.decode": lambda value: f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value)}
+    originals = {"oc.env": oc.env, "oc.decode": oc.decode}
+    try:
+        for name, resolver in replace.items():
+            OmegaConf.register_new_resolver(name, resolver, replace=True)
+        return OmegaConf.to_container(untyped, resolve=True)  # pyright: ignore[reportReturnType]
+    finally:
+        for name, resolver in originals.items():
+            OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _env_reference(name: str, *default: Any) -> str:
+    return f"${{oc.env:{','.join([name, *('null' if d is None else str(d) for d in default)])}}}"
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    _replace(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    file = run_dir / "summary.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _replace(file: Path, text: str) -> None:
+    """Written beside its target and renamed, so that nobody reads half a file."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, file)

@@ -1,0 +1,31 @@
+"""How a model is divided over processes: `configs/strategy/` names these. What is not used is not imported."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # also what the check of a `_target_` before launch reads
+    from lightning.pytorch.strategies import Strategy
+
+    from armature.strategies.ddp import DDP
+    from armature.strategies.deepspeed import DeepSpeed
+    from armature.strategies.mesh import MeshStrategy
+    from armature.strategies.single import SingleDevice
+
+_WHERE = {"SingleDevice": "single", "DDP": "ddp", "MeshStrategy": "mesh", "DeepSpeed": "deepspeed"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def auto(*, seed: int = 0, **options: Any) -> Strategy:
+    """`single` for one process, `ddp` for more."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return __getattr__("SingleDevice")(seed=seed)
+    return __getattr__("DDP")(seed=seed, **options)

@@ -1,0 +1,182 @@
+"""What every strategy does alike: initial weights by name, gradient norm and clipping, checkpoints, random streams.
+
+Mixed in before one of Lightning's strategies: `class DDP(Common, DDPStrategy)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from armature.parallel import checkpoint as ckpt
+from armature.parallel import gradients, initialisation, process_group
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy as _Base
+else:
+    _Base = object
+
+
+class Common(_Base):
+    """The part that all strategies share.
+
+    Attributes:
+        seed: decides the initial weights and the random streams.
+        grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
+        data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
+        seal: called on rank 0 with a complete checkpoint directory, just before it gets its name.
+        bubble_share: share of a step that the pipeline's schedule leaves idle; 0 without a pipeline.
+    """
+
+    seed: int
+    grad_norm: Tensor
+    bubble_share: float = 0.0
+
+    def configure_common(self, *, seed: int) -> None:
+        """Called by constructors, after Lightning's own."""
+        self.seed = seed
+        self.grad_norm = torch.zeros(())
+        self.seal: Callable[[Path], None] | None = None
+        self.extra_state: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+        self.cluster_environment = process_group.RankEnvironment()
+
+    # ------------------------------------------------------------ the layout, for gradients and data
+    @property
+    def data_size(self) -> int:
+        return self.distributed_sampler_kwargs["num_replicas"]
+
+    @property
+    def data_rank(self) -> int:
+        return self.distributed_sampler_kwargs["rank"]
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """How many ranks hold one pipeline stage, or all of the model, among them."""
+        return self.world_size
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks hold different parts of the model."""
+        return False
+
+    @property
+    def stream(self) -> int:
+        """Which random stream this rank draws from. Ranks that compute the same must draw the same."""
+        return self.data_rank
+
+    # ------------------------------------------------------------ building
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        torch.manual_seed(self.seed)  # a model that is not initialised by name is built alike on every rank
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        if not getattr(self.lightning_module, "_armature_built", False):
+            self.build(self.lightning_module)
+            self.lightning_module._armature_built = True
+        super().setup(trainer)
+        # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
+        self.precision_plugin.clip_gradients = self.clip_gradients
+        if trainer.state.fn == TrainerFn.FITTING:
+            torch.manual_seed(self.seed * 1_000_003 + self.stream)
+
+    def build(self, module: L.LightningModule) -> None:
+        """Give the module its weights. Called once, after configure_model and before the optimisers are made."""
+        hollow = initialisation.materialise(module, device=self.root_device)
+        initialisation.initialise_by_name(module, seed=self.seed, names=hollow)
+
+    # ------------------------------------------------------------ gradients
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Note the gradient's norm and clip. Lightning's precision plugin calls this before every optimiser step."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)  # Lightning leaves it to fused optimisers, which then could not be clipped
+        parameters = (param for group in optimizer.param_groups for param in group["params"])
+        parts = gradients.local_gradients(parameters)
+        self.grad_norm = gradients.total_norm(
+            parts, ranks=self.ranks_per_stage, divided=self.divided, device=self.root_device
+        )
+        if not clip_val:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            gradients.clip_by_value(parts, value=clip_val)
+        else:
+            gradients.clip_by_norm(parts, norm=self.grad_norm, max_norm=clip_val)
+
+    # ------------------------------------------------------------ checkpoints
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return ckpt.module_state(self.lightning_module, buffers=self.data_rank == 0)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state tensors by parameter name, and the groups' hyperparameters with the names in each."""
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        names, index = ckpt.parameter_names(self.lightning_module), self.optimizers.index(optimizer)
+        tensors = ckpt.optimizer_state(optimizer, names, index=index)
+        return {"tensors": tensors, "groups": ckpt.param_groups(optimizer, names)}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write the directory `filepath`; every rank must call it, with the same path."""
+        meta = dict(checkpoint)
+        tensors = meta.pop("state_dict") | self.extra_tensors()
+        groups = []
+        for state in meta.pop("optimizer_states", []):
+            tensors |= state["tensors"]
+            groups.append(ckpt.merge_groups(process_group.all_gather_object(state["groups"])))
+        ckpt.save(Path(filepath), tensors, meta | {"param_groups": groups}, seal=self.seal)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and optimiser state in place, and give back the rest of Lightning's checkpoint."""
+        assert self.lightning_module is not None
+        return ckpt.load(Path(checkpoint_path), self.lightning_module, self.optimizers, extra=self.extra_tensors())
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: load_checkpoint has done it."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: load_checkpoint has done it."""
+
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """What callbacks keep beside the weights, under the names it has in checkpoints."""
+        return {
+            f"{ckpt.EXTRA}.{kind}.{name}": value
+            for kind, tensors in self.extra_state.items()
+            for name, value in tensors().items()
+        }

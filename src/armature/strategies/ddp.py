@@ -1,0 +1,86 @@
+"""Every rank holds the whole model and a part of the batch; gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from typing_extensions import override
+
+from armature.strategies.base import Common
+
+
+def rounded_to_bf16(group, bucket):  # unannotated: DDP refuses annotations that are strings
+    """torch's hook by another name: DDP refuses that name on a CPU, where gloo sums bf16 as well."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+COMM_HOOKS = {"bf16": rounded_to_bf16, "fp16": default_hooks.fp16_compress_hook}
+
+
+class DDP(Common, DDPStrategy):
+    """Lightning's DDP.
+
+    Args:
+        backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
+        comm_hook: send gradients as bf16 or fp16; halves the traffic, rounds what is sent.
+        sync_batchnorm: BatchNorm over the batch of all ranks, as one process with that batch would have it. Without
+            it, the statistics of smaller batches change the result.
+        static_graph: the same parameters take part in every step, so that DDP can plan its buckets once.
+        find_unused_parameters: allow steps that leave parameters out; costs a walk over the graph each step.
+        gradient_as_bucket_view: gradients live in the buckets they are sent in; spares one copy of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        backend: str = "auto",
+        comm_hook: Literal["bf16", "fp16"] | None = None,
+        sync_batchnorm: bool = True,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        super().__init__(
+            process_group_backend=None if backend == "auto" else backend,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        self.comm_hook, self.static_graph = comm_hook, static_graph
+        self.sync_batchnorm = sync_batchnorm
+        self.configure_common(seed=seed)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        self._layer_sync = TorchSyncBatchNorm() if self.sync_batchnorm else None
+        super().setup(trainer)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers hooks on GPUs only; gloo runs these two as well
+        if self.comm_hook is not None:
+            self.model.register_comm_hook(state=None, hook=COMM_HOOKS[self.comm_hook])
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        # DDP learns a static graph in the first backward passes, and must see them reduced
+        learning = self.static_graph and self.lightning_module.trainer.global_step == self._first_step
+        with nullcontext() if learning else super().block_backward_sync():
+            yield
+
+    @override
+    def on_train_start(self) -> None:
+        self._first_step = self.lightning_module.trainer.global_step
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}

@@ -1,0 +1,27 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from armature.strategies.base import Common
+
+
+class SingleDevice(Common, SingleDeviceStrategy):
+    """What every other strategy is compared with."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        self.parallel_devices: list[torch.device] | None = None  # the Trainer sets it, from its accelerator
+        self.configure_common(seed=seed)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": 1, "rank": 0}

@@ -1,0 +1,118 @@
+"""What every task shares: how its model is built, what optimises it, and figures that no layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric, Metric
+from typing_extensions import override
+
+from armature.optim.groups import parameter_groups
+
+Batch = dict[str, Tensor]
+
+
+def mean_metric() -> MeanMetric:
+    """A weighted mean over samples and ranks. NaN passes through; torchmetrics' "disable" would drop the weights too."""
+    return MeanMetric(nan_strategy=float("nan"))
+
+
+class Task(L.LightningModule):
+    """Trains whatever `model()` builds on the loss that it computes, and measures that loss on held-out batches.
+
+    `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
+    A subclass adds metrics in `metrics`, `update` and `figures`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        *,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+        self._make_model, self._make_optimizer, self._make_scheduler = model, optimizer, scheduler
+        # A plain dict: as submodules they would be moved, emptied or sharded with the model by a strategy
+        self._metrics: dict[str, Metric] = {}
+
+    @override
+    def configure_model(self) -> None:
+        """Builds the model: without memory where it can initialise itself by name, which the strategy then does."""
+        if self.model is not None:
+            return
+        made = getattr(self._make_model, "func", self._make_model)
+        with torch.device("meta") if hasattr(made, "initialize_parameter") else nullcontext():
+            self.model = self._make_model()
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        assert self.model is not None
+        optimizer = self._make_optimizer(parameter_groups(self.model))
+        if self._make_scheduler is None:
+            return optimizer
+        scheduler = self._make_scheduler(optimizer, total_steps=self.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        return self.model(batch["inputs"], batch["targets"])
+
+    def metrics(self) -> dict[str, Metric]:
+        """The metrics of one evaluation, by name; each is a sum over samples and ranks, so it is exact."""
+        return {"loss": mean_metric()}
+
+    def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
+        """Add one batch. Padding, whose targets are all -100, weighs nothing."""
+        assert self.model is not None
+        loss = self.model(batch["inputs"], batch["targets"])
+        metrics["loss"].update(loss, weight=(batch["targets"] != -100).sum())
+
+    def figures(self, values: dict[str, float], split: str) -> dict[str, float]:
+        """What is logged for `split` ("val" or "test"), from the computed metrics."""
+        return values
+
+    def preview(self) -> str | None:
+        """Text that shows what was learned, printed at the end of a run. Every rank calls it."""
+        return None
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._start()
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.update(self._metrics, batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._finish("val")
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._start()
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.update(self._metrics, batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._finish("test")
+
+    def _start(self) -> None:
+        self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
+
+    def _finish(self, split: str) -> None:
+        values = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        self.log_dict({f"{split}/{name}": value for name, value in self.figures(values, split).items()})

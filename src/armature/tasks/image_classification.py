@@ -1,0 +1,25 @@
+"""One class for each image."""
+
+from __future__ import annotations
+
+from torchmetrics import Metric
+from typing_extensions import override
+
+from armature.tasks.base import Batch, Task, mean_metric
+
+
+class ImageClassification(Task):
+    """Logs loss in nats an image and accuracy, the share of images whose likeliest class is right."""
+
+    @override
+    def metrics(self) -> dict[str, Metric]:
+        return {"loss": mean_metric(), "accuracy": mean_metric()}
+
+    @override
+    def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
+        assert self.model is not None
+        targets = batch["targets"]
+        outputs = self.model(batch["inputs"])
+        counted = targets != -100
+        metrics["loss"].update(self.model.loss(outputs, targets), weight=counted.sum())  # pyright: ignore[reportCallIssue]
+        metrics["accuracy"].update((outputs.argmax(dim=-1) == targets).float(), weight=counted.float())

@@ -1,0 +1,65 @@
+"""Next-token prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from armature.generation import generate
+from armature.tasks.base import Task
+
+
+class LanguageModeling(Task):
+    """Logs loss in nats a token, perplexity, and bits per byte where the data module knows its bytes per token.
+
+    Bits per byte, unlike the other two, compare across tokenizers and with file compressors.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        *,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+        preview_prompt: str = "def ",
+        preview_tokens: int = 120,
+        preview_temperature: float = 0.7,
+    ) -> None:
+        super().__init__(model, optimizer=optimizer, scheduler=scheduler)
+        self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
+        self.preview_temperature = preview_temperature
+
+    @override
+    def figures(self, values: dict[str, float], split: str) -> dict[str, float]:
+        figures = {**values, "perplexity": _exp(values["loss"])}
+        bytes_per_token = getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
+        if bytes_per_token is not None:
+            figures["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token(split)
+        return figures
+
+    @override
+    def preview(self) -> str | None:
+        """A sample that continues `preview_prompt`, the same for the same weights."""
+        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        if tokenizer is None or self.model is None or self.preview_tokens == 0:
+            return None
+        prompt = torch.tensor([tokenizer.encode(self.preview_prompt).ids], device=self.device)
+        ids = generate(
+            self.model,
+            prompt,
+            max_new_tokens=self.preview_tokens,
+            temperature=self.preview_temperature,
+            generator=torch.Generator(self.device).manual_seed(0),
+        )
+        return tokenizer.decode(ids[0].tolist())
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700.0 else math.inf

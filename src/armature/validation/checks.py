@@ -1,0 +1,253 @@
+"""The checks of a composed configuration: what it asks of the machine, of the model and of the data."""
+
+import difflib
+import importlib
+import importlib.util
+import logging
+import netrc
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from armature import hardware, resume
+from armature.data import batching
+from armature.errors import ConfigError
+from armature.parallel import checks as parallel_checks
+from armature.validation import signatures
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
+CHOICES = {
+    "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
+    "trainer.precision": PRECISIONS,
+    "trainer.gradient_clip_algorithm": ("norm", "value"),
+    "trainer.matmul_precision": ("highest", "high", "medium"),
+    "checkpoint.mode": ("min", "max"),
+}
+_SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
+_SOURCES = Path(__file__).parents[2]  # src/: a user's own package beside ours may be named in `_target_`
+
+
+def check(cfg: DictConfig) -> DictConfig:
+    """The configuration with `auto` values decided.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    problems = [f"{key}: a value is required, type {key}=…" for key in sorted(OmegaConf.missing_keys(cfg))]
+    if not problems:
+        problems += _interpolation_problems(cfg)
+    if problems:
+        raise ConfigError(problems)
+    problems += _choice_problems(cfg)
+    problems += _range_problems(cfg)
+    problems += _secret_problems(cfg)
+    problems += _target_problems(cfg)
+    problems += _device_problems(cfg)
+    if not problems:
+        cfg = decide(cfg)
+        problems += _model_problems(cfg)
+        problems += _layout_problems(cfg)
+    problems += _logger_problems(cfg)
+    problems += _folder_problems(Path(cfg.run.root))
+    problems += resume.problems(cfg)
+    problems += _data_problems(cfg)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return cfg
+
+
+def decide(cfg: DictConfig) -> DictConfig:
+    """Replaces `auto` by what this machine makes of it, so that config.yaml says what really ran."""
+    cfg = cfg.copy()
+    if cfg.trainer.accelerator == "auto":
+        cfg.trainer.accelerator = hardware.default_accelerator()
+    if cfg.trainer.devices == "auto":
+        cfg.trainer.devices = max(1, hardware.gpu_count()) if cfg.trainer.accelerator == "gpu" else 1
+    if cfg.trainer.precision == "auto":
+        cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
+    return cfg
+
+
+def world_size(cfg: DictConfig) -> int:
+    """Processes of the run: those that a launcher has started already, else devices times machines."""
+    return int(os.environ.get("WORLD_SIZE", cfg.trainer.devices * cfg.trainer.num_nodes))
+
+
+def data_size(cfg: DictConfig) -> int:
+    """Ranks that each see different samples: the world, without the tensor and pipeline axes."""
+    return parallel_checks.data_size(plain(cfg.strategy), world_size(cfg))
+
+
+def plain(node: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
+
+
+def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key in node:
+        path = f"{prefix}{key}"
+        yield path, node[key]
+        if isinstance(node[key], dict):
+            yield from _walk(node[key], f"{path}.")
+
+
+def _interpolation_problems(cfg: DictConfig) -> list[str]:
+    try:
+        plain(cfg)
+    except OmegaConfBaseException as error:
+        return ["; ".join(line.strip() for line in str(error).splitlines() if line.strip())]
+    return []
+
+
+def _choice_problems(cfg: DictConfig) -> list[str]:
+    problems = []
+    for key, choices in CHOICES.items():
+        value = OmegaConf.select(cfg, key)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+            hint = f" Did you mean {key}={near[0]}?" if near else ""
+            problems.append(f"{key}={value}: must be one of {', '.join(choices)}.{hint}")
+    return problems
+
+
+def _range_problems(cfg: DictConfig) -> list[str]:
+    problems = []
+    trainer = cfg.trainer
+    if trainer.max_steps is None and trainer.max_epochs is None:
+        problems.append("trainer.max_steps and trainer.max_epochs are both null: type trainer.max_steps=… or max_epochs=….")
+    positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
+    for key in [*(f"trainer.{k}" for k in positive), "checkpoint.every_n_steps", "checkpoint.every_n_minutes"]:
+        value = OmegaConf.select(cfg, key)
+        if value is not None and value <= 0:
+            problems.append(f"{key}={value}: must be positive (null turns it off where it may be off).")
+    if cfg.checkpoint.keep_last < 1:
+        problems.append(f"checkpoint.keep_last={cfg.checkpoint.keep_last}: must be at least 1, or nothing could be resumed.")
+    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", trainer.max_time):
+        problems.append(f"trainer.max_time={trainer.max_time}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00.")
+    return problems
+
+
+def _secret_problems(cfg: DictConfig) -> list[str]:
+    raw = OmegaConf.to_container(cfg, resolve=False)
+    return [
+        f"{path}: a secret typed here would be written to config.yaml. Put it into .env and refer to it, "
+        f"as in '{path}=${{oc.env:{path.rsplit('.', 1)[-1].upper()}}}'."
+        for path, value in _walk(raw)
+        if _SECRET.search(path.rsplit(".", 1)[-1]) and isinstance(value, str) and value and "${" not in value
+    ]
+
+
+def _target_problems(cfg: DictConfig) -> list[str]:
+    own = [p.name for p in _SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists()]
+    allowed = [*cfg.launch.allowed_packages, *(name for name in own if name not in cfg.launch.allowed_packages)]
+    problems = []
+    for group, node in plain(cfg).items():
+        if isinstance(node, dict):
+            problems += signatures.problems(group, node, allowed)
+    return problems
+
+
+def _device_problems(cfg: DictConfig) -> list[str]:
+    devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
+    if devices != "auto" and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
+        return [f"trainer.devices={devices}: must be a number of processes on each machine, or auto."]
+    if accelerator == "auto":
+        accelerator = hardware.default_accelerator()
+    if accelerator == "gpu":
+        count = hardware.gpu_count()
+        if not count:
+            return [f"trainer.accelerator=gpu: this machine shows no GPU. Type trainer.accelerator=cpu trainer.devices={devices}."]
+        if devices != "auto" and devices > count:
+            return [
+                f"trainer.devices={devices}: this machine has {count} GPU{'s' * (count > 1)}. "
+                f"Type trainer.devices={count}, or trainer.accelerator=cpu to run {devices} CPU processes."
+            ]
+    if accelerator == "mps":
+        if not hardware.has_mps():
+            return ["trainer.accelerator=mps: this is no Apple machine with a GPU. Type trainer.accelerator=auto."]
+        if devices not in ("auto", 1):
+            return [f"trainer.devices={devices}: mps is one device. Type trainer.devices=1, or trainer.accelerator=cpu."]
+    if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
+        log.warning("trainer.devices=%s processes share %s CPUs: this works, but slowly.", devices, hardware.cpu_count())
+    return []
+
+
+def beside(target: str, name: str) -> Any | None:
+    """The module `name` in the folder of a model's `_target_` (its plan, its check), if there is one."""
+    package = ".".join(target.split(".")[:-2])
+    if not package or package.split(".")[0] in ("torch", "lightning"):
+        return None
+    try:
+        spec = importlib.util.find_spec(f"{package}.{name}")
+    except (ImportError, ValueError):
+        return None
+    return importlib.import_module(f"{package}.{name}") if spec is not None else None
+
+
+def _model_problems(cfg: DictConfig) -> list[str]:
+    module = beside(cfg.model._target_, "check")
+    arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
+    return [f"model: {problem}" for problem in module.problems(arguments)] if module is not None else []
+
+
+def _layout_problems(cfg: DictConfig) -> list[str]:
+    """Batch sizes, and what the strategy cannot do with this model, precision and number of processes."""
+    plan = beside(cfg.model._target_, "plan")
+    problems = parallel_checks.problems(plain(cfg), world_size=world_size(cfg), plan=plan.PLAN if plan else None)
+    if not problems:
+        try:
+            batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, data_size(cfg))
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def _logger_problems(cfg: DictConfig) -> list[str]:
+    problems = []
+    for name, node in (cfg.logger or {}).items():
+        online = "wandb" in str(node.get("_target_", "")).lower() and not node.get("offline", False)
+        if online and os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_key():
+            problems.append(
+                f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb login`), "
+                f"or type logger.{name}.offline=true."
+            )
+    return problems
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _folder_problems(folder: Path) -> list[str]:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"run.root={folder}: {existing} is a file. Name a folder."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"run.root={folder}: {existing} cannot be written. Type run.root=… with a folder that can."]
+    return []
+
+
+def _data_problems(cfg: DictConfig) -> list[str]:
+    """Prepares the data source here, once, so that the ranks only open it and a bad path never starts a process."""
+    if not isinstance(OmegaConf.select(cfg, "data.source"), DictConfig):
+        return []
+    try:
+        instantiate(cfg.data.source).prepare()
+    except ConfigError as error:
+        return error.problems
+    return []

@@ -1,0 +1,97 @@
+"""Turns what Hydra says of a command line into all its mistakes at once, each with the nearest thing that would work.
+
+Hydra stops at the first mistake. Here each override is tried by itself on top of the sound ones, on the error path only.
+"""
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def explain(error: Exception, overrides: list[str], config_dir: Path) -> list[str]:
+    """All problems of the overrides; of the configuration files, where the overrides are sound."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
+        if (problem := _try([])) is not None:
+            return [f"The configuration files do not compose: {_plain(problem)}"]
+        groups = _groups(config_dir)
+        problems, chosen = [], []
+        values = []
+        for override in overrides:
+            key = override.split("=")[0].lstrip("+~").split("@")[0]
+            (chosen if key in groups else values).append(override)
+        sound = []
+        for override in chosen:
+            if (problem := _try([*sound, override])) is None:
+                sound.append(override)
+            else:
+                problems.append(_describe(problem, override, groups, sound))
+        for override in values:
+            if (problem := _try([*sound, override])) is not None:
+                problems.append(_describe(problem, override, groups, sound))
+    return problems or [_plain(error)]
+
+
+def _try(overrides: list[str]) -> Exception | None:
+    try:
+        compose("train", overrides=overrides)
+    except CONFIG_ERRORS as error:
+        return error
+    return None
+
+
+def _groups(config_dir: Path) -> dict[str, list[str]]:
+    """Option names by group."""
+    folders = [folder for folder in config_dir.rglob("*") if folder.is_dir()]
+    return {str(f.relative_to(config_dir)): sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
+
+
+def _describe(error: Exception, override: str, groups: dict[str, list[str]], sound: list[str]) -> str:
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return f"{override}: this is not of the form key=value (quote values that hold spaces or commas: 'key=\"a b\"')."
+    key = parsed.key_or_group
+    if isinstance(error, MissingConfigException) or key in groups:
+        value = override.split("=", 1)[-1]
+        return f"{override}: {key} has no option '{value}'.{_nearest(value, groups[key])} Options: {', '.join(groups[key])}."
+    if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
+        reason = str(error.__cause__ or error).splitlines()[0]
+        return f"{override}: {reason}."
+    known = [*_keys(compose("train", overrides=sound)), *groups]
+    return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds `optimizer.lr`."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    if not near:
+        last = word.rsplit(".", 1)[-1]
+        by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+        near = [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
+    if not near:
+        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        yield f"{prefix}{key}"
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            child = node[key]
+            if isinstance(child, DictConfig):
+                yield from _keys(child, f"{prefix}{key}.")
+
+
+def _plain(error: Exception) -> str:
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines[:4]))

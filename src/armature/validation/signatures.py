@@ -1,0 +1,181 @@
+"""Checks a `_target_` and its arguments against the source of what it names, without importing it.
+
+Importing torch to find a misspelt argument would take seconds. The class is found by walking files and following
+`from x import y`, and its constructor is read from the syntax tree.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
+HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
+
+
+@dataclass
+class Signature:
+    """Parameter names with their annotations; `open` where it takes any keyword or cannot be read from the source."""
+
+    parameters: dict[str, ast.expr | None] = field(default_factory=dict)
+    open: bool = False
+
+
+def problems(path: str, node: dict[str, Any], allowed: list[str]) -> list[str]:
+    """What is wrong with the `_target_` node at `path` of the configuration and with the nodes below it."""
+    found = []
+    target = node.get("_target_")
+    if isinstance(target, str):
+        found += _target_problems(path, target, node, allowed)
+    for key, value in node.items():
+        if isinstance(value, dict):
+            found += problems(f"{path}.{key}", value, allowed)
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                if isinstance(item, dict):
+                    found += problems(f"{path}.{key}[{i}]", item, allowed)
+    return found
+
+
+def _target_problems(path: str, target: str, node: dict[str, Any], allowed: list[str]) -> list[str]:
+    if not any(target == prefix or target.startswith(f"{prefix}.") for prefix in allowed):
+        return [
+            f"{path}._target_={target}: only packages in launch.allowed_packages may be called ({', '.join(allowed)}). "
+            f"If you trust it: 'launch.allowed_packages=[{','.join([*allowed, target.split('.')[0]])}]'."
+        ]
+    definition = find_definition(target)
+    if definition is None:
+        return [f"{path}._target_={target}: there is no such class or function.{_near_definition(target)}"]
+    signature = signature_of(*definition)
+    found = []
+    for key, value in node.items():
+        if key in HYDRA_KEYS:
+            continue
+        if key not in signature.parameters:
+            if not signature.open:
+                near = difflib.get_close_matches(key, signature.parameters, n=1, cutoff=0.5)
+                hint = f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(signature.parameters)}."
+                found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
+            continue
+        names = _annotation_names(signature.parameters[key])
+        if names and not any(_is_a(value, name) for name in names):
+            found.append(f"{path}.{key}={value!r}: {target} takes {' or '.join(names)} here.")
+    return found
+
+
+def _is_a(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return name == "bool"
+    return isinstance(value, _TYPES[name])
+
+
+def _annotation_names(annotation: ast.expr | None) -> list[str]:
+    """`int | str | None` as names; empty where any part is not a plain type, and nothing is checked then."""
+    if isinstance(annotation, ast.BinOp):
+        left, right = _annotation_names(annotation.left), _annotation_names(annotation.right)
+        return left + right if left and right else []
+    if isinstance(annotation, ast.Constant) and annotation.value is None:
+        return ["None"]
+    if isinstance(annotation, ast.Name) and annotation.id in _TYPES:
+        return [annotation.id]
+    return []
+
+
+def _module_file(name: str) -> Path | None:
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for folder in spec.submodule_search_locations or []:
+        base = Path(folder).joinpath(*rest)
+        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+            if candidate.exists():
+                return candidate
+    return None
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module | None:
+    file = _module_file(module)
+    return ast.parse(file.read_text(encoding="utf-8")) if file else None
+
+
+def find_definition(target: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
+    """The module and syntax tree of a dotted name, through re-exports. None where there is no such thing."""
+    module, _, name = target.rpartition(".")
+    return _find(module, name, depth=0) if module else None
+
+
+def _find(module: str, name: str, depth: int) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
+    tree = _tree(module)
+    if tree is None or depth > 8:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return module, node
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) in (name, "*"):
+                    found = _find(_absolute(module, node), name if alias.name == "*" else alias.name, depth + 1)
+                    if found is not None:
+                        return found
+    return None
+
+
+def _absolute(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    file = _module_file(module)
+    parts = module.split(".")
+    keep = len(parts) - node.level + (1 if file is not None and file.name == "__init__.py" else 0)
+    return ".".join([*parts[:keep], *([node.module] if node.module else [])])
+
+
+def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature:
+    if isinstance(node, ast.FunctionDef):
+        return _function_signature(node, skip_self=False)
+    init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    if init is not None:
+        signature = _function_signature(init, skip_self=True)
+        return _with_bases(module, node, signature) if signature.open else signature
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+        own = Signature({item.target.id: item.annotation for item in fields if isinstance(item.target, ast.Name)})
+        return _with_bases(module, node, own) if node.bases else own
+    return _with_bases(module, node, Signature(open=bool(node.bases)))
+
+
+def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
+    """`**kwargs` and inherited constructors take what the first base that can be read takes."""
+    for base in node.bases:
+        found = _find(module, ast.unparse(base).split(".")[-1].split("[")[0], depth=0)
+        if found is not None and isinstance(found[1], ast.ClassDef):
+            inherited = signature_of(*found)
+            return Signature({**inherited.parameters, **own.parameters}, open=inherited.open)
+    return Signature(own.parameters, open=bool(node.bases) or own.open)
+
+
+def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    if skip_self:
+        arguments = arguments[1:]
+    return Signature({a.arg: a.annotation for a in arguments}, open=node.args.kwarg is not None)
+
+
+def _near_definition(target: str) -> str:
+    module, _, name = target.rpartition(".")
+    tree = _tree(module) if module else None
+    if tree is None:
+        return f" There is no module '{module}' (looked in src/ and in the installed packages)."
+    names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" Did you mean '{module}.{near[0]}'?" if near else ""

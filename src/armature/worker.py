@@ -1,0 +1,286 @@
+"""One rank of a run: builds data, task, strategy, callbacks, loggers and Trainer, then fit, test, summary.
+
+`python -m armature.worker RUN_DIR` is what the elastic agent starts; a run of one process calls `run` directly.
+"""
+
+import gc
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from armature import resume, run_dir
+from armature.callbacks.checkpointing import Checkpointing
+from armature.callbacks.display import Display
+from armature.callbacks.metrics_csv import MetricsCSV
+from armature.callbacks.step_log import StepLog
+from armature.callbacks.stop import StopOnSignal, StoppedBySignal
+from armature.data import batching
+from armature.parallel import process_group
+from armature.trainer import Trainer
+from armature.validation.checks import data_size, world_size
+
+log = logging.getLogger(__name__)
+
+
+def run(cfg: DictConfig) -> None:
+    """Trains, tests and writes summary.json. Called on every rank, after its process group was made."""
+    stop = StopOnSignal()
+    stop.install()
+    try:
+        _train(cfg, stop)
+    finally:
+        stop.restore()
+
+
+def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
+    directory = Path(cfg.run.dir)
+    _prepare_process(cfg, directory)
+    ranks, data_ranks = world_size(cfg), data_size(cfg)
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    data.setup("fit")
+    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, data_ranks)
+    total_steps = _total_steps(cfg, data)
+
+    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
+    task = instantiate(cfg.task, **factories)
+    strategy = instantiate(cfg.strategy)
+    csv = MetricsCSV(directory)
+    step_log = StepLog(
+        csv,
+        every_n_steps=cfg.trainer.log_every_n_steps,
+        global_batch_size=data.global_batch_size,
+        train_size=data.train_size,
+        tokens_per_sample=data.tokens_per_sample,
+    )
+    checkpoint = resume.checkpoint_for(cfg, directory)
+    if checkpoint is None and cfg.resume == "required":
+        raise RuntimeError(f"resume=required: {directory / 'checkpoints'} holds no complete checkpoint.")
+    display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
+    checkpointing = Checkpointing(directory / "checkpoints", step_log, **cfg.checkpoint)
+    callbacks = [step_log, *(instantiate(node) for node in (cfg.callbacks or {}).values()), checkpointing, stop, display]
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator=cfg.trainer.accelerator,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks > 1 else 1,
+        num_nodes=cfg.trainer.num_nodes,
+        precision=cfg.trainer.precision,
+        max_epochs=-1,
+        max_steps=total_steps,
+        max_time=cfg.trainer.max_time,
+        accumulate_grad_batches=batches.accumulate,
+        gradient_clip_val=cfg.trainer.gradient_clip_val,
+        gradient_clip_algorithm=cfg.trainer.gradient_clip_algorithm,
+        limit_val_batches=1.0 if cfg.trainer.limit_val_batches is None else cfg.trainer.limit_val_batches,
+        limit_test_batches=1.0 if cfg.trainer.limit_test_batches is None else cfg.trainer.limit_test_batches,
+        val_check_interval=cfg.trainer.val_every_n_steps and cfg.trainer.val_every_n_steps * batches.accumulate,
+        check_val_every_n_epoch=1 if cfg.trainer.val_every_n_steps is None else None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=cfg.trainer.log_every_n_steps,
+        deterministic=cfg.trainer.deterministic,
+        detect_anomaly=cfg.trainer.detect_anomaly,
+        default_root_dir=directory,
+        callbacks=callbacks,
+        logger=[csv, *(instantiate(node) for node in (cfg.logger or {}).values())],
+        profiler=_profiler(cfg, directory),
+        reload_dataloaders_every_n_epochs=1,  # an epoch is a whole number of steps, but not always the same number
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+    )
+    started = time.monotonic()
+    gc.enable()
+    try:
+        trainer.fit(task, datamodule=data, ckpt_path=checkpoint)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = {**_last_row(step_log), **metrics}
+        reason = _stop_reason(trainer, stop, total_steps)
+        if reason not in ("finished", "max_time") or not cfg.trainer.test_at_end:
+            tested = {}
+        else:
+            tested = trainer.test(task, datamodule=data, verbose=False)[0]
+        metrics.update({name: float(value) for name, value in tested.items()})
+    except StoppedBySignal:
+        reason, metrics = str(stop.received), _last_row(step_log)
+    csv.flush()
+    preview = task.preview() if reason == "finished" and hasattr(task, "preview") else None
+    if trainer.is_global_zero:
+        summary = {
+            "stop_reason": reason,
+            "global_step": trainer.global_step,
+            "epochs": step_log.samples_seen / data.train_size,
+            "samples": step_log.samples_seen,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+            "best_checkpoint": str(checkpointing.best) if checkpointing.best else None,
+            "strategy": type(trainer.strategy).__name__,
+            "world_size": trainer.world_size,
+            "precision": str(cfg.trainer.precision),
+            "parameters": trainer.parameter_count,
+            "seconds": time.monotonic() - started,
+            "samples_per_second": step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None,
+            "peak_memory_bytes": _peak_memory(trainer),
+            "versions": {"torch": torch.__version__, "lightning": L.__version__},
+        }
+        if data.tokens_per_sample is not None and summary["samples_per_second"]:
+            summary["tokens_per_second"] = summary["samples_per_second"] * data.tokens_per_sample
+        run_dir.write_summary(directory, summary)
+        _report(cfg, display, summary, metrics, preview, data)
+
+
+def _total_steps(cfg: DictConfig, data: Any) -> int:
+    """Optimiser steps of the run: max_steps, or those that see max_epochs × the training samples."""
+    limits = []
+    if cfg.trainer.max_steps is not None:
+        limits.append(cfg.trainer.max_steps)
+    if cfg.trainer.max_epochs is not None:
+        limits.append(math.ceil(cfg.trainer.max_epochs * data.train_size / data.global_batch_size))
+    return min(limits)
+
+
+def _prepare_process(cfg: DictConfig, directory: Path) -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # tasks log values that torchmetrics has reduced
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # ours is: the sampler knows its position
+    warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+    rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
+    handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+
+
+def _profiler(cfg: DictConfig, directory: Path) -> Any:
+    if not cfg.trainer.profile:
+        return None
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    return PyTorchProfiler(dirpath=directory / "profile", filename="operators", export_to_chrome=True, row_limit=40)
+
+
+def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer: L.Trainer) -> str:
+    """What runs where, on one line."""
+    assert isinstance(trainer, Trainer)
+    ranks = trainer.world_size
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
+    machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
+    line = (
+        f"{type(trainer.strategy).__name__} · {where}{machines} · {cfg.trainer.precision} · "
+        f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
+        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
+        f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
+    )
+    return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
+
+
+def _last_row(step_log: StepLog) -> dict[str, float]:
+    return {name: value for name, value in step_log.last.items() if name.startswith("train/")}
+
+
+def _stop_reason(trainer: Trainer, stop: StopOnSignal, total_steps: int) -> str:
+    if stop.received is not None:
+        return stop.received
+    if trainer.global_step >= total_steps:
+        return "finished"
+    return "max_time" if trainer.ran_out_of_time else "finished"  # finished: a callback such as early stopping ended it
+
+
+def _peak_memory(trainer: Trainer) -> int:
+    """Peak bytes of this rank: allocated on its GPU, or resident on a CPU."""
+    if trainer.strategy.root_device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, preview: str | None, data: Any) -> None:
+    display.show_metrics(metrics)
+    for line in getattr(data, "baselines", lambda: [])():
+        display.print(line)
+    display.print(
+        f"{summary['stop_reason']} at step {summary['global_step']} after {summary['seconds']:.0f} s; "
+        f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
+    )
+    if preview:
+        display.print(preview)
+    if summary["stop_reason"] == "finished":
+        script = "generate" if preview else "evaluate"
+        display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
+    else:
+        display.print(f"go on: the same command with run.name={cfg.run.name}")
+
+
+def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """Joins ranks that torchrun or srun started, and runs. Rank 0's configuration, run directory included, is everybody's."""
+    process_group.init(backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator)
+    try:
+        if process_group.rank() == 0:
+            run_dir.write(cfg, overrides)
+        text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
+        cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
+        run(cfg)
+        return cfg
+    finally:
+        process_group.destroy()
+
+
+def _die_with_parent() -> None:
+    """No orphan: this rank ends when the agent that started it is gone, however it went."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """A rank under the elastic agent. An error goes to the agent, which shows the one that came first."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    _die_with_parent()
+    directory = Path(sys.argv[1])
+    cfg = run_dir.read(directory)
+    rank = int(os.environ["RANK"])
+    if rank:  # rank 0 prints; the others write to their log
+        log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log_file, sys.stdout.fileno())
+        os.dup2(log_file, sys.stderr.fileno())
+    handler = get_error_handler()
+    handler.initialize()
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        process_group.init(backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator)
+        run(cfg)
+    except Exception as error:
+        handler.record_exception(error)
+        with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
+            traceback.print_exc(file=file)
+        os._exit(1)  # a collective that can never complete must not keep the process
+    finally:
+        process_group.destroy()
+
+
+if __name__ == "__main__":
+    main()

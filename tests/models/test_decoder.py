@@ -1,0 +1,206 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+
+from armature.models.decoder.check import problems
+from armature.models.decoder.model import Decoder, KeyValueCache, rotate
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+SMALL = {"vocab_size": 97, "context": 32, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2}
+
+
+def small(**changes) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(**{**SMALL, **changes})
+
+
+def tokens(rows: int = 2, length: int = 17) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:].clone()
+
+
+def published(name: str) -> Decoder:
+    config = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
+    with torch.device("meta"):
+        return Decoder(**{key: value for key, value in config.items() if not key.startswith("_")})
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("llama3_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("gpt2_124m", 123_587_328)]
+)
+def test_published_sizes_have_the_published_number_of_parameters(name, count):
+    assert sum(param.numel() for param in published(name).parameters()) == count
+
+
+def test_attention_equals_the_naive_formula():
+    attention = small().blocks["0"].attention
+    x = torch.randn(2, 9, 32)
+    rotary = small().rotary(device="cpu")
+    q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
+    q, k = rotate(q, rotary), rotate(k, rotary).repeat_interleave(2, dim=1)
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -math.inf)
+    naive = attention.o((scores.softmax(-1) @ v.repeat_interleave(2, dim=1)).transpose(1, 2).reshape(2, 9, 32))
+    torch.testing.assert_close(attention(x, rotary), naive)
+
+
+def test_rotary_depends_on_relative_positions_only():
+    rotary = small().rotary(device="cpu")
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+    scores = [
+        (rotate(q, rotary[i:]) * rotate(k, rotary[j:])).sum().item() for i, j in ((5, 2), (10, 7), (25, 22), (6, 2))
+    ]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5) == pytest.approx(scores[2], abs=1e-5)
+    assert scores[0] != pytest.approx(scores[3], abs=1e-3)
+
+
+def test_rope_scaling_keeps_fast_frequencies_and_divides_slow_ones():
+    scaling = {"factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_context": 16}
+    plain, stretched = (
+        small(width=64, rope_scaling=s, rope_theta=1e4).rotary(device="cpu")[1].atan2(torch.ones(()))[1]
+        for s in (None, scaling)
+    )
+    assert stretched[-1] < plain[-1]
+    angle = [
+        m.rotary(device="cpu")[1, 1].asin()
+        for m in (small(context=64), small(context=64, rope_scaling={**scaling, "original_context": 100}))
+    ]
+    assert angle[1][0] == angle[0][0]
+    assert angle[1][-1] == pytest.approx(float(angle[0][-1]) / 8)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunked_loss_equals_the_plain_one(monkeypatch, tied):
+    model = small(tied=tied).double()
+    inputs, targets = tokens(rows=5)
+    targets[0] = -100
+    targets[1, 3:9] = -100
+    losses, gradients = [], []
+    for plain in (False, True):
+        model.zero_grad()
+        loss = model.loss(model(inputs), targets) if plain else model(inputs, targets)
+        (3.0 * loss).backward()
+        losses.append(loss.item())
+        gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_chunked_loss_of_many_chunks_and_of_none():
+    model = Decoder(vocab_size=2**20 + 3, context=8, width=4, layers=1, heads=2)  # two rows a chunk
+    inputs = torch.arange(6).view(1, 6)
+    targets = torch.tensor([[2**20, 4, -100, 7, 2**19, 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs, targets), model.loss(model(inputs), targets))
+        assert model(inputs, torch.full_like(targets, -100)).item() == 0.0
+
+
+def test_loss_calls_a_head_that_a_hook_changes():
+    model = small()
+    inputs, targets = tokens()
+    before = model(inputs, targets)
+    model.head.register_forward_hook(lambda module, args, output: 0.0 * output)
+    assert model(inputs, targets).item() == pytest.approx(math.log(97))
+    assert before.item() != pytest.approx(math.log(97))
+
+
+def test_loss_accumulates_in_fp32():
+    logits = torch.randn(4, 64, 97)
+    targets = torch.randint(0, 97, (4, 64))
+    expected = F.cross_entropy(logits.bfloat16().float().flatten(0, 1), targets.flatten())
+    assert Decoder.loss(logits.bfloat16(), targets).dtype == torch.float32
+    torch.testing.assert_close(Decoder.loss(logits.bfloat16(), targets), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"qk_norm": True, "tied": True}])
+def test_cached_logits_equal_uncached_ones(changes):
+    model, (inputs, _) = small(**changes).eval(), tokens(length=20)
+    cache = KeyValueCache()
+    pieces = [model(piece, cache=cache) for piece in inputs.split([7, 5, 1, 1, 1, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(inputs))
+
+
+def test_no_position_sees_a_later_one():
+    model, (inputs, _) = small(), tokens()
+    changed = inputs.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 97
+    torch.testing.assert_close(model(inputs)[:, :9], model(changed)[:, :9])
+
+
+def test_stages_without_ends_compose_to_the_whole():
+    whole, first, last = small(), small(), small()
+    inputs, targets = tokens()
+    first.norm = first.head = None
+    del first.blocks["1"]
+    last.embed = None
+    del last.blocks["0"]
+    torch.testing.assert_close(last(first(inputs), targets), whole(inputs, targets))
+
+
+def test_meta_model_has_no_buffers_and_stays_tied_when_materialised():
+    with torch.device("meta"):
+        model = small(tied=True)
+    assert not list(model.buffers())
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.embed.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+def test_initial_weights_are_a_function_of_name_shape_and_generator():
+    model = small()
+    one, two, other = (torch.empty(32, 32) for _ in range(3))
+    for param, seed in ((one, 1), (two, 1), (other, 2)):
+        model.initialize_parameter("blocks.1.attention.q.weight", param, torch.Generator().manual_seed(seed))
+    assert torch.equal(one, two) and not torch.equal(one, other)
+    for name, param in model.named_parameters():
+        with torch.no_grad():
+            model.initialize_parameter(name, param.fill_(math.nan), torch.Generator().manual_seed(0))
+        assert param.isfinite().all(), name
+    assert model.norm.weight.eq(1).all()
+
+
+def test_compiled_blocks_have_no_graph_break():
+    model, (inputs, targets) = small(), tokens()
+    rotary = model.rotary(device="cpu")
+    report = torch._dynamo.explain(model.blocks["0"])(torch.randn(2, 16, 32), rotary)
+    assert report.graph_break_count == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_trains_in_bf16(autocast):
+    model = small() if autocast else small().to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(*tokens())
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(param.grad is not None and param.grad.dtype == param.dtype for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5, "kv_heads": 5}, r"model.heads=5 does not divide model.width=32: model.heads=4 does"),
+        ({"kv_heads": 3}, r"model.kv_heads=3 does not divide model.heads=4: model.kv_heads=2 does"),
+        ({"heads": 32, "kv_heads": 32}, r"odd width, 1"),
+        ({"layers": 0}, r"model.layers must be a whole number of at least 1. Got 0"),
+        ({"dropout": 1.0}, r"model.dropout must be at least 0 and below 1. Got 1.0"),
+        ({"rope_scaling": {"factor": 2.0}}, r"model.rope_scaling needs exactly the keys"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_a_remedy(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small(**changes)
+
+
+def test_all_problems_are_reported_together():
+    assert len(problems({**SMALL, "width": "wide", "layers": -1, "dropout": 2})) == 3
+    assert problems(SMALL) == []
+
+
+def test_longer_input_than_the_context_is_refused():
+    with pytest.raises(ValueError, match=r"33 positions do not fit in model.context=32"):
+        small()(torch.zeros(1, 33, dtype=torch.long))

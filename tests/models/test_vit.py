@@ -1,0 +1,67 @@
+import math
+
+import pytest
+import torch
+
+from armature.models.vit.model import VisionTransformer
+
+SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10, "width": 32, "layers": 2, "heads": 4}
+
+
+def small(**changes) -> VisionTransformer:
+    torch.manual_seed(0)
+    return VisionTransformer(**{**SMALL, **changes})
+
+
+def test_padding_weighs_nothing_in_the_loss():
+    model, images = small(), torch.randn(5, 1, 8, 8)
+    targets = torch.tensor([3, 1, 4, -100, -100])
+    torch.testing.assert_close(model(images, targets), model(images[:3], targets[:3]))
+    assert model(images, torch.full_like(targets, -100)).item() == 0.0
+
+
+def test_labels_are_smoothed_only_while_training():
+    model, images, targets = small(label_smoothing=0.2), torch.randn(5, 1, 8, 8), torch.arange(5)
+    assert model.train()(images, targets) != model.eval()(images, targets)
+    torch.testing.assert_close(model.eval()(images, targets), small()(images, targets))
+
+
+def test_stages_without_ends_compose_to_the_whole():
+    whole, first, last = small(), small(), small()
+    images = torch.randn(3, 1, 8, 8)
+    first.norm = first.head = None
+    del first.blocks["1"]
+    last.embed = None
+    del last.blocks["0"]
+    torch.testing.assert_close(last(first(images)), whole(images))
+
+
+def test_position_of_a_patch_matters():
+    model, image = small(), torch.randn(1, 1, 8, 8)
+    model.initialize_parameter("embed.position", model.embed.position.data, torch.Generator().manual_seed(0))
+    assert not torch.allclose(model(image), model(image.flip(-1)))
+
+
+def test_every_parameter_is_initialised_by_name():
+    with torch.device("meta"):
+        model = small()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            model.initialize_parameter(name, param.fill_(math.nan), torch.Generator().manual_seed(0))
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert model.head.bias.eq(0).all() and model.norm.weight.eq(1).all()
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": 3}, r"model.patch_size=3 does not divide model.image_size=8: model.patch_size=2 does"),
+        ({"heads": 5}, r"model.heads=5 does not divide model.width=32: model.heads=4 does"),
+        ({"classes": 0}, r"model.classes must be a whole number of at least 1. Got 0"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_a_remedy(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small(**changes)

@@ -1,0 +1,36 @@
+import torch
+from torch import nn
+
+from armature.models.decoder.model import Decoder
+from armature.models.vit.model import VisionTransformer
+from armature.optim.groups import parameter_groups
+
+
+def names(model: nn.Module) -> list[set[str]]:
+    by_id = {id(param): name for name, param in model.named_parameters()}
+    return [{by_id[id(param)] for param in group["params"]} for group in parameter_groups(model)]
+
+
+def test_norms_biases_and_positions_are_not_decayed():
+    decoder = Decoder(vocab_size=9, context=8, width=8, layers=1, heads=2)
+    vit = VisionTransformer(image_size=4, patch_size=2, channels=1, classes=3, width=8, layers=1, heads=2)
+    for model in (decoder, vit):
+        hidden, matrices, vectors = names(model)
+        assert all(name.startswith("blocks.") and name.endswith("weight") for name in hidden)
+        assert matrices <= {"embed.weight", "head.weight", "embed.patch.weight"}
+        assert all("norm" in name or name.endswith(("bias", "position")) for name in vectors)
+        assert parameter_groups(model)[2]["weight_decay"] == 0.0
+        assert len(hidden) + len(matrices) + len(vectors) == len(list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_out_and_empty_groups_dropped():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    model[1].requires_grad_(False)
+    model[0].bias.requires_grad_(False)
+    assert names(model) == [{"0.weight"}]
+
+
+def test_a_tied_weight_is_optimised_once():
+    model = Decoder(vocab_size=9, context=8, width=8, layers=1, heads=2, tied=True)
+    torch.optim.AdamW(parameter_groups(model))
+    assert names(model)[1] == {"embed.weight"}

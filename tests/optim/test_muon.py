@@ -1,0 +1,62 @@
+import copy
+
+import pytest
+import torch
+
+from armature.optim.muon import Muon, orthogonalize
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
+def test_orthogonalize_pushes_singular_values_towards_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalize(matrix).float())
+    assert 0.5 < values.min() and values.max() < 1.3
+
+
+def test_other_groups_follow_adamw():
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(4, 4))
+    options = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    pairs = [
+        (ours, Muon([{"params": [ours], "hidden": False}], **options)),
+        (theirs, torch.optim.AdamW([theirs], **options)),
+    ]
+    for _ in range(5):
+        gradient = torch.randn(4, 4)
+        for param, optimizer in pairs:
+            param.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_hidden_update_is_as_large_as_adamws():
+    param = torch.nn.Parameter(torch.zeros(32, 128))
+    param.grad = torch.randn(32, 128)
+    Muon([{"params": [param], "hidden": True}], lr=0.1).step()
+    assert param.square().mean().sqrt().item() == pytest.approx(0.1 * 0.2, rel=0.3)
+
+
+def test_state_is_plain_and_resumes_exactly():
+    def run(steps: range, params, optimizer):
+        for step in steps:
+            for i, param in enumerate(params):
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            optimizer.step()
+
+    def make(values):
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        return params, Muon([{"params": [params[0]], "hidden": True}, {"params": [params[1]], "hidden": False}], lr=0.1)
+
+    start = [torch.ones(8, 8), torch.ones(8)]
+    params, optimizer = make(start)
+    run(range(3), params, optimizer)
+    resumed, resumed_optimizer = make(params)
+    resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((params, optimizer), (resumed, resumed_optimizer)):
+        run(range(3, 6), *pair)
+    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
+
+
+def test_a_hidden_parameter_that_is_no_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"matrices only. Got a hidden parameter \(4,\)"):
+        Muon([{"params": [torch.nn.Parameter(torch.zeros(4))], "hidden": True}])

@@ -1,0 +1,276 @@
+"""Runs tiny fp32 fits under any layout on gloo processes, and tells how far one run is from another.
+
+Ranks come from a fork server that has torch and Lightning imported already: a layout costs a second, not ten.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torchmetrics",
+    "lightning.pytorch",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one fit made of the model: a loss and a gradient norm a step, and the final, undivided weights."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One fit. `strategy` is what configs/strategy/ would instantiate: a class's name and its arguments."""
+
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    steps: int = 12
+    accumulate: int = 2
+    global_batch: int = 16
+    clip: float | None = 0.5
+    clip_algorithm: str = "norm"
+    precision: str = "32-true"
+    model: str = "armature.models.decoder.model.Decoder"
+    model_args: dict[str, Any] = field(default_factory=lambda: dict(DECODER))
+    optimizer: str = "torch.optim.AdamW"
+    optimizer_args: dict[str, Any] = field(default_factory=lambda: {"lr": 3e-3, "eps": 1e-6})
+    ema: float | None = None
+    resume: str | None = None
+    save: str | None = None
+    validate: bool = False
+    seed: int = 3
+
+
+STEPS_AN_EPOCH = 100
+DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+
+
+@cache
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: float = 240.0) -> list[Any]:
+    """`function(*args)` on each of `ranks` processes that form a process group; the results in order of ranks.
+
+    Raises:
+        RuntimeError: with the traceback of the rank that failed first.
+    """
+    context = _server()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(function, args, rank, ranks, port, results), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        gathered: dict[int, Any] = {}
+        while len(gathered) < ranks:
+            rank, value, error = results.get(timeout=timeout)
+            if error is not None:
+                raise RuntimeError(f"rank {rank} of {ranks}:\n{error}")
+            gathered[rank] = value
+        return [gathered[rank] for rank in range(ranks)]
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+
+
+def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port: int, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    from armature.parallel import process_group
+
+    try:
+        process_group.init("gloo")
+        results.put((rank, function(*args), None))
+        process_group.destroy()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def fit(job: Job) -> Run:
+    """Run a job on processes of its own."""
+    return on_ranks(_fit, job, ranks=job.ranks)[0]
+
+
+def _fit(job: Job) -> Run:
+    import logging
+    import warnings
+    from importlib import import_module
+
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    import armature.strategies
+    from armature.optim.groups import parameter_groups
+    from armature.tasks.base import Task
+
+    class Samples(Dataset):
+        """Position p of the endless stream holds sample p % 64, so that batches are a function of the step alone."""
+
+        def __init__(self) -> None:
+            generator = torch.Generator().manual_seed(1)
+            args = job.model_args
+            if "vocab_size" in args:
+                start = torch.randint(0, args["vocab_size"], (64, 1), generator=generator)
+                noise = torch.randint(0, 5, (64, args["context"] + 1), generator=generator)
+                self.data = (start + torch.arange(args["context"] + 1) * 3 + noise) % args["vocab_size"]
+            else:
+                self.images = torch.randn(64, args["channels"], args["image_size"], args["image_size"], generator=generator)
+                self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, sample: int) -> dict[str, torch.Tensor]:
+            if hasattr(self, "data"):
+                return {"inputs": self.data[sample, :-1], "targets": self.data[sample, 1:]}
+            return {"inputs": self.images[sample], "targets": self.labels[sample]}
+
+    class Stream:
+        """Step k holds positions [k G, (k + 1) G). As long as the whole run, wherever it starts."""
+
+        def __init__(self, trainer: L.Trainer) -> None:
+            self.trainer = trainer
+
+        def __len__(self) -> int:
+            return STEPS_AN_EPOCH * job.accumulate
+
+        def __iter__(self) -> Iterator[list[int]]:
+            axis = self.trainer.strategy.distributed_sampler_kwargs
+            size, rank = axis["num_replicas"], axis["rank"]
+            m = job.global_batch // size // job.accumulate
+            for step in range(self.trainer.global_step, STEPS_AN_EPOCH):
+                for j in range(job.accumulate):
+                    first = step * job.global_batch + j * m * size + rank * m
+                    yield [position % 64 for position in range(first, first + m)]
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Samples(), batch_sampler=Stream(self.trainer))
+
+        def val_dataloader(self) -> DataLoader:
+            axis = self.trainer.strategy.distributed_sampler_kwargs
+            return DataLoader(Samples(), sampler=range(axis["rank"], 24, axis["num_replicas"]), batch_size=4)
+
+    class Record(L.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.norms: list[float] = []
+            self.sum = 0.0
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            loss = trainer.strategy.reduce(outputs["loss"].detach().clone().float())
+            self.sum += float(loss) * trainer.accumulate_grad_batches / job.accumulate
+            if (batch_idx + 1) % job.accumulate == 0:
+                self.losses.append(self.sum)
+                self.norms.append(float(trainer.strategy.grad_norm))
+                self.sum = 0.0
+
+    def build(path: str) -> Any:
+        module, _, name = path.rpartition(".")
+        return getattr(import_module(module), name)
+
+    strategy = build(job.strategy if "." in job.strategy else f"armature.strategies.{job.strategy}")(
+        seed=job.seed, **job.options
+    )
+    record = Record()
+    callbacks: list[Any] = [record]
+    if job.ema is not None:
+        callbacks.append(build("armature.callbacks.ema.EMA")(decay=job.ema))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=job.ranks, strategy=strategy, max_steps=job.steps, precision=job.precision,
+        accumulate_grad_batches=job.accumulate, gradient_clip_val=job.clip, gradient_clip_algorithm=job.clip_algorithm,
+        callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, use_distributed_sampler=False, num_sanity_val_steps=0,
+        limit_val_batches=1.0 if job.validate else 0,
+    )  # fmt: skip
+    task = Task(
+        partial(build(job.model), **job.model_args),
+        optimizer=lambda groups: build(job.optimizer)(groups, **job.optimizer_args),
+    )
+    trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
+    facts = {
+        "val/loss": float(trainer.callback_metrics.get("val/loss", torch.tensor(float("nan")))),
+        "bubble_share": strategy.bubble_share,
+        "elements": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in task.parameters()),
+        "global_step": trainer.global_step,
+    }
+    if job.save is not None:
+        trainer.save_checkpoint(job.save)
+    return Run(record.losses, record.norms, _whole(task, strategy), facts)
+
+
+def _whole(module: Any, strategy: Any) -> dict[str, Any]:
+    """The undivided weights, gathered from all ranks by their names."""
+    from armature.parallel.process_group import all_gather_object
+
+    own = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in module.state_dict().items()}
+    merged: dict[str, Any] = {}
+    for part in all_gather_object({name: value.detach().cpu().clone() for name, value in own.items()}):
+        merged |= part
+    return {name: value.float().numpy() for name, value in merged.items()}
+
+
+def difference(run: Run, reference: Run) -> dict[str, float]:
+    """Largest relative differences: of losses, of gradient norms, and of final weights (by the norm of each tensor)."""
+    import numpy as np
+
+    assert run.weights.keys() == reference.weights.keys(), run.weights.keys() ^ reference.weights.keys()
+    weights = max(
+        float(np.linalg.norm(np.float64(run.weights[name]) - value) / max(np.linalg.norm(np.float64(value)), 1e-12))
+        for name, value in reference.weights.items()
+    )
+
+    def largest(values: list[float], others: list[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(values, others, strict=True))
+
+    return {
+        "loss": largest(run.losses, reference.losses[-len(run.losses) :]),
+        "grad_norm": largest(run.grad_norms, reference.grad_norms[-len(run.grad_norms) :]),
+        "weights": weights,
+    }
+
+
+def temporary(folder: Path, name: str) -> str:
+    return str(folder / name)

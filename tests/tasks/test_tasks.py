@@ -1,0 +1,152 @@
+import functools
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from armature.models.decoder.model import Decoder
+from armature.models.vit.model import VisionTransformer
+from armature.optim import schedules
+from armature.optim.muon import Muon
+from armature.parallel.initialisation import initialise_by_name, materialise
+from armature.tasks.base import Task
+from armature.tasks.image_classification import ImageClassification
+from armature.tasks.language_modeling import LanguageModeling
+
+DECODER = functools.partial(Decoder, vocab_size=31, context=8, width=16, layers=1, heads=2)
+VIT = functools.partial(
+    VisionTransformer, image_size=4, patch_size=2, channels=1, classes=3, width=16, layers=1, heads=2
+)
+FACTORIES = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01), "scheduler": schedules.cosine}
+
+
+class Data(L.LightningDataModule):
+    """Ten samples, the last two of them padding."""
+
+    def __init__(self, *, images: bool, batch_size: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        inputs = (
+            torch.randn(10, 1, 4, 4, generator=generator)
+            if images
+            else torch.randint(0, 31, (10, 9), generator=generator)
+        )
+        targets = torch.randint(0, 3, (10,), generator=generator) if images else inputs[:, 1:].clone()
+        self.inputs, self.targets = (inputs if images else inputs[:, :-1]), targets
+        self.targets[8:] = -100
+        self.batch_size = batch_size
+
+    def bytes_per_token(self, split: str) -> float:
+        return {"val": 2.0, "test": 4.0}[split]
+
+    def loader(self) -> DataLoader:
+        samples = [{"inputs": i, "targets": t} for i, t in zip(self.inputs, self.targets, strict=True)]
+        return DataLoader(samples, batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = loader
+
+
+def trainer(**options) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+
+
+def ready(task: Task) -> Task:
+    """Built and initialised, as a strategy does it."""
+    task.configure_model()
+    materialise(task.model, device=torch.device("cpu"))
+    initialise_by_name(task.model, seed=0)
+    return task
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 10])
+def test_language_figures_are_exact_for_any_batch_size(batch_size):
+    task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=batch_size)
+    (val,) = trainer().validate(task, data, verbose=False)
+    (test,) = trainer().test(task, data, verbose=False)
+    with torch.no_grad():
+        loss = task.model(data.inputs[:8], data.targets[:8]).item()
+    assert val["val/loss"] == pytest.approx(loss, rel=1e-6) == test["test/loss"]
+    assert val["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert val["val/bits_per_byte"] == pytest.approx(loss / math.log(2) / 2.0, rel=1e-6)
+    assert test["test/bits_per_byte"] == pytest.approx(loss / math.log(2) / 4.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 10])
+def test_image_figures_are_exact_for_any_batch_size(batch_size):
+    task, data = ready(ImageClassification(VIT, **FACTORIES)), Data(images=True, batch_size=batch_size)
+    (val,) = trainer().validate(task, data, verbose=False)
+    with torch.no_grad():
+        outputs = task.model(data.inputs[:8])
+    assert val["val/accuracy"] == pytest.approx((outputs.argmax(-1) == data.targets[:8]).float().mean().item())
+    assert val["val/loss"] == pytest.approx(task.model.loss(outputs, data.targets[:8]).item(), rel=1e-6)
+
+
+def test_a_loss_that_is_not_a_number_is_not_hidden():
+    task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=5)
+    with torch.no_grad():
+        task.model.norm.weight[0] = math.nan
+    (val,) = trainer().validate(task, data, verbose=False)
+    assert math.isnan(val["val/loss"]) and math.isnan(val["val/perplexity"])
+
+
+def test_a_second_evaluation_starts_from_nothing():
+    task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=5)
+    first, second = (trainer().validate(task, data, verbose=False)[0] for _ in range(2))
+    assert first == second
+
+
+def test_model_is_built_once_and_on_the_meta_device():
+    task = LanguageModeling(DECODER, **FACTORIES)
+    task.configure_model()
+    built = task.model
+    task.configure_model()
+    assert task.model is built
+    assert all(param.is_meta for param in task.parameters())
+    assert all(name.startswith("model.") for name in task.state_dict())
+
+
+def test_a_model_that_cannot_initialise_itself_is_built_for_real():
+    task = ImageClassification(functools.partial(nn.Linear, 3, 3), **FACTORIES)
+    task.configure_model()
+    assert not any(param.is_meta for param in task.parameters())
+
+
+@pytest.mark.parametrize("optimizer", [FACTORIES["optimizer"], functools.partial(Muon, lr=0.01)])
+@pytest.mark.parametrize("scheduler", [None, schedules.constant, schedules.wsd])
+def test_fits(optimizer, scheduler):
+    task, data = LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler), Data(images=False, batch_size=5)
+    before = {name: value.clone() for name, value in ready(task).state_dict().items()}
+    trainer(limit_val_batches=1).fit(task, data)
+    assert all(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
+
+
+def test_scheduler_knows_the_length_of_the_run():
+    task, data = ready(ImageClassification(VIT, **FACTORIES)), Data(images=True, batch_size=5)
+    fit = trainer()
+    fit.fit(task, data)
+    assert fit.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.01)
+
+
+def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
+    from tokenizers import Tokenizer, models
+
+    task, data = (
+        ready(LanguageModeling(DECODER, **FACTORIES, preview_prompt="a", preview_tokens=5)),
+        Data(images=False, batch_size=5),
+    )
+    assert LanguageModeling(DECODER, **FACTORIES).preview_tokens > 0
+    trainer().validate(task, data, verbose=False)
+    assert task.preview() is None
+    data.tokenizer = Tokenizer(models.BPE(vocab={chr(97 + i): i for i in range(31)}, merges=[]))
+    text = task.preview()
+    assert text is not None and text.startswith("a") and text == task.preview()
+
+
+def test_nothing_is_saved_as_a_hyperparameter():
+    assert not LanguageModeling(DECODER, **FACTORIES).hparams

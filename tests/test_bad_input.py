@@ -1,0 +1,126 @@
+"""A mistake gets one clear message and exit code 2, with no traceback, before any process starts."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def train(*overrides: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "WANDB_"))}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *overrides], cwd=cwd, env={**env, **environment}, capture_output=True, text=True
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str], *words: str) -> str:
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    return result.stderr
+
+
+CASES = {
+    "misspelt key": (["trainer.devces=2"], ["trainer.devces", "Did you mean 'trainer.devices'?"]),
+    "misspelt key of a group": (["model.witdh=3"], ["model.witdh", "Did you mean 'model.width'?"]),
+    "added key": (["+model.dept=3"], ["model.dept", "takes no argument"]),
+    "added key of the core": (["+trainer.max_step=3"], ["trainer.max_step", "Did you mean 'trainer.max_steps'?"]),
+    "misspelt option": (["strategy=dpp"], ["strategy has no option 'dpp'", "Did you mean 'ddp'?"]),
+    "misspelt group": (["stratgy=ddp"], ["stratgy", "Did you mean 'strategy'?"]),
+    "not key=value": (["trainer.devices"], ["key=value"]),
+    "wrong type": (["trainer.max_steps=many"], ["trainer.max_steps=many", "Integer"]),
+    "wrong type in a group": (["model.width=wide"], ["model.width='wide'", "int"]),
+    "not one of the choices": (["trainer.precision=bf16"], ["trainer.precision=bf16", "bf16-mixed"]),
+    "no number of devices": (["trainer.devices=none"], ["trainer.devices=none"]),
+    "no processes": (["trainer.devices=0"], ["trainer.devices=0"]),
+    "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
+    "batch that does not divide": (
+        ["data.global_batch_size=30", "data.micro_batch_size=8"],
+        ["data.global_batch_size=30", "data.micro_batch_size=8", "32"],
+    ),
+    "batch that the ranks do not divide": (
+        ["data.global_batch_size=31", "strategy=ddp", "trainer.devices=2"],
+        ["data.global_batch_size=31", "2"],
+    ),
+    "heads that do not divide the width": (["model.width=100", "model.heads=3"], ["100", "3"]),
+    "no such path": (["data=text", "data.path=nowhere/*.txt"], ["nowhere/*.txt"]),
+    "empty corpus": (["data=text", "data.path=empty.txt"], ["empty.txt"]),
+    "binary corpus": (["data=text", "data.path=binary.bin"], ["binary.bin"]),
+    "field that is not there": (["data=text", "data.path=lines.jsonl", "data.source.field=body"], ["body", "text"]),
+    "context longer than the corpus": (["data=text", "data.path=short.txt", "data.source.vocab_size=300"], ["context", "short"]),
+    "a required value": (["data=text"], ["data.path"]),
+    "wandb without a key": (["logger=wandb"], ["WANDB_API_KEY", "logger.wandb.offline=true"]),
+    "target outside the allowed packages": (["model._target_=os.system"], ["os.system", "launch.allowed_packages"]),
+    "secret on the command line": (["+logger.tensorboard.api_key=abcdef"], ["api_key", "oc.env"]),
+    "resume from nowhere": (["resume=nowhere"], ["resume=nowhere"]),
+    "output folder that is a file": (["run.root=short.txt"], ["run.root=short.txt"]),
+    "dp": (["strategy=dp"], ["strategy=ddp"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad_input")
+    (folder / "empty.txt").touch()
+    (folder / "binary.bin").write_bytes(bytes(range(256)) * 40)
+    (folder / "short.txt").write_text("a short text\n" * 8)
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": "a line"}) + "\n" for _ in range(9)))
+    (folder / "packed.txt.gz").write_bytes(gzip.compress(b"text"))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_refused(name, folder):
+    overrides, words = CASES[name]
+    refused(train(*overrides, cwd=folder, HOME=str(folder)), *words)
+    assert not (folder / "outputs").exists()
+
+
+def test_several_mistakes_are_told_together(folder):
+    stderr = refused(train("trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", cwd=folder))
+    assert "3 problems" in stderr
+    assert all(word in stderr for word in ("trainer.devces", "dpp", "many"))
+
+
+def test_several_mistakes_of_the_second_kind_are_told_together(folder):
+    stderr = refused(train("trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb", cwd=folder, HOME=str(folder)))
+    assert "4 problems" in stderr
+
+
+def test_more_gpus_than_there_are(folder):
+    refused(train("trainer.accelerator=gpu", "trainer.devices=99", cwd=folder), "trainer.")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_output_folder(tmp_path):
+    tmp_path.chmod(0o500)
+    refused(train(f"run.root={tmp_path}/outputs", cwd=ROOT), "cannot be written")
+
+
+def test_more_cpu_processes_than_cores_are_a_warning():
+    from armature.validation import checks
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.create({"trainer": {"devices": 512, "accelerator": "cpu"}})
+    assert checks._device_problems(cfg) == []
+
+
+def test_a_mistake_is_answered_without_importing_torch(folder):
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', 'trainer.devces=2']\n"
+        f"try: runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 2, e.code\n"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    started = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - started < 30  # a hang, not a benchmark

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from armature.generation import generate, sample
+from armature.models.decoder.model import Decoder
+
+PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
+
+
+@pytest.fixture
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(vocab_size=31, context=16, width=16, layers=2, heads=4, kv_heads=2, dropout=0.5)
+
+
+def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
+    ids = PROMPT
+    model.eval()
+    for _ in range(10):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generate(model, PROMPT, max_new_tokens=10, temperature=0), ids)
+
+
+def test_a_seed_gives_the_same_text_and_training_mode_is_put_back(model):
+    texts = [
+        generate(model.train(), PROMPT, max_new_tokens=8, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+    assert model.training
+
+
+def test_text_goes_on_beyond_the_context_and_from_a_prompt_longer_than_it(model):
+    assert generate(model, PROMPT, max_new_tokens=40).shape == (2, 43)
+    assert generate(model, torch.ones(1, 30, dtype=torch.long), max_new_tokens=5).shape == (1, 35)
+
+
+def test_a_row_that_met_the_end_stays_ended_and_all_ended_stop(model):
+    greedy = generate(model, PROMPT, max_new_tokens=12, temperature=0)
+    eot = int(greedy[0, 5])
+    ids = generate(model, PROMPT, max_new_tokens=12, temperature=0, eot=eot)
+    first = int((ids[0, 3:] == eot).nonzero()[0]) + 3
+    assert ids[0, first:].eq(eot).all()
+    assert generate(model, PROMPT[:1], max_new_tokens=12, temperature=0, eot=eot).shape[1] == first + 1
+
+
+def test_top_k_and_top_p_keep_the_likeliest():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(2000, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**options) -> set[int]:
+        return set(sample(logits, generator=generator, **options)[:, 0].tolist())
+
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=2) == {0, 1}
+    assert drawn(top_p=0.75) == {0, 1}
+    assert drawn(top_p=0.85) == {0, 1, 2}
+    assert drawn(top_p=1e-6) == drawn(temperature=0.0) == {0}
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_options_outside_their_range_are_refused(model, options):
+    with pytest.raises(ValueError, match=r"temperature must be at least 0, top_k at least 1 and top_p in \(0, 1\]"):
+        generate(model, PROMPT, max_new_tokens=1, **options)
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, torch.zeros(1, 0, dtype=torch.long), max_new_tokens=1)

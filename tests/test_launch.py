@@ -1,0 +1,265 @@
+"""The launcher in all its ways: in process, elastic agent, torchrun, srun's variables, sweeps, signals, errors."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests import running
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return running.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARMATURE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory, corpus):
+    """The run that every other one is compared with."""
+    folder = tmp_path_factory.mktemp("single")
+    running.train("run.name=run", "logger=tensorboard", cwd=folder, corpus=corpus)
+    return folder / "outputs" / "run"
+
+
+def assert_same_losses(run_dir, single):
+    assert running.losses(run_dir) == pytest.approx(running.losses(single), rel=1e-5)
+
+
+def test_one_process_fills_the_run_directory(single):
+    names = {path.name for path in single.iterdir()}
+    assert names >= {"config.yaml", "overrides.txt", "checkpoints", "metrics.csv", "summary.json", "logs", "tensorboard"}
+    assert [row["step"] for row in running.rows(single)] == ["1", "2", "3", "4", "5", "6"]
+    assert [bool(row["val/loss"]) for row in running.rows(single)] == [False, False, True, False, False, True]
+    assert (single / "checkpoints" / "last").read_text() == "step=000006\n"
+    summary = running.summary(single)
+    assert summary["stop_reason"] == "finished"
+    assert summary["global_step"] == 6
+    assert summary["world_size"] == 1
+    assert summary["metrics"].keys() >= {"train/loss", "val/loss", "test/loss", "test/bits_per_byte"}
+    assert list((single / "tensorboard").glob("events*"))
+    assert (single / "logs" / "rank_0000.log").exists()
+
+
+def test_the_agent_trains_on_two_ranks_with_the_same_losses(single, corpus, tmp_path):
+    running.train("strategy=ddp", "trainer.devices=2", "run.name=run", cwd=tmp_path, corpus=corpus)
+    run_dir = tmp_path / "outputs" / "run"
+    assert_same_losses(run_dir, single)
+    assert [float(r["train/grad_norm"]) for r in running.rows(run_dir)] == pytest.approx(
+        [float(r["train/grad_norm"]) for r in running.rows(single)], rel=1e-5
+    )
+    assert running.summary(run_dir)["world_size"] == 2
+    assert running.summary(run_dir)["metrics"]["val/loss"] == pytest.approx(
+        running.summary(single)["metrics"]["val/loss"], rel=0.05
+    )  # limit_val_batches counts each rank's batches, so the two saw different shares of the split
+    assert (run_dir / "logs" / "rank_0001.log").exists()
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+def test_micro_batches_make_no_difference(micro, single, corpus, tmp_path):
+    running.train(f"data.micro_batch_size={micro}", "run.name=run", cwd=tmp_path, corpus=corpus)
+    assert_same_losses(tmp_path / "outputs" / "run", single)
+
+
+def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    running.train("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, launcher=torchrun)
+    (run_dir,) = (tmp_path / "outputs").iterdir()
+    assert_same_losses(run_dir, single)
+
+
+def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = running.train("trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=torchrun, check=False)
+    assert "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
+
+
+def test_srun_joins_as_ranks(single, corpus, tmp_path):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        slurm = {
+            "SLURM_JOB_ID": "41",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(running.start("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, **slurm))
+    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert_same_losses(tmp_path / "outputs" / "41", single)
+
+
+def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
+    running.train(
+        "-m", "seed=0,1", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=3", cwd=tmp_path, corpus=corpus
+    )
+    (sweep,) = (tmp_path / "outputs").iterdir()
+    trials = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert [trial.name for trial in trials] == ["0", "1"]
+    assert [running.summary(trial)["global_step"] for trial in trials] == [3, 3]
+    assert running.losses(trials[0]) != running.losses(trials[1])
+
+
+def test_a_finished_run_says_so_and_stops(single, corpus):
+    started = time.monotonic()
+    result = running.train("run.name=run", "logger=tensorboard", cwd=single.parents[1], corpus=corpus)
+    assert "is finished (6 steps)" in result.stderr
+    assert time.monotonic() - started < 60
+    assert len(running.rows(single)) == 6
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, code, corpus, tmp_path):
+    ddp = [f"strategy={'ddp' if devices > 1 else 'single'}", f"trainer.devices={devices}", "run.name=run"]
+    endless = [*ddp, "trainer.max_steps=100000", "trainer.val_every_n_steps=null", "scheduler=constant"]
+    process = running.start(*endless, cwd=tmp_path, corpus=corpus)
+    metrics = tmp_path / "outputs" / "run" / "metrics.csv"
+    running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
+    members = running.family(process)
+    started = time.monotonic()
+    process.send_signal(number)
+    output = process.communicate(timeout=30)[0]
+    assert time.monotonic() - started < 10, output
+    assert process.returncode == code, output
+    running.wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members), seconds=3, what="no orphan")
+    assert "Traceback" not in output
+    steps = running.summary(tmp_path / "outputs" / "run")["global_step"]
+    assert running.summary(tmp_path / "outputs" / "run")["stop_reason"] == number.name
+    running.train(*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant", cwd=tmp_path, corpus=corpus)
+    assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(range(1, steps + 3))
+
+
+def test_killing_the_agent_leaves_no_orphan(corpus, tmp_path):
+    process = running.start(
+        "strategy=ddp", "trainer.devices=2", "run.name=run", "trainer.max_steps=100000", cwd=tmp_path, corpus=corpus
+    )
+    metrics = tmp_path / "outputs" / "run" / "metrics.csv"
+    running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
+    members = running.family(process)
+    assert len(members) >= 3
+    process.kill()
+    process.communicate()
+    running.wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members), seconds=10, what="no orphan")
+
+
+BROKEN = '''
+from armature.tasks.language_modeling import LanguageModeling
+
+
+class Broken(LanguageModeling):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 2 and self.trainer.global_rank == self.trainer.world_size - 1:
+            raise ArithmeticError("the deliberate mistake")
+        return super().training_step(batch, batch_idx)
+'''
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_unexpected_error_shows_its_traceback_once(devices, corpus, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(BROKEN)
+    result = running.train(
+        "task._target_=broken.Broken",
+        "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,broken]",
+        f"strategy={'ddp' if devices > 1 else 'single'}",
+        f"trainer.devices={devices}",
+        "run.name=run",
+        cwd=tmp_path,
+        corpus=corpus,
+        check=False,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert result.returncode == 1
+    output = result.stdout + result.stderr
+    assert output.count("ArithmeticError: the deliberate mistake") == 1, output
+    assert output.count("Traceback (most recent call last)") == 1, output
+    if devices > 1:
+        assert "Rank 1 failed first" in output
+
+
+def test_wandb_offline_can_be_read_back(corpus, tmp_path):
+    running.train(
+        "logger=[tensorboard,wandb]", "logger.wandb.offline=true", "run.name=run", cwd=tmp_path, corpus=corpus, HOME=str(tmp_path)
+    )
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = (tmp_path / "outputs" / "run" / "wandb").glob("offline-run-*/*.wandb")
+    store, losses = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if "train/loss" in items:
+            losses.append(float(json.loads(items["train/loss"])))
+    assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "run"))
+
+
+def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
+    marker = "m4rk3r-0f-4-s3cr3t"
+    (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
+    running.train(
+        "logger=[tensorboard,wandb]",
+        "logger.wandb.offline=true",
+        "task.preview_prompt=${oc.env:MY_TOKEN}",
+        "run.name=run",
+        "strategy=ddp",
+        "trainer.devices=2",
+        cwd=tmp_path,
+        corpus=corpus,
+        MY_TOKEN=marker,
+        HOME=str(tmp_path),
+    )
+    run_dir = tmp_path / "outputs" / "run"
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    assert [path for path in files if marker.encode() in path.read_bytes()] == []
+
+
+def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
+    evaluate = subprocess.run(
+        [sys.executable, str(running.ROOT / "scripts" / "evaluate.py"), str(single), "--split", "val", "--set", "trainer.precision=32-true"],
+        cwd=tmp_path,
+        env=running.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert evaluate.returncode == 0, evaluate.stderr
+    assert "val/bits_per_byte" in evaluate.stdout
+    texts = []
+    for _ in range(2):
+        generate = subprocess.run(
+            [sys.executable, str(running.ROOT / "scripts" / "generate.py"), str(single), "--prompt", "line ", "--tokens", "9", "--seed", "3"],
+            cwd=tmp_path,
+            env=running.environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert generate.returncode == 0, generate.stderr
+        texts.append(generate.stdout)
+    assert texts[0].startswith("line ")
+    assert texts[0] == texts[1]

@@ -1,0 +1,44 @@
+"""metrics.csv has every step once, in order, however its values arrive."""
+
+from armature.callbacks.metrics_csv import MetricsCSV, read
+
+
+def write(log: MetricsCSV, first: int, last: int) -> None:
+    log.write_rows([{"step": step, "train/loss": 1.0 / step} for step in range(first, last + 1)])
+
+
+def test_validation_joins_the_row_of_its_step(tmp_path):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 3)
+    log.step = 3
+    log.log_metrics({"val/loss": 0.5, "epoch": 0}, step=2)
+    write(log, 4, 5)
+    log.finalize("success")
+    log.flush()
+    columns, rows = read(tmp_path / "metrics.csv")
+    assert columns == ["step", "train/loss", "val/loss"]
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert [row["val/loss"] for row in rows] == ["", "", "0.5", "", ""]
+
+
+def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 4)
+    held = dict(log.held)  # what a checkpoint at step 4 keeps
+    write(log, 5, 9)
+    log.flush()
+    again = MetricsCSV(tmp_path)
+    again.held = held
+    again.go_on_from(4)
+    write(again, 5, 6)
+    again.flush()
+    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 2)
+    log.flush()
+    file = tmp_path / "metrics.csv"
+    file.write_text(file.read_text() + "3")
+    assert [row["step"] for row in read(file)[1]] == ["1", "2"]

@@ -1,0 +1,82 @@
+"""The run directory holds what is needed to go on, and nothing of the environment."""
+
+import os
+
+import pytest
+from omegaconf import OmegaConf
+
+from armature import resume, run_dir
+from armature.errors import ConfigError
+
+
+def config(root, **extra):
+    base = {"run": {"root": str(root), "name": None, "dir": None}, "resume": "auto", "seed": 0}
+    return OmegaConf.create({**base, **extra})
+
+
+@pytest.fixture(autouse=True)
+def _outside_slurm(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+def test_config_comes_back_as_it_was_written(tmp_path):
+    cfg = run_dir.decide(config(tmp_path, a={"b": 1, "c": "${a.b}"}), label="x")
+    directory = run_dir.write(cfg, ["a.b=1"])
+    back = run_dir.read(directory)
+    assert (back.a.b, back.a.c) == (1, 1)
+    assert (directory / "overrides.txt").read_text() == "a.b=1\n"
+
+
+def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARKER", "s3cr3t-value")
+    cfg = config(tmp_path, key="${oc.env:MARKER}", nested={"again": "${key}", "text": "x-${oc.env:MARKER,fallback}"})
+    directory = run_dir.write(run_dir.decide(cfg, label="x"), [])
+    assert "s3cr3t-value" not in (directory / "config.yaml").read_text()
+    back = run_dir.read(directory)
+    assert back.key == back.nested.again == "s3cr3t-value"
+    assert back.nested.text == "x-s3cr3t-value"
+
+
+def test_the_resolver_is_put_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARKER", "value")
+    run_dir.without_secrets(config(tmp_path, key="${oc.env:MARKER}"))
+    assert OmegaConf.create({"key": "${oc.env:MARKER}"}).key == "value"
+
+
+def test_unnamed_runs_never_share_a_directory(tmp_path):
+    names = set()
+    for _ in range(3):
+        cfg = run_dir.decide(config(tmp_path), label="digits")
+        run_dir.write(cfg, [])
+        names.add(cfg.run.name)
+    assert len(names) == 3
+    assert all(name.startswith("digits-") for name in names)
+
+
+def test_slurm_jobs_are_named_by_their_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert run_dir.decide(config(tmp_path), label="x").run.name == "17"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert run_dir.decide(config(tmp_path), label="x").run.name == "16_3"
+
+
+def test_never_refuses_a_directory_that_holds_a_run(tmp_path):
+    cfg = config(tmp_path)
+    cfg.run.name, cfg.resume = "mine", "never"
+    cfg = run_dir.decide(cfg, label="x")
+    (run_dir.write(cfg, []) / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run_dir.write(cfg, [])
+
+
+def test_the_pointer_names_the_checkpoint(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step=000002").mkdir(parents=True)
+    (checkpoints / "step=000002" / "meta.pt").touch()
+    assert resume.last_checkpoint(tmp_path) is None
+    (checkpoints / "last").write_text("step=000002\n")
+    assert resume.find(tmp_path) == resume.find(checkpoints / "step=000002") == checkpoints / "step=000002"
+    (checkpoints / "last").write_text("step=000004\n")
+    assert resume.last_checkpoint(tmp_path) is None

@@ -1,0 +1,80 @@
+"""Arguments are checked against the source of what a `_target_` names, without importing it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from armature.validation import signatures
+
+ALLOWED = ["armature", "torch.optim", "lightning.pytorch", "example"]
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """A package with the shapes of constructors that people write."""
+    package = tmp_path / "example"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .net import Net as Renamed\n")
+    (package / "net.py").write_text(
+        "from dataclasses import dataclass\n"
+        "class Base:\n    def __init__(self, *, depth: int = 2): ...\n"
+        "class Net(Base):\n    def __init__(self, width: int, scale: float | None = None, **kwargs): ...\n"
+        "class Inherits(Base): ...\n"
+        "@dataclass\nclass Options:\n    rate: float = 0.1\n    name: str = ''\n"
+        "def build(path: str): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    signatures._tree.cache_clear()
+
+
+def found(**node):
+    return signatures.problems("node", node, ALLOWED)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "example.net.Net", "width": 3, "scale": 1, "depth": 4},
+        {"_target_": "example.Renamed", "width": 3, "scale": None},
+        {"_target_": "example.net.Inherits", "depth": 1},
+        {"_target_": "example.net.Options", "rate": 0.5, "name": "a"},
+        {"_target_": "example.net.build", "path": "x", "_partial_": True},
+        {"_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.1},
+        {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},
+    ],
+)
+def test_sound_arguments_are_accepted(node):
+    assert found(**node) == []
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"_target_": "example.net.Net", "widht": 3}, ["node.widht", "Did you mean 'width'?"]),
+        ({"_target_": "example.net.Net", "width": "three"}, ["node.width='three'", "int"]),
+        ({"_target_": "example.net.Net", "width": True}, ["node.width=True", "int"]),
+        ({"_target_": "example.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
+        ({"_target_": "example.net.Nett"}, ["no such class", "Did you mean 'example.net.Net'?"]),
+        ({"_target_": "example.nett.Net"}, ["no module 'example.nett'"]),
+        ({"_target_": "torch.optim.AdamW", "learning_rate": 1.0}, ["takes no argument 'learning_rate'"]),
+        ({"_target_": "os.system", "command": "true"}, ["launch.allowed_packages"]),
+        ({"_target_": "torch.load", "f": "x"}, ["launch.allowed_packages"]),
+        ({"inner": [{"_target_": "pathlib.Path.unlink"}]}, ["node.inner[0]._target_"]),
+    ],
+)
+def test_each_mistake_is_named(node, words):
+    (problem,) = found(**node)
+    for word in words:
+        assert word in problem
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys; from armature.validation import signatures as s;"
+        "assert s.find_definition('torch.optim.AdamW') and s.find_definition('lightning.pytorch.callbacks.EarlyStopping');"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})

@@ -1,0 +1,32 @@
+"""Train a model. What is trained, on what, and over how many processes is chosen on the command line:
+
+    python train.py
+    python train.py strategy=ddp trainer.devices=2
+    python train.py experiment=digits optimizer.lr=1e-3
+
+From here to the loss: launch.py starts the ranks, worker.py builds the objects of the configuration and hands them to
+Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "src"))
+
+import hydra
+from omegaconf import DictConfig
+
+from armature import cli, launch
+from armature.validation.checks import check
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+@cli.reported
+def main(cfg: DictConfig) -> float | None:
+    cfg = cli.with_run_dir(check(cfg))
+    return launch.launch(cfg, cli.overrides())
+
+
+if __name__ == "__main__":
+    cli.run(main, config_dir=ROOT / "configs")
