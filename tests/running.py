@@ -22,6 +22,7 @@ TINY = [
     "model.width=32",
     "model.layers=2",
     "model.heads=2",
+    "optimizer=adamw",
     "trainer.accelerator=cpu",
     "trainer.precision=32-true",
     "trainer.max_steps=6",
@@ -52,8 +53,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def command(*overrides: str, corpus: Path, launcher: list[str] | None = None, tiny: bool = True) -> list[str]:
     return [
-        *(launcher or [sys.executable]),
-        str(ROOT / "train.py"),
+        *(launcher or [sys.executable, str(ROOT / "train.py")]),
         *(TINY if tiny else []),
         f"data.path={corpus}",
         *overrides,

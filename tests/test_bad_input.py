@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def train(*overrides: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "WANDB_"))}
+    env |= {"ARMATURE_CACHE": str(cwd / "cache")}
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *overrides], cwd=cwd, env={**env, **environment}, capture_output=True, text=True
     )

@@ -13,6 +13,7 @@ import pytest
 from tests import running
 
 pytestmark = pytest.mark.slow
+TRAIN = str(running.ROOT / "train.py")
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +77,14 @@ def test_micro_batches_make_no_difference(micro, single, corpus, tmp_path):
 
 
 def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
     running.train("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, launcher=torchrun)
     (run_dir,) = (tmp_path / "outputs").iterdir()
     assert_same_losses(run_dir, single)
 
 
 def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
     result = running.train("trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=torchrun, check=False)
     assert "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
 
@@ -112,9 +113,9 @@ def test_srun_joins_as_ranks(single, corpus, tmp_path):
 
 
 def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
-    running.train(
-        "-m", "seed=0,1", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=3", cwd=tmp_path, corpus=corpus
-    )
+    launcher = [sys.executable, TRAIN, "-m"]
+    overrides = ["seed=0,1", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=3"]
+    running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher)
     (sweep,) = (tmp_path / "outputs").iterdir()
     trials = sorted(path for path in sweep.iterdir() if path.is_dir())
     assert [trial.name for trial in trials] == ["0", "1"]
@@ -200,17 +201,31 @@ def test_an_unexpected_error_shows_its_traceback_once(devices, corpus, tmp_path)
         assert "Rank 1 failed first" in output
 
 
+def log_records(data: bytes):
+    """The records of a wandb file: LevelDB's log format, blocks of 32 KiB after a head of 7 bytes."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
 def test_wandb_offline_can_be_read_back(corpus, tmp_path):
     running.train(
         "logger=[tensorboard,wandb]", "logger.wandb.offline=true", "run.name=run", cwd=tmp_path, corpus=corpus, HOME=str(tmp_path)
     )
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (file,) = (tmp_path / "outputs" / "run" / "wandb").glob("offline-run-*/*.wandb")
-    store, losses = DataStore(), []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    losses = []
+    for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
@@ -225,7 +240,7 @@ def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
     running.train(
         "logger=[tensorboard,wandb]",
         "logger.wandb.offline=true",
-        "task.preview_prompt=${oc.env:MY_TOKEN}",
+        "data.source.field=${oc.env:MY_TOKEN}",
         "run.name=run",
         "strategy=ddp",
         "trainer.devices=2",

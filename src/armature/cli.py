@@ -12,7 +12,7 @@ from typing import NoReturn
 from dotenv import load_dotenv
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.errors import ConfigError, RunFailed
@@ -76,7 +76,8 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
 
 
 def overrides() -> list[str]:
-    return list(HydraConfig.get().overrides.task)
+    """What was typed; references to the environment stay references."""
+    return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)]
 
 
 def accelerator(name: str) -> str:

@@ -73,8 +73,8 @@ def test_rope_scaling_keeps_fast_frequencies_and_divides_slow_ones():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_chunked_loss_equals_the_plain_one(monkeypatch, tied):
-    model = small(tied=tied).double()
+def test_chunked_loss_equals_the_plain_one(tied):
+    model = small(tied=tied)
     inputs, targets = tokens(rows=5)
     targets[0] = -100
     targets[1, 3:9] = -100
@@ -97,6 +97,24 @@ def test_chunked_loss_of_many_chunks_and_of_none():
     with torch.no_grad():
         torch.testing.assert_close(model(inputs, targets), model.loss(model(inputs), targets))
         assert model(inputs, torch.full_like(targets, -100)).item() == 0.0
+
+
+def test_chunked_loss_makes_no_gradients_where_none_are_asked_for(monkeypatch):
+    model, (inputs, targets) = small(), tokens()
+    asked = []
+    monkeypatch.setattr(F, "softmax", lambda *args, **options: asked.append(1) or torch.softmax(*args, **options))
+    monkeypatch.setattr(torch.Tensor, "scatter_add_", lambda *args: pytest.fail("gradients were made"))
+    with torch.no_grad():
+        model(inputs, targets)
+    assert asked
+
+
+def test_chunked_loss_leaves_a_frozen_head_alone():
+    model, (inputs, targets) = small(), tokens()
+    model.head.requires_grad_(False)
+    model(inputs, targets).backward()
+    assert model.head.weight.grad is None
+    assert model.embed.weight.grad is not None
 
 
 def test_loss_calls_a_head_that_a_hook_changes():
@@ -155,7 +173,8 @@ def test_initial_weights_are_a_function_of_name_shape_and_generator():
     one, two, other = (torch.empty(32, 32) for _ in range(3))
     for param, seed in ((one, 1), (two, 1), (other, 2)):
         model.initialize_parameter("blocks.1.attention.q.weight", param, torch.Generator().manual_seed(seed))
-    assert torch.equal(one, two) and not torch.equal(one, other)
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
     for name, param in model.named_parameters():
         with torch.no_grad():
             model.initialize_parameter(name, param.fill_(math.nan), torch.Generator().manual_seed(0))
@@ -164,7 +183,7 @@ def test_initial_weights_are_a_function_of_name_shape_and_generator():
 
 
 def test_compiled_blocks_have_no_graph_break():
-    model, (inputs, targets) = small(), tokens()
+    model = small()
     rotary = model.rotary(device="cpu")
     report = torch._dynamo.explain(model.blocks["0"])(torch.randn(2, 16, 32), rotary)
     assert report.graph_break_count == 0

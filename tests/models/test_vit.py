@@ -50,7 +50,8 @@ def test_every_parameter_is_initialised_by_name():
         for name, param in model.named_parameters():
             model.initialize_parameter(name, param.fill_(math.nan), torch.Generator().manual_seed(0))
     assert all(param.isfinite().all() for param in model.parameters())
-    assert model.head.bias.eq(0).all() and model.norm.weight.eq(1).all()
+    assert model.head.bias.eq(0).all()
+    assert model.norm.weight.eq(1).all()
     assert not list(model.buffers())
 
 

@@ -92,7 +92,8 @@ def test_a_loss_that_is_not_a_number_is_not_hidden():
     with torch.no_grad():
         task.model.norm.weight[0] = math.nan
     (val,) = trainer().validate(task, data, verbose=False)
-    assert math.isnan(val["val/loss"]) and math.isnan(val["val/perplexity"])
+    assert math.isnan(val["val/loss"])
+    assert math.isnan(val["val/perplexity"])
 
 
 def test_a_second_evaluation_starts_from_nothing():
@@ -145,7 +146,9 @@ def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
     assert task.preview() is None
     data.tokenizer = Tokenizer(models.BPE(vocab={chr(97 + i): i for i in range(31)}, merges=[]))
     text = task.preview()
-    assert text is not None and text.startswith("a") and text == task.preview()
+    assert text is not None
+    assert text.startswith("a")
+    assert text == task.preview()
 
 
 def test_nothing_is_saved_as_a_hyperparameter():

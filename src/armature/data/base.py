@@ -232,5 +232,5 @@ class _Samples(Dataset[Batch]):
         return cast(Any, self.dataset).augment(self.dataset[index], generator)
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+def _as_it_is(batch: Any) -> Any:
+    return batch  # `_Samples` has collated it

@@ -1,4 +1,4 @@
-"""A cache folder that is complete or not there: written aside, locked, checksummed and rebuilt when damaged. Torch-free."""
+"""A cache folder that is complete or not there: written aside, locked, checked, rebuilt when damaged. Torch-free."""
 
 import hashlib
 import json

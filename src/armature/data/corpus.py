@@ -78,10 +78,7 @@ class Corpus:
                 or a context longer than the train split.
         """
         if self._opened is None:
-            self._check_settings()
-            files = sources.standard_library() if self.path is None else sources.find(self.path)
-            if not any(file.size for file in files):
-                raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
+            files = self.check()
             folder = cache.root(self.cache_dir) / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
             self._opened = folder, cache.prepared(folder, lambda part: self._build(part, files))
         targets = self.header["splits"]["train"]["tokens"] - 1
@@ -90,6 +87,18 @@ class Corpus:
                 f"data.context={self.context} is longer than the corpus: its train split has {targets + 1:,} tokens. "
                 f"Type data.context={max(targets // 16, 1)} or less, or name more text."
             )
+
+    def check(self) -> list[SourceFile]:
+        """The part of `prepare` that takes no time: the settings, and whether the files are there.
+
+        Raises:
+            ConfigError: for a path that names nothing or only empty files, or settings out of range.
+        """
+        self._check_settings()
+        files = sources.standard_library() if self.path is None else sources.find(self.path)
+        if not any(file.size for file in files):
+            raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
+        return files
 
     @property
     def folder(self) -> Path:
@@ -124,14 +133,14 @@ class Corpus:
         problems = []
         if self.vocab_size < tokenizer.SMALLEST_VOCABULARY:
             problems.append(
-                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and {tokenizer.END_OF_TEXT} need "
-                f"{tokenizer.SMALLEST_VOCABULARY}."
+                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and {tokenizer.END_OF_TEXT} "
+                f"need {tokenizer.SMALLEST_VOCABULARY}."
             )
         fractions = (self.val_fraction, self.test_fraction)
         if min(fractions) <= 0 or sum(fractions) >= 0.9:
             problems.append(
-                f"data.source.val_fraction={self.val_fraction} and test_fraction={self.test_fraction}: each must be above "
-                "0, and together below 0.9."
+                f"data.source.val_fraction={self.val_fraction} and test_fraction={self.test_fraction}: each must be "
+                "above 0, and together below 0.9."
             )
         if problems:
             raise ConfigError(problems)

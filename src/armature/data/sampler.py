@@ -1,7 +1,7 @@
 """Which samples go where: a function of (seed, epoch, position) alone, whatever the ranks and micro-batches.
 
 Training reads one endless stream. Position p belongs to epoch p // N at place p % N of that epoch's permutation, and
-optimiser step k holds the positions [kG, (k + 1)G). A step may straddle two epochs, so no sample is dropped or repeated.
+optimiser step k holds the positions [kG, (k + 1)G). A step may straddle two epochs: no sample is dropped or repeated.
 
 N: samples an epoch, G: global batch, R: data ranks, m: micro-batch.
 """

@@ -4,6 +4,7 @@ import difflib
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
@@ -94,26 +95,27 @@ def _fixed_part(pattern: Path) -> Path:
 
 
 def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
-    if not glob.has_magic(str(pattern)):
-        problem, near = f"data.path={typed}: no such file or folder.", pattern.parent
-    else:
-        problem, near = f"data.path={typed}: no file matches.", root
-    while not near.is_dir() and near != near.parent:
-        near = near.parent
-    if near != (pattern.parent if not glob.has_magic(str(pattern)) else root):
-        missing = pattern.parts[len(near.parts)]
-        guess = difflib.get_close_matches(missing, [p.name for p in near.iterdir() if p.is_dir()], n=1, cutoff=0.5)
-        hint = f" Did you mean {near / guess[0]}?" if guess else ""
-        return f"{problem} {near.absolute()} has no folder '{missing}'.{hint}"
-    names = sorted(p.name for p in near.iterdir() if p.is_file())
-    guess = difflib.get_close_matches(pattern.name, names, n=1, cutoff=0.6)
-    if guess:
-        return f"{problem} Did you mean {near / guess[0]}?"
-    below = [p for _, p in zip(range(10_000), near.rglob("*"), strict=False) if p.is_file()]
-    kinds = ", ".join(
-        f"{count} {kind or 'without a suffix'}" for kind, count in Counter(p.suffix for p in below).most_common(4)
-    )
-    return f"{problem} Files in and below {near.absolute()}: {kinds or 'none'}."
+    """What is missing, and the nearest that is there."""
+    is_pattern = glob.has_magic(str(pattern))
+    problem = f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
+    wanted = root if is_pattern else pattern.parent
+    there = wanted
+    while not there.is_dir():
+        there = there.parent
+    if there != wanted:
+        missing = pattern.parts[len(there.parts)]
+        near = difflib.get_close_matches(missing, [p.name for p in there.iterdir() if p.is_dir()], n=1, cutoff=0.5)
+        hint = f" Did you mean {there / near[0]}?" if near else ""
+        return f"{problem} {there.absolute()} has no folder '{missing}'.{hint}"
+    if not is_pattern:
+        near = difflib.get_close_matches(pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5)
+        return (
+            f"{problem} Did you mean {there / near[0]}?" if near else f"{problem} {there.absolute()} has none like it."
+        )
+    below = [p for p in itertools.islice(there.rglob("*"), 10_000) if p.is_file()]
+    kinds = Counter(p.suffix or "without a suffix" for p in below).most_common(4)
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
+    return f"{problem} Files in and below {there.absolute()}: {listed}."
 
 
 def check_heads(files: list[SourceFile]) -> None:

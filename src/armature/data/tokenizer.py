@@ -43,7 +43,7 @@ def load(path: Path) -> Tokenizer:
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Tokenizers in threads here, and not afterwards: a process forked later would hang, and the library warns of it."""
+    """Tokenizers in threads here, and not afterwards: they hang a process forked later, and the library warns of it."""
     key = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(key)
     os.environ[key] = before or "true"

@@ -1,7 +1,7 @@
 """Learning-rate schedules: a factor of the peak rate as a function of the optimiser step.
 
-Lengths (`warmup`, `decay`) are optimiser steps when whole numbers, and a share of the run when below 1.0. `final` is the
-factor at the last step.
+Lengths (`warmup`, `decay`) are optimiser steps when whole numbers, and a share of the run when below 1.0. `final` is
+the factor at the last step.
 """
 
 from __future__ import annotations

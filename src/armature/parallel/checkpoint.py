@@ -51,7 +51,12 @@ def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    return {param: name for name, param in module.named_parameters()}
+    """Each parameter's first name. Through the state dict, since that puts gathered weights back into shards first."""
+    names: dict[Tensor, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, name)
+    return names
 
 
 def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -105,23 +106,36 @@ def parallelize(model: nn.Module, found: dict[str, str], *, mesh: DeviceMesh, se
     for name, module in model.named_modules():
         if name in found:
             parallelize_module(module, mesh, meaning[found[name]], src_data_rank=None)
-        if module._parameters and not any(isinstance(p, DTensor) for p in module._parameters.values()):
+        own = [param for param in module._parameters.values() if param is not None]
+        if own and not any(isinstance(param, DTensor) for param in own):
             parallelize_module(module, mesh, Whole())
     ties.restore(model, tied)
 
 
-class DividedLoss:
-    """A model's loss of outputs whose classes are divided over ranks, through torch's loss_parallel."""
+def divide_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Let the model's loss take outputs whose classes are divided over ranks, through torch's loss_parallel.
 
-    def __init__(self, loss: Any, *, mesh: DeviceMesh) -> None:
-        self.loss, self.mesh = loss, mesh
+    Returns:
+        What makes undivided outputs of such divided ones.
+    """
+    loss: Callable[[Tensor, Tensor], Tensor] = model.loss  # pyright: ignore[reportAssignmentType]
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        divided = DTensor.from_local(outputs, self.mesh, [Shard(-1)], run_check=False)
-        loss = self.loss(divided, targets)
-        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+    def as_divided(outputs: Tensor) -> DTensor:
+        return DTensor.from_local(outputs, mesh, [Shard(-1)], run_check=False)
+
+    def divided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(as_divided(outputs), targets)
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    model.__dict__["loss"] = divided_loss
+    return lambda outputs: as_divided(outputs).full_tensor()
 
 
-def gather_outputs(outputs: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Undivided outputs, for whoever asked the model for them rather than for its loss."""
-    return DTensor.from_local(outputs, mesh, [Shard(-1)], run_check=False).full_tensor()
+def gather_when_asked(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
+    """Give undivided outputs to whoever calls the model without targets."""
+
+    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        wants_loss = len(args) > 1 and args[1] is not None or kwargs.get("targets") is not None
+        return output if wants_loss else whole(output)
+
+    model.register_forward_hook(gather, with_kwargs=True)

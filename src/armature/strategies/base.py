@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.parallel import checkpoint as ckpt
-from armature.parallel import gradients, initialisation, process_group
+from armature.parallel import apply, blocks, gradients, initialisation, process_group
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy as _Base
@@ -35,6 +35,7 @@ class Common(_Base):
         grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
         data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
         seal: called on rank 0 with a complete checkpoint directory, just before it gets its name.
+        parameter_count: of the undivided model, whatever part of it is here.
         bubble_share: share of a step that the pipeline's schedule leaves idle; 0 without a pipeline.
     """
 
@@ -42,9 +43,19 @@ class Common(_Base):
     grad_norm: Tensor
     bubble_share: float = 0.0
 
-    def configure_common(self, *, seed: int) -> None:
-        """Called by constructors, after Lightning's own."""
+    def configure_common(
+        self, *, seed: int, activation_checkpointing: str | int = "none", compile: str = "none"
+    ) -> None:
+        """Called by constructors, after Lightning's own.
+
+        Args:
+            activation_checkpointing: none; every block; n, for every n-th; or selective, which recomputes all but
+                matrix products and attention.
+            compile: none, block (each block by itself) or model (all of it).
+        """
         self.seed = seed
+        self.activation_checkpointing, self.compile = activation_checkpointing, compile
+        self.parameter_count = 0
         self.grad_norm = torch.zeros(())
         self.seal: Callable[[Path], None] | None = None
         self.extra_state: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
@@ -84,6 +95,7 @@ class Common(_Base):
     def setup(self, trainer: L.Trainer) -> None:
         assert self.lightning_module is not None
         if not getattr(self.lightning_module, "_armature_built", False):
+            self.parameter_count = sum(param.numel() for param in self.lightning_module.parameters())
             self.build(self.lightning_module)
             self.lightning_module._armature_built = True
         super().setup(trainer)
@@ -94,6 +106,11 @@ class Common(_Base):
 
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimisers are made."""
+        for _, model in models_of(module):
+            repeated = apply.blocks_of(model, apply.plan_of(model))
+            blocks.recompute(repeated, mode=self.activation_checkpointing)
+            if self.compile != "none":
+                blocks.compile_forward(repeated if self.compile == "block" else [model])
         hollow = initialisation.materialise(module, device=self.root_device)
         initialisation.initialise_by_name(module, seed=self.seed, names=hollow)
 
@@ -180,3 +197,8 @@ class Common(_Base):
             for kind, tensors in self.extra_state.items()
             for name, value in tensors().items()
         }
+
+
+def models_of(module: L.LightningModule) -> list[tuple[str, nn.Module]]:
+    """The LightningModule's children that have weights, with their names."""
+    return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]

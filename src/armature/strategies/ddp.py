@@ -7,11 +7,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.plugins import TorchSyncBatchNorm
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from typing_extensions import override
 
+from armature.parallel import batchnorm
 from armature.strategies.base import Common
 
 
@@ -46,6 +47,8 @@ class DDP(Common, DDPStrategy):
         static_graph: bool = False,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
     ) -> None:
         super().__init__(
             process_group_backend=None if backend == "auto" else backend,
@@ -55,12 +58,13 @@ class DDP(Common, DDPStrategy):
         )
         self.comm_hook, self.static_graph = comm_hook, static_graph
         self.sync_batchnorm = sync_batchnorm
-        self.configure_common(seed=seed)
+        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
 
     @override
-    def setup(self, trainer: L.Trainer) -> None:
-        self._layer_sync = TorchSyncBatchNorm() if self.sync_batchnorm else None
-        super().setup(trainer)
+    def build(self, module: L.LightningModule) -> None:
+        if self.sync_batchnorm:
+            batchnorm.synchronise(module, group=dist.group.WORLD)
+        super().build(module)
 
     @override
     def _register_ddp_hooks(self) -> None:

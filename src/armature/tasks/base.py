@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 
 def mean_metric() -> MeanMetric:
-    """A weighted mean over samples and ranks. NaN passes through; torchmetrics' "disable" would drop the weights too."""
+    """A weighted mean over samples and ranks. NaN passes through; "disable" would drop the weights as well."""
     return MeanMetric(nan_strategy=float("nan"))
 
 

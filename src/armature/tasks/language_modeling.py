@@ -62,4 +62,4 @@ class LanguageModeling(Task):
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700.0 else math.inf
+    return math.inf if value > 700.0 else math.exp(value)

@@ -8,6 +8,7 @@ import netrc
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from armature import hardware, resume
+from armature.config import Config
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.parallel import checks as parallel_checks
@@ -42,6 +44,7 @@ def check(cfg: DictConfig) -> DictConfig:
         ConfigError: with every problem that was found.
     """
     problems = [f"{key}: a value is required, type {key}=…" for key in sorted(OmegaConf.missing_keys(cfg))]
+    problems += _unknown_problems(cfg)
     if not problems:
         problems += _interpolation_problems(cfg)
     if problems:
@@ -49,16 +52,16 @@ def check(cfg: DictConfig) -> DictConfig:
     problems += _choice_problems(cfg)
     problems += _range_problems(cfg)
     problems += _secret_problems(cfg)
-    problems += _target_problems(cfg)
-    problems += _device_problems(cfg)
-    if not problems:
+    unsound = _target_problems(cfg) + _device_problems(cfg)
+    problems += unsound
+    if not unsound:
         cfg = decide(cfg)
         problems += _model_problems(cfg)
         problems += _layout_problems(cfg)
     problems += _logger_problems(cfg)
     problems += _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
-    problems += _data_problems(cfg)
+    problems += _data_problems(cfg, prepare=not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return cfg
@@ -96,6 +99,20 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node[key]
         if isinstance(node[key], dict):
             yield from _walk(node[key], f"{path}.")
+
+
+def _unknown_problems(cfg: DictConfig) -> list[str]:
+    """Keys that `+` added to the core's own groups: nothing would read them."""
+    problems = []
+    for path, kind in (("", Config), *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type))):
+        known = [f.name for f in fields(kind)]
+        for key in OmegaConf.select(cfg, path) if path else cfg:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                prefix = f"{path}." if path else ""
+                hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
+                problems.append(f"{prefix}{key}: there is no such key.{hint}")
+    return problems
 
 
 def _interpolation_problems(cfg: DictConfig) -> list[str]:
@@ -242,12 +259,19 @@ def _folder_problems(folder: Path) -> list[str]:
     return []
 
 
-def _data_problems(cfg: DictConfig) -> list[str]:
-    """Prepares the data source here, once, so that the ranks only open it and a bad path never starts a process."""
+def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
+    """Prepares the data source here, once, so that the ranks only open it and a bad path never starts a process.
+
+    Where the run is refused anyway, only what takes no time is looked at.
+    """
     if not isinstance(OmegaConf.select(cfg, "data.source"), DictConfig):
         return []
     try:
-        instantiate(cfg.data.source).prepare()
+        source = instantiate(cfg.data.source)
+        if prepare:
+            source.prepare()
+        elif hasattr(source, "check"):
+            source.check()
     except ConfigError as error:
         return error.problems
     return []

@@ -1,4 +1,4 @@
-"""What makes a vision transformer's sizes impossible: one list of rules for the constructor and the check before launch.
+"""What makes a vision transformer's sizes impossible: one list for the constructor and for the check before launch.
 
 Torch-free, so that a mistake in a config is found before torch is imported.
 """

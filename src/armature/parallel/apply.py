@@ -1,0 +1,159 @@
+"""Divides a model over a mesh as its plan says. The one place where all kinds of parallelism meet, in a fixed order."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from armature.parallel import blocks, initialisation, pipeline, tensor, ties
+from armature.parallel.plan import Plan
+from armature.parallel.split import bubble_share
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the strategy was asked for; its constructor says what each one means."""
+
+    seed: int
+    schedule: str
+    microbatches: int
+    stages: list[int] | None
+    sequence_parallel: bool
+    activation_checkpointing: str | int
+    compile: str
+    reshard_after_forward: bool
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    cpu_offload: bool
+    prefetch: int
+
+
+@dataclass
+class Applied:
+    """What has become of a model on this rank."""
+
+    parts: list[nn.Module]
+    bubble_share: float = 0.0
+    runner: pipeline.Runner | None = None
+
+
+def parallelize(
+    model: nn.Module, plan: Plan | None, mesh: DeviceMesh, options: Options, *, device: torch.device, prefix: str
+) -> Applied:
+    """Divide a model that is on the meta device, and give it its weights: only what this rank holds of them.
+
+    Args:
+        prefix: what stands before the model's names in the names that decide its initial weights ("model.").
+
+    Raises:
+        ConfigError: where the plan does not fit the model.
+    """
+    pipe, shard, tensor_axis = mesh["pipe"], mesh["replicate", "shard"], mesh["tensor"]
+    styles = tensor.matches(model, plan) if plan is not None else {}
+    sequence = options.sequence_parallel and plan is not None and plan.sequence is not None
+    applied = Applied(parts=[model])
+
+    # 1. pipeline split: each rank keeps the blocks and ends of its stages
+    stages = None
+    if pipe.size() > 1:
+        assert plan is not None
+        stages = pipeline.split(
+            model, plan, rank=pipe.get_local_rank(), ranks=pipe.size(), schedule=options.schedule, by_hand=options.stages
+        )
+        applied.parts = stages.parts
+
+    # 2. tensor: matrices, the vocabulary and its loss
+    whole: Callable[[Tensor], Tensor] | None = None
+    if tensor_axis.size() > 1:
+        tensor.parallelize(model, styles, mesh=tensor_axis, sequence_parallel=sequence)
+        if "logits" in styles.values():
+            whole = tensor.divide_loss(model, mesh=tensor_axis)
+            for part in applied.parts:
+                part.__dict__["loss"] = model.loss
+
+    # 3. activation checkpointing, 4. compile
+    repeated = list(blocks_of(model, plan))
+    blocks.recompute(repeated, mode=options.activation_checkpointing)
+    if options.compile == "block":
+        blocks.compile_forward(repeated)
+
+    # 5. shard: a unit a block, and one for each end
+    if shard.size() > 1:
+        for part in applied.parts:
+            shard_part(part, plan, mesh=shard if mesh["replicate"].size() > 1 else mesh["shard"], options=options)
+
+    # 6. materialise: only now is there memory for weights, and only for this rank's
+    hollow = initialisation.materialise(model, device=torch.device("cpu") if options.cpu_offload else device)
+
+    # 7. initialise by name
+    initialisation.initialise_by_name(model, seed=options.seed, names=hollow, prefix=prefix)
+
+    # 8. pipeline schedule
+    if stages is not None:
+        applied.runner = pipeline.Runner(
+            model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
+            microbatches=options.microbatches, whole_outputs=whole or torch.clone,
+        )  # fmt: skip
+        applied.bubble_share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)
+        pipeline.pipelined(model, applied.runner)
+    elif whole is not None:
+        tensor.gather_when_asked(model, whole)
+    return applied
+
+
+def blocks_of(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
+    """The repeated blocks; the whole model is one where there is no plan."""
+    if plan is None:
+        return [model]
+    return list(model.get_submodule(plan.blocks).children())
+
+
+def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
+    """fully_shard (FSDP2) on each block, on each end, and on what is left."""
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": options.reshard_after_forward,
+    }
+    if plan is None:
+        log.warning(
+            "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. A plan.py "
+            "beside it that names its blocks would keep one block's weights at a time.",
+            type(model).__name__,
+        )
+    else:
+        units = blocks_of(model, plan)
+        for unit in units:
+            fully_shard(unit, **arguments)
+        for i, unit in enumerate(units):
+            ahead = units[i + 1 : i + 1 + options.prefetch]
+            if options.prefetch > 1 and ahead and isinstance(unit, FSDPModule):
+                unit.set_modules_to_forward_prefetch(ahead)  # pyright: ignore[reportArgumentType]
+        if not ties.find(model):
+            for ends in (plan.first, plan.last):
+                here = [module for end in ends if (module := getattr(model, end)) is not None]
+                if here:
+                    fully_shard(here, **arguments)
+    fully_shard(model, **arguments)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """`PLAN` of the module `plan` beside the one that defines the model's class; None where there is none."""
+    name = f"{type(model).__module__.rpartition('.')[0]}.plan"
+    try:
+        found = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        found = None
+    return importlib.import_module(name).PLAN if found is not None else None

@@ -1,0 +1,63 @@
+"""BatchNorm over the batch of all data ranks, as one process with the whole batch has it; on CPUs too.
+
+torch.nn.SyncBatchNorm refuses a CPU, and wraps nothing else: here the module's class is swapped, so no name changes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _Synchronised(_BatchNorm):
+    """In evaluation, and without tracked statistics in one process, plain BatchNorm."""
+
+    group: dist.ProcessGroup
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any shape with channels in dim 1."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
+        x = input.float()
+        dims = [0, *range(2, x.ndim)]
+        count = torch.full_like(x[:1].flatten()[:1], x.numel() / x.shape[1])
+        sums = all_reduce(torch.cat([x.sum(dims), x.square().sum(dims), count]), group=self.group)
+        channels = x.shape[1]
+        total = sums[-1].detach()
+        mean, square = sums[:channels] / total, sums[channels:-1] / total
+        variance = (square - mean.square()).clamp(min=0)
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            self._track(mean.detach(), variance.detach() * total / (total - 1))
+        shape = [1, channels, *[1] * (x.ndim - 2)]
+        y = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
+        if self.affine:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        return y.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            assert running is not None
+            running.lerp_(new.to(running.dtype), weight)
+
+
+def synchronise(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+    """Let every BatchNorm inside count the batches of all ranks of `group`."""
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronised, nn.SyncBatchNorm)):
+            child.__class__ = type(type(child).__name__, (_Synchronised,), {"group": group})
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that see different samples and hold the same stage and the same part of the tensor axis."""
+    return mesh["replicate", "shard"]._flatten("data").get_group()

@@ -1,0 +1,165 @@
+"""Any mesh of pipeline, replicated, sharded and tensor axes: fsdp, hsdp, tensor, pipeline and their hybrids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+from typing_extensions import override
+
+from armature.parallel import apply, batchnorm, mesh
+from armature.strategies.base import Common, models_of
+
+
+class MeshStrategy(Common, ModelParallelStrategy):
+    """Divides each model of the LightningModule over pipe × replicate × shard × tensor ranks, as its plan says.
+
+    Args:
+        pipe, replicate, shard, tensor: sizes of the axes; one may be "auto", which takes the processes that are left.
+        backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
+        reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them until backward
+            (ZeRO-2); None: free them, but not between a pipeline's micro-batches.
+        reduce_every_microbatch: reduce gradients in every micro-batch of a step rather than in the last one only,
+            which needs memory for gradients that are not sharded.
+        param_dtype, reduce_dtype: what gathered weights and reduced gradients are rounded to; None: bf16 and fp32 with
+            bf16 precision, else fp32.
+        cpu_offload: keep sharded weights, gradients and optimiser state in the CPU's memory.
+        prefetch: blocks that are gathered ahead of the one that computes.
+        sequence_parallel: divide norms and activations between blocks over the tensor axis too, where the plan can.
+        schedule, microbatches, stages: of the pipeline; `stages` lists how many blocks each one holds, None balances.
+        sync_batchnorm, activation_checkpointing, compile: as for every strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        pipe: int | str = 1,
+        replicate: int | str = 1,
+        shard: int | str = 1,
+        tensor: int | str = 1,
+        backend: str = "auto",
+        reshard_after_forward: bool | None = None,
+        reduce_every_microbatch: bool = True,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        cpu_offload: bool = False,
+        prefetch: int = 1,
+        sequence_parallel: bool = True,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        stages: Sequence[int] | None = None,
+        sync_batchnorm: bool = True,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+    ) -> None:
+        super().__init__(process_group_backend=None if backend == "auto" else backend)
+        self.asked = {"pipe": pipe, "replicate": replicate, "shard": shard, "tensor": tensor}
+        self.sizes: dict[str, int] = {}
+        self.reduce_every_microbatch = reduce_every_microbatch
+        self.options: dict[str, Any] = {
+            "seed": seed, "schedule": schedule, "microbatches": microbatches,
+            "stages": list(stages) if stages is not None else None, "sequence_parallel": sequence_parallel,
+            "reshard_after_forward": reshard_after_forward, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
+            "cpu_offload": cpu_offload, "prefetch": prefetch,
+        }  # fmt: skip
+        self.applied: list[apply.Applied] = []
+        self._while_running = ExitStack()
+        self.sync_batchnorm = sync_batchnorm
+        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
+
+    # ------------------------------------------------------------ the layout
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()  # joins the process group
+        torch.manual_seed(self.seed)
+        self.sizes = mesh.resolve(self.asked, world_size=self.world_size)
+        self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _place(self, axis: str) -> int:
+        return self.device_mesh[axis].get_local_rank()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        rank = self._place("replicate") * self.sizes["shard"] + self._place("shard")
+        return {"num_replicas": self.sizes["replicate"] * self.sizes["shard"], "rank": rank}
+
+    @property
+    @override
+    def ranks_per_stage(self) -> int:
+        return self.world_size // self.sizes["pipe"]
+
+    @property
+    @override
+    def divided(self) -> bool:
+        return self.world_size > self.sizes["replicate"]
+
+    @property
+    @override
+    def stream(self) -> int:
+        return self.data_rank * self.sizes["pipe"] + self._place("pipe")
+
+    # ------------------------------------------------------------ building
+    @override
+    def build(self, module: L.LightningModule) -> None:
+        self.precision_plugin.convert_module(module)  # bf16-true: before there is anything to convert
+        options = self._resolved()
+        for name, model in models_of(module):
+            plan, prefix = apply.plan_of(model), f"{name}."
+            if self.sync_batchnorm and self.data_size > 1:
+                batchnorm.synchronise(model, group=batchnorm.data_group(self.device_mesh))
+            self.applied.append(
+                apply.parallelize(model, plan, self.device_mesh, options, device=self.root_device, prefix=prefix)
+            )
+        self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+
+    def _resolved(self) -> apply.Options:
+        """The options, with what `None` stands for."""
+        options = {**self.options, "activation_checkpointing": self.activation_checkpointing, "compile": self.compile}
+        bf16 = str(self.precision_plugin.precision).startswith("bf16")
+        for key, usual in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
+            named = options[key]
+            options[key] = getattr(torch, named) if named is not None else usual if bf16 else None
+        if options["reshard_after_forward"] is None:
+            options["reshard_after_forward"] = self.sizes["pipe"] == 1
+        return apply.Options(**options)
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        if self.sizes["tensor"] > 1:
+            self._while_running.enter_context(loss_parallel())  # backward needs it too
+        super().setup(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: `build` has put everything in its place, which for offloaded weights is not the device."""
+
+    @override
+    def teardown(self) -> None:
+        self._while_running.close()
+        super().teardown()
+
+    # ------------------------------------------------------------ gradients
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        units = [part for applied in self.applied for part in applied.parts if isinstance(part, FSDPModule)]
+        if self.reduce_every_microbatch or self.sizes["pipe"] > 1:
+            yield
+            return
+        for unit in units:
+            unit.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_requires_gradient_sync(True)

@@ -1,0 +1,53 @@
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armature.data.batching import plan_batches
+from armature.errors import ConfigError
+
+number = st.integers(1, 64)
+
+
+@given(number, number, number)
+def test_sizes_multiply_to_the_global_batch(micro, accumulate, ranks):
+    batches = plan_batches(micro * accumulate * ranks, micro, ranks)
+    assert (batches.micro_batch_size, batches.accumulate, batches.data_ranks) == (micro, accumulate, ranks)
+
+
+@given(number, number)
+def test_auto_is_the_whole_share(micro, ranks):
+    batches = plan_batches(micro * ranks, "auto", ranks)
+    assert (batches.micro_batch_size, batches.accumulate) == (micro, 1)
+
+
+@given(number, st.one_of(number, st.just("auto")), number)
+def test_what_does_not_divide_names_values_that_do(global_batch, micro, ranks):
+    try:
+        plan_batches(global_batch, micro, ranks)
+    except ConfigError as error:
+        remedies = re.findall(r"data\.(global|micro)_batch_size=(\d+)(?= or |\.)", str(error))
+        assert remedies
+        for kind, value in remedies:
+            plan_batches(*((int(value), micro) if kind == "global" else (global_batch, int(value))), ranks)
+
+
+def test_nearest_values_are_named():
+    with pytest.raises(ConfigError, match=r"data\.micro_batch_size=4 or data\.micro_batch_size=8\.") as caught:
+        plan_batches(32, 5, 2)
+    assert "data.global_batch_size=30 or data.global_batch_size=40." in str(caught.value)
+
+
+@pytest.mark.parametrize(("global_batch", "micro"), [(0, 1), (8, 0), (8, -2), (8, "all")])
+def test_sizes_that_cannot_be_are_refused(global_batch, micro):
+    with pytest.raises(ConfigError, match="batch_size="):
+        plan_batches(global_batch, micro, 1)
+
+
+def test_checking_imports_no_torch():
+    """The command line is checked with these before anything heavy is imported."""
+    code = "import armature.data.batching, armature.data.corpus, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -1,0 +1,394 @@
+import gzip
+import json
+import logging
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from armature.data import cache, sources
+from armature.data.corpus import SPLITS, Corpus
+from armature.data.sources import Splitter
+from armature.errors import ConfigError
+
+WORDS = ["def", "class", "return", "import", "self", "value", "while", "yield", "naïve", "Größe", "漢字", "🙂"]
+
+
+def some_text(seed: int, lines: int = 40) -> str:
+    draw = np.random.RandomState(seed)
+    return "".join(" ".join(draw.choice(WORDS, 8)) + "\n" for _ in range(lines))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Two hundred small files in folders: enough to hold out whole files."""
+    folder = tmp_path / "corpus"
+    for i in range(200):
+        path = folder / f"part{i % 3}" / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(some_text(i, lines=5), newline="")
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path):
+    def make(path, **settings) -> Corpus:
+        return Corpus(path, **{"vocab_size": 300, "cache_dir": str(tmp_path / "cache"), **settings})
+
+    return make
+
+
+def decoded(corpus: Corpus, split: str) -> list[str]:
+    """The documents of a split."""
+    tokens = np.array(corpus.tokens(split))
+    end = corpus.tokenizer.token_to_id("<|endoftext|>")
+    assert tokens[0] == end
+    documents = np.split(tokens, np.flatnonzero(tokens == end))[1:]
+    return [corpus.tokenizer.decode(document[1:].tolist()) for document in documents]
+
+
+def test_every_file_is_in_one_split_and_decodes_to_itself(files, corpus):
+    made = corpus(f"{files}/**/*.txt")
+    made.prepare()
+    assert made.header["split_by"] == "file"
+    documents = {split: decoded(made, split) for split in SPLITS}
+    assert sorted(chain(*documents.values())) == sorted(p.read_text() for p in files.rglob("*.txt"))
+    for split in SPLITS:
+        figures = made.header["splits"][split]
+        assert figures["documents"] == len(documents[split]) > 0
+        assert figures["bytes"] == sum(len(text.encode()) for text in documents[split])
+        assert figures["tokens"] == len(made.tokens(split))
+
+
+def test_split_does_not_change_with_other_files_or_the_place_of_the_corpus(files, corpus, tmp_path):
+    before = corpus(f"{files}/**/*.txt")
+    before.prepare()
+    moved = files.rename(tmp_path / "elsewhere")
+    (moved / "part0" / "0.txt").unlink()
+    (moved / "part0" / "more.txt").write_text(some_text(999))
+    after = corpus(f"{moved}/**/*.txt")
+    after.prepare()
+    for split in SPLITS:
+        same = set(decoded(before, split)) & set(decoded(after, split))
+        assert len(same) >= before.header["splits"][split]["documents"] - 1
+    assert before.folder != after.folder
+
+
+def test_a_single_file_is_split_by_runs_of_lines(corpus, tmp_path):
+    text = some_text(0, lines=600)
+    path = tmp_path / "book.txt"
+    path.write_text(text)
+    made = corpus(str(path))
+    made.prepare()
+    assert made.header["split_by"] == "piece"
+    documents = {split: decoded(made, split) for split in SPLITS}
+    assert sorted("".join(chain(*documents.values())).split("\n")) == sorted(text.split("\n"))
+    total = len(text.encode())
+    for split in ("val", "test"):
+        assert 0.025 * total < made.header["splits"][split]["bytes"] < 0.1 * total
+        assert all(document in text for document in documents[split])
+
+
+def test_records_of_jsonl_are_documents(corpus, tmp_path):
+    records = [some_text(i, lines=2) for i in range(300)]
+    path = tmp_path / "data.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        for text in records:
+            file.write(json.dumps({"body": text, "id": 1}) + "\n\n")
+    made = corpus(str(path), field="body")
+    made.prepare()
+    assert sorted(chain(*(decoded(made, split) for split in SPLITS))) == sorted(records)
+
+
+def test_gzip_and_plain_files_give_the_same_tokens(files, corpus, tmp_path):
+    packed = tmp_path / "packed"
+    for path in files.rglob("*.txt"):
+        target = packed / path.relative_to(files).with_suffix(".txt.gz")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(gzip.compress(path.read_bytes()))
+    plain, zipped = corpus(f"{files}/**/*.txt"), corpus(str(packed))
+    everything = [sorted(chain(*(decoded(c, split) for split in SPLITS))) for c in (plain, zipped)]
+    assert everything[0] == everything[1]
+
+
+def test_text_survives_the_pieces_it_is_read_in(tmp_path):
+    """Cuts fall at line ends, or between characters in a line without end; bytes are kept exactly."""
+    path = tmp_path / "mixed.txt"
+    text = "a\r\nb\n\n" + "漢🙂é" * 500 + "\n" + some_text(3) + "no end"
+    path.write_text(text, newline="")
+    for piece_bytes in (1, 2, 3, 7, 64, 1 << 20):
+        pieces = list(sources.pieces(sources.find(str(path))[0], field="", piece_bytes=piece_bytes))
+        assert "".join(piece.text for piece in pieces) == text
+        assert [piece.number for piece in pieces] == list(range(len(pieces)))
+        assert sum(piece.size for piece in pieces) == len(text.encode())
+        assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+
+
+def test_the_end_of_text_token_is_not_read_from_a_text(corpus, tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("one <|endoftext|> two\n" * 800)
+    made = corpus(str(path))
+    assert made.tokenizer.decode(made.tokenizer.encode("<|endoftext|>").ids) == "<|endoftext|>"
+    assert made.header["splits"]["train"]["documents"] == (made.tokens("train") == 0).sum()
+    assert len(made.tokenizer.encode("<|endoftext|>").ids) > 1
+
+
+def test_two_preparations_make_the_same_files(files, corpus, tmp_path):
+    first, second = (corpus(str(files), cache_dir=str(tmp_path / name)) for name in "ab")
+    assert first.fingerprint == second.fingerprint
+    assert corpus(str(files), vocab_size=280).fingerprint != first.fingerprint
+
+
+def test_zlib_yardstick_is_the_sum_over_files(files, corpus):
+    import zlib
+
+    made = corpus(str(files))
+    for split in ("val", "test"):
+        texts = [document.encode() for document in decoded(made, split)]
+        bits = 8 * sum(len(zlib.compress(text, 9)) for text in texts) / sum(map(len, texts))
+        assert made.header["splits"][split]["zlib_bits_per_byte"] == pytest.approx(bits)
+    assert "zlib_bits_per_byte" not in made.header["splits"]["train"]
+
+
+def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(some_text(0, lines=300))
+    assert corpus(str(path), vocab_size=65_536).tokens("val").dtype == np.uint16
+    assert corpus(str(path), vocab_size=65_537).tokens("val").dtype == np.uint32
+
+
+# ------------------------------------------------------------------------------------------------ the cache
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a corpus was built."""
+    built = []
+    build = Corpus._build
+    monkeypatch.setattr(Corpus, "_build", lambda self, *args: built.append(1) or build(self, *args))
+    return built
+
+
+def test_a_sound_cache_is_opened_without_work(files, corpus, counted):
+    first = corpus(str(files))
+    first.prepare()
+    again = corpus(str(files))
+    again.prepare()
+    assert len(counted) == 1
+    assert again.header == first.header
+
+
+def test_a_changed_file_is_noticed(files, corpus, counted):
+    corpus(str(files)).prepare()
+    (files / "part0" / "0.txt").write_text(some_text(1000))
+    corpus(str(files)).prepare()
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("always_checked", [cache._ALWAYS_CHECKED, 0])
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "header.json"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
+def test_damage_is_found_and_repaired(files, corpus, counted, caplog, monkeypatch, name, harm, always_checked):
+    monkeypatch.setattr(cache, "_ALWAYS_CHECKED", always_checked)
+    sound = corpus(str(files))
+    path = sound.folder / name
+    data = path.read_bytes()
+    if harm == "remove":
+        path.unlink()
+    elif harm == "flip":
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    else:
+        path.write_bytes(data[: len(data) // 2 if harm == "cut" else 0])
+    with caplog.at_level(logging.WARNING):
+        again = corpus(str(files))
+        assert again.fingerprint == sound.fingerprint
+    assert len(counted) == 2
+    assert "damaged" in caplog.text
+    assert path.exists()
+
+
+def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypatch):
+    monkeypatch.setattr(cache, "_ALWAYS_CHECKED", 0)
+    folder = corpus(str(files)).folder
+    read = []
+    sha256 = cache.file_sha256
+    monkeypatch.setattr(cache, "file_sha256", lambda path: read.append(path.name) or sha256(path))
+    corpus(str(files)).prepare()
+    assert read == []
+    (folder / "val.bin").write_bytes((folder / "val.bin").read_bytes())
+    corpus(str(files)).prepare()
+    corpus(str(files)).prepare()
+    assert read == ["val.bin"]
+
+
+def test_what_a_killed_process_left_is_cleared_away(files, corpus, caplog, monkeypatch):
+    monkeypatch.setattr(Corpus, "_encode", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        corpus(str(files)).prepare()
+    monkeypatch.undo()
+    made = corpus(str(files))
+    left = made.folder.with_name(f"{made.folder.name}.part")
+    assert not left.exists()
+    made.folder.rename(left)
+    with caplog.at_level(logging.WARNING):
+        corpus(str(files)).prepare()
+    assert "half-written" in caplog.text
+    assert not left.exists()
+
+
+def test_processes_that_start_at_once_share_one_preparation(files, tmp_path):
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+        "from armature.data.corpus import Corpus\n"
+        f"corpus = Corpus({str(files)!r}, vocab_size=300, cache_dir={str(tmp_path / 'cache')!r})\n"
+        "print('fingerprint', corpus.fingerprint, len(corpus.tokens('train')))"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert sum("Prepared in" in output for output in outputs) == 1
+
+
+def test_the_environment_names_the_cache(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "named"))
+    assert Corpus(str(files), vocab_size=300).folder.parent == tmp_path / "named"
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def test_a_path_that_does_not_exist_names_the_nearest(files, corpus):
+    with pytest.raises(ConfigError, match=r"data\.path=.*/corpse: no such file or folder\. Did you mean .*/corpus\?"):
+        corpus(f"{files.parent}/corpse").prepare()
+    with pytest.raises(ConfigError, match=r"has no folder 'prat0'\. Did you mean .*/corpus/part0\?"):
+        corpus(f"{files}/prat0/*.txt").prepare()
+    with pytest.raises(ConfigError, match=r"/1\.text: no such file or folder\. Did you mean"):
+        corpus(f"{files}/part1/1.text").prepare()
+
+
+def test_a_pattern_that_matches_nothing_says_what_is_there(files, corpus):
+    with pytest.raises(ConfigError, match=r"no file matches\. Files in and below .*/corpus: 200 \.txt\."):
+        corpus(f"{files}/**/*.md").prepare()
+
+
+def test_all_missing_paths_are_named_at_once(files, corpus):
+    with pytest.raises(ConfigError) as caught:
+        corpus([f"{files}/a/*.txt", f"{files}/**/*.txt", f"{files}/b.txt"]).prepare()
+    assert len(caught.value.problems) == 2
+
+
+def test_an_empty_corpus_is_refused(corpus, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").touch()
+    with pytest.raises(ConfigError, match=r"data\.path=.*: 2 files, all of them empty"):
+        corpus(f"{tmp_path}/*.txt").prepare()
+
+
+def test_a_corpus_too_small_to_split_is_refused(corpus, tmp_path):
+    (tmp_path / "a.txt").write_text("one line\n")
+    with pytest.raises(ConfigError, match="9 bytes of text are too little"):
+        corpus(f"{tmp_path}/a.txt").prepare()
+
+
+def test_binary_files_are_named_together(files, corpus):
+    (files / "part0" / "picture.txt").write_bytes(b"\x89PNG\r\n\0\0\0")
+    (files / "part1" / "old.txt").write_bytes("Größe".encode("latin-1"))
+    with pytest.raises(ConfigError) as caught:
+        corpus(str(files)).prepare()
+    problems = sorted(caught.value.problems)
+    assert "picture.txt is a binary file (byte 6 is zero)" in problems[0]
+    assert "old.txt is not UTF-8 text (byte 2 is 0xf6)" in problems[1]
+
+
+def test_bad_bytes_deep_in_a_file_are_found(files, corpus):
+    path = files / "part0" / "long.txt"
+    path.write_bytes(b"text\n" * 10_000 + b"\xff\n")
+    with pytest.raises(ConfigError, match=r"long\.txt is not UTF-8 text \(byte 50,000 is 0xff\)"):
+        corpus(str(files)).prepare()
+
+
+def test_a_character_at_the_end_of_the_first_look_is_no_mistake(files, corpus):
+    (files / "part0" / "long.txt").write_text("a" * 4095 + "é" * 100)
+    corpus(str(files)).prepare()
+
+
+@pytest.mark.parametrize("harm", ["cut", "not gzip"])
+def test_a_broken_gzip_file_is_named(corpus, tmp_path, harm):
+    packed = gzip.compress(some_text(0, lines=3000).encode())
+    (tmp_path / "a.txt.gz").write_bytes(packed[: len(packed) // 2] if harm == "cut" else b"plain text")
+    with pytest.raises(ConfigError, match=r"a\.txt\.gz cannot be read \("):
+        corpus(f"{tmp_path}/*.gz").prepare()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"body": "x", "id": 3}', r"line 2: no field 'text' \(there: body, id\)\. .*data\.source\.field="),
+        ('{"text": 3}', r"line 2: field 'text' holds a int, not text"),
+        ('["text"]', r"line 2: no field 'text' \(there: a list, not an object\)"),
+        ('{"text": ', "line 2: not a line of JSON"),
+        ('{"text": "\\ud800"}', "line 2: .*surrogate"),
+    ],
+)
+def test_a_bad_record_is_named_with_its_line(corpus, tmp_path, line, problem):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl, " + problem):
+        corpus(f"{tmp_path}/a.jsonl").prepare()
+
+
+def test_a_context_longer_than_the_corpus_quotes_both(files, corpus):
+    with pytest.raises(ConfigError, match=r"data\.context=1000000 is longer than the corpus: .* [\d,]+ tokens"):
+        corpus(str(files), context=1_000_000).prepare()
+    made = corpus(str(files))
+    longest = len(made.tokens("train")) - 1
+    corpus(str(files), context=longest).prepare()
+    with pytest.raises(ConfigError, match="longer than the corpus"):
+        corpus(str(files), context=longest + 1).prepare()
+
+
+def test_settings_that_cannot_be_are_refused_together(files, corpus):
+    with pytest.raises(ConfigError) as caught:
+        corpus(str(files), vocab_size=256, val_fraction=0.0).prepare()
+    assert "data.source.vocab_size=256 is too small" in caught.value.problems[0]
+    assert "need 257" in caught.value.problems[0]
+    assert "data.source.val_fraction=0.0" in caught.value.problems[1]
+
+
+def test_the_smallest_vocabulary_holds_every_byte(files, corpus):
+    made = corpus(str(files), vocab_size=257)
+    assert len(decoded(made, "val")) == made.header["splits"]["val"]["documents"]
+    assert made.header["splits"]["val"]["tokens"] == sum(
+        made.header["splits"]["val"][k] for k in ("bytes", "documents")
+    )
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(files, corpus, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"data\.source\.cache_dir: .*file.* cannot be written"):
+        corpus(str(files), cache_dir=str(tmp_path / "file" / "cache")).prepare()
+
+
+def test_the_splitter_keeps_shares_also_with_few_files():
+    files = [sources.SourceFile(Path(name), name, 100_000, 0) for name in ("a.txt", "b.txt")]
+    split = Splitter.choose(files, val_fraction=0.1, test_fraction=0.2)
+    assert split.by == "piece"
+    shares = [split(file, piece) for file in files for piece in range(400)]
+    assert 60 <= shares.count("val") <= 100
+    assert 140 <= shares.count("test") <= 180
+
+
+def test_the_standard_library_is_found_without_tests_and_packages():
+    files = sources.standard_library()
+    names = {file.name for file in files}
+    assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
+    assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
+    assert Splitter.choose(files, val_fraction=0.05, test_fraction=0.05).by == "file"

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_builds_a_data_module(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "book.txt").write_text("".join(f"line {i} of a book\n" for i in range(4000)))
+    cfg = OmegaConf.create({"seed": 3, "data": OmegaConf.load(path)})
+    if OmegaConf.is_missing(cfg.data, "path"):
+        cfg.data.path = str(tmp_path / "book.txt")
+    data = instantiate(cfg.data)
+    assert data.seed == 3
+    if path.stem != "stdlib":  # prepared in test_text.py
+        data.prepare_data()
+        data.setup("fit")
+        batch = next(iter(data.train_dataloader()))
+        assert len(batch["inputs"]) == cfg.data.global_batch_size
+
+
+def test_several_paths_may_be_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i}\n" for i in range(2000)))
+    cfg = OmegaConf.create({"seed": 0, "data": OmegaConf.load(CONFIGS[0].with_name("text.yaml"))})
+    cfg.data.path = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    assert data.source.header["source_files"] == 2

@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+import torch
+
+from armature.data.base import IGNORED
+from armature.data.digits import DigitsData, Images, split_indices
+
+
+@pytest.fixture
+def data():
+    return DigitsData(global_batch_size=64, eval_batch_size=50)
+
+
+def test_splits_share_no_image_and_have_the_same_mix(data):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits(return_X_y=True)[1]
+    splits = split_indices(digits)
+    assert sorted(np.concatenate(list(splits.values())).tolist()) == list(range(1797))
+    assert {name: len(indices) for name, indices in splits.items()} == {"train": 1445, "val": 176, "test": 176}
+    for indices in splits.values():
+        share = np.bincount(digits[indices], minlength=10) / len(indices)
+        assert (abs(share - np.bincount(digits) / 1797) < 0.01).all()
+
+
+def test_split_never_changes(data):
+    from sklearn.datasets import load_digits
+
+    assert split_indices(load_digits(return_X_y=True)[1])["test"][:5].tolist() == [3, 7, 36, 38, 53]
+
+
+def test_batches_have_images_and_classes(data):
+    batch = next(iter(data.train_dataloader()))
+    assert batch["inputs"].shape == (64, 1, 8, 8)
+    assert batch["inputs"].dtype == torch.float32
+    assert 0.0 <= float(batch["inputs"].min()) <= float(batch["inputs"].max()) == 1.0
+    assert batch["targets"].shape == (64,)
+    assert batch["targets"].dtype == torch.int64
+
+
+def test_evaluation_serves_each_image_once(data):
+    targets = torch.cat([batch["targets"] for batch in data.test_dataloader()])
+    assert (targets != IGNORED).sum() == 176
+    assert len(targets) == 200
+
+
+def test_augmentation_moves_the_image_and_keeps_its_size():
+    image = torch.zeros(1, 8, 8)
+    image[0, 3, 4] = 1.0
+    images = Images(image[None], torch.tensor([7]), shift=1)
+    places = set()
+    for seed in range(100):
+        moved = images.augment(images[0], torch.Generator().manual_seed(seed))
+        assert moved["inputs"].shape == (1, 8, 8)
+        assert moved["inputs"].sum() == 1.0
+        assert moved["targets"] == 7
+        places.add(tuple(moved["inputs"][0].nonzero()[0].tolist()))
+    assert places == {(y, x) for y in (2, 3, 4) for x in (3, 4, 5)}
+
+
+def test_without_a_shift_images_stay_as_they_are():
+    data = DigitsData(global_batch_size=1445, shift=0)
+    batch = next(iter(data.train_dataloader()))
+    images = data.dataset("train")
+    torch.testing.assert_close(batch["inputs"].sum(), images.inputs.sum())
+
+
+def test_epochs_are_augmented_differently(data):
+    loader = DigitsData(global_batch_size=1445).train_dataloader()
+    first = next(iter(loader))
+    data = DigitsData(global_batch_size=1445)
+    torch.testing.assert_close(next(iter(data.train_dataloader())), first)
+    data.samples_seen = 1445
+    second = next(iter(data.train_dataloader()))
+    by_pixels = [batch["inputs"].flatten(1).sort(dim=0).values for batch in (first, second)]
+    assert not torch.equal(*by_pixels)

@@ -1,0 +1,151 @@
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from armature.data.batching import Batches, plan_batches
+from armature.data.sampler import PADDING, EvalSampler, TrainSampler, permuted
+
+sizes = st.integers(1, 200)
+seeds = st.integers(0, 2**63)
+layouts = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))  # data ranks, micro-batch, accumulation
+
+
+def read(size: int, layout: tuple[int, int, int], *, seed: int, position: int) -> list[list[int]]:
+    """The steps of the epoch that holds `position`, each the sorted keys of all ranks and micro-batches."""
+    ranks, micro, accumulate = layout
+    batches = plan_batches(ranks * micro * accumulate, micro, ranks)
+    samplers = [TrainSampler(size, seed=seed, batches=batches, rank=r, position=lambda: position) for r in range(ranks)]
+    streams = [list(sampler) for sampler in samplers]
+    assert len({len(stream) for stream in streams}) == 1
+    assert all(len(batch) == micro for stream in streams for batch in stream)
+    batch_by_batch = [[*chain(*together)] for together in zip(*streams, strict=True)]
+    steps = [[*chain(*batch_by_batch[i : i + accumulate])] for i in range(0, len(batch_by_batch), accumulate)]
+    return [sorted(step) for step in steps]
+
+
+def stream(size: int, layout: tuple[int, int, int], *, seed: int, steps: int) -> list[list[int]]:
+    position, found = 0, []
+    while len(found) < steps:
+        epoch = read(size, layout, seed=seed, position=position)
+        found += epoch
+        position += len(epoch) * layout[0] * layout[1] * layout[2]
+    return found[:steps]
+
+
+@given(sizes, seeds, st.integers(0, 2**40))
+def test_permutation_holds_every_index_once(size, seed, epoch):
+    order = permuted(np.arange(size), size=size, seed=seed, epoch=epoch)
+    assert sorted(order.tolist()) == list(range(size))
+
+
+def test_permutation_differs_between_epochs_and_seeds():
+    orders = {
+        tuple(permuted(np.arange(50), size=50, seed=seed, epoch=epoch).tolist())
+        for seed in range(20)
+        for epoch in range(20)
+    }
+    assert len(orders) == 400
+
+
+def test_permutation_is_even():
+    """Each index comes to each place about equally often (chi-square, 99 degrees of freedom)."""
+    size, draws = 10, 4000
+    counts = np.zeros((size, size))
+    for epoch in range(draws):
+        counts[np.arange(size), permuted(np.arange(size), size=size, seed=1, epoch=epoch)] += 1
+    expected = draws / size
+    assert ((counts - expected) ** 2 / expected).sum() < 135
+
+
+def test_permutation_of_a_huge_epoch_needs_no_table():
+    size = 10**13
+    places = np.arange(size - 5, size)
+    order = permuted(places, size=size, seed=0, epoch=3)
+    assert len(set(order.tolist())) == 5
+    assert (order < size).all()
+
+
+def test_permutation_never_changes():
+    """Positions in old checkpoints mean these samples."""
+    assert permuted(np.arange(10), size=10, seed=7, epoch=2).tolist() == [2, 6, 4, 7, 5, 3, 1, 0, 8, 9]
+
+
+@settings(max_examples=50)
+@given(sizes, layouts, seeds)
+def test_every_sample_is_seen_once_an_epoch(size, layout, seed):
+    global_batch = layout[0] * layout[1] * layout[2]
+    steps = -(-3 * size // global_batch)
+    keys = [*chain(*stream(size, layout, seed=seed, steps=steps))]
+    for epoch in range(2):  # keys carry the epoch, and steps may straddle epochs
+        assert sorted(key - epoch * size for key in keys if key // size == epoch) == list(range(size))
+
+
+@settings(max_examples=50)
+@given(sizes, st.integers(1, 24), seeds)
+def test_steps_hold_the_same_samples_under_any_layout(size, global_batch, seed):
+    alone = stream(size, (1, global_batch, 1), seed=seed, steps=12)
+    for ranks in range(1, 7):
+        for micro in range(1, global_batch // ranks + 1):
+            if global_batch % (ranks * micro) == 0:
+                layout = (ranks, micro, global_batch // ranks // micro)
+                assert stream(size, layout, seed=seed, steps=12) == alone
+
+
+@settings(max_examples=50)
+@given(sizes, layouts, layouts, seeds, st.integers(0, 30))
+def test_resume_from_any_step_continues_the_stream(size, before, after, seed, step):
+    """Also on other ranks and another global batch: from there on it is the stream of positions all the same."""
+    position = step * before[0] * before[1] * before[2]
+    resumed = read(size, after, seed=seed, position=position)
+    epoch = position // size
+    whole = [key for e in range(epoch, epoch + 200) for key in _epoch(size, seed, e)][position - epoch * size :]
+    global_batch = after[0] * after[1] * after[2]
+    for i, keys in enumerate(resumed):
+        assert keys == sorted(whole[i * global_batch : (i + 1) * global_batch])
+    assert len(resumed) == -(-((epoch + 1) * size - position) // global_batch)
+
+
+def _epoch(size: int, seed: int, epoch: int) -> list[int]:
+    return (epoch * size + permuted(np.arange(size), size=size, seed=seed, epoch=epoch)).tolist()
+
+
+@given(st.integers(1, 60), layouts, st.integers(0, 30))
+def test_length_is_the_full_epochs_also_in_the_middle_of_it(size, layout, step):
+    ranks, micro, accumulate = layout
+    global_batch = ranks * micro * accumulate
+    position = step * global_batch
+    sampler = TrainSampler(
+        size, seed=0, batches=Batches(global_batch, micro, accumulate, ranks), rank=0, position=lambda: position
+    )
+    epoch = position // size
+    firsts = [p for p in range(0, (epoch + 2) * size, global_batch) if p // size == epoch]
+    assert len(sampler) == len(firsts) * accumulate
+
+
+def test_position_is_asked_when_iteration_starts():
+    position = 0
+    sampler = TrainSampler(10, seed=0, batches=Batches(2, 2, 1, 1), rank=0, position=lambda: position)
+    whole = list(sampler)
+    position = 4
+    assert list(sampler) == whole[2:]
+    assert len(sampler) == len(whole) == 5
+
+
+@given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 6))
+def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_size, ranks):
+    streams = [list(EvalSampler(size, batch_size=batch_size, rank=r, ranks=ranks)) for r in range(ranks)]
+    indices = [i for stream in streams for batch in stream for i in batch]
+    assert sorted(i for i in indices if i != PADDING) == list(range(size))
+    assert len({len(stream) for stream in streams}) == 1
+    assert all(len(batch) == batch_size for stream in streams for batch in stream)
+    assert sum(len(batch) for batch in streams[0]) * ranks - size < batch_size * ranks
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_samplers_tell_their_batch_size(rank):
+    batches = plan_batches(8, 2, 2)
+    assert TrainSampler(9, seed=0, batches=batches, rank=rank, position=lambda: 0).batch_size == 2
+    assert EvalSampler(9, batch_size=3, rank=rank, ranks=2).batch_size == 3

@@ -1,0 +1,120 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armature.data.base import IGNORED
+from armature.data.corpus import Corpus
+from armature.data.text import TextData, Windows
+from armature.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    lines = [f"def name{i}(value):\n    return value * {i * i}\n\n" for i in range(900)]
+    (folder / "code.txt").write_text("".join(lines))
+    made = Corpus(str(folder / "code.txt"), vocab_size=320, cache_dir=str(folder / "cache"))
+    made.prepare()
+    return made
+
+
+def text_data(corpus, **settings) -> TextData:
+    return TextData(corpus, **{"context": 32, "global_batch_size": 4, "eval_batch_size": 5, **settings})
+
+
+@given(st.integers(2, 200), st.integers(1, 50), st.sampled_from(["<u2", "<u4"]))
+def test_evaluation_windows_have_each_token_but_the_first_as_target_once(size, context, dtype):
+    tokens = np.arange(1000, 1000 + size).astype(dtype)
+    windows = Windows(tokens, context=context, whole=True)
+    batch = windows.batch(list(range(len(windows))))
+    assert batch["inputs"].shape == batch["targets"].shape == (len(windows), context)
+    assert batch["inputs"].dtype == batch["targets"].dtype == torch.int64
+    targets = batch["targets"].flatten()
+    assert targets[targets != IGNORED].tolist() == tokens[1:].tolist()
+    assert (batch["inputs"].flatten()[targets != IGNORED] + 1 == targets[targets != IGNORED]).all()
+    assert (batch["inputs"] >= 0).all()
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_training_windows_are_complete(size, context):
+    windows = Windows(np.arange(size).astype("<u2"), context=context, whole=False)
+    assert len(windows) == (size - 1) // context
+    for i in range(len(windows)):
+        assert windows[i]["inputs"].tolist() == list(range(i * context, (i + 1) * context))
+        assert windows[i]["targets"].tolist() == list(range(i * context + 1, (i + 1) * context + 1))
+
+
+def test_an_epoch_holds_every_training_window_once(corpus):
+    data = text_data(corpus)
+    stream = np.array(corpus.tokens("train"))
+    expected = sorted(tuple(stream[i * 32 : i * 32 + 32].tolist()) for i in range((len(stream) - 1) // 32))
+    served = [tuple(row) for batch in data.train_dataloader() for row in batch["inputs"].tolist()]
+    assert sorted(served[: data.train_size]) == expected
+    assert data.train_size == len(expected)
+    assert data.tokens_per_sample == 32
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_bits_per_byte_are_exact(corpus, split):
+    """A uniform model needs log2(V) bits for every target, whatever windows and batches they come in."""
+    data = text_data(corpus)
+    loader = data.val_dataloader() if split == "val" else data.test_dataloader()
+    targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in loader)
+    figures = corpus.header["splits"][split]
+    assert targets == figures["tokens"] - 1
+    bits = targets * math.log2(data.vocab_size)
+    per_token = math.log(data.vocab_size)  # the mean loss, in nats
+    assert per_token / math.log(2) / data.bytes_per_token(split) == pytest.approx(bits / figures["bytes"])
+
+
+def test_batches_are_contiguous_and_of_one_shape(corpus):
+    batches = list(text_data(corpus).val_dataloader())
+    assert {tuple(batch["inputs"].shape) for batch in batches} == {(5, 32)}
+    assert all(batch["inputs"].is_contiguous() and batch["targets"].is_contiguous() for batch in batches)
+
+
+def test_tokenizer_reads_back_what_it_wrote(corpus):
+    data = text_data(corpus)
+    text = "def größe(漢字):\r\n\treturn '🙂'  # <|endoftext|>"
+    assert data.tokenizer.decode(data.tokenizer.encode(text).ids) == text
+    assert data.vocab_size == 320
+
+
+def test_baselines_quote_zlib(corpus):
+    lines = text_data(corpus).baselines()
+    assert [line.split(":")[0] for line in lines] == ["val", "test"]
+    assert f"{corpus.header['splits']['val']['zlib_bits_per_byte']:.3f} bits per byte" in lines[0]
+
+
+def test_resume_on_other_tokens_is_refused(corpus, tmp_path):
+    state = text_data(corpus).state_dict()
+    text_data(corpus).load_state_dict(state)
+    path = tmp_path / "other.txt"
+    path.write_text("something else\n" * 2000)
+    other = Corpus(str(path), vocab_size=320, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"made with other tokens .* type resume=never"):
+        text_data(other).load_state_dict(state)
+
+
+@pytest.fixture(scope="session")
+def standard_library(tmp_path_factory):
+    made = Corpus(context=256, cache_dir=str(tmp_path_factory.mktemp("stdlib")))
+    made.prepare()
+    return made
+
+
+@pytest.mark.slow
+def test_the_standard_library_is_a_corpus(standard_library):
+    header = standard_library.header
+    assert header["split_by"] == "file"
+    assert header["tokenizer_vocab_size"] == 4096
+    splits = header["splits"]
+    assert splits["train"]["bytes"] > 5e6
+    for split in ("val", "test"):
+        assert 0.02 < splits[split]["bytes"] / splits["train"]["bytes"] < 0.2
+        assert 1.5 < splits[split]["zlib_bits_per_byte"] < 2.5
+        assert 3.0 < text_data(standard_library, context=256).bytes_per_token(split) < 4.0
