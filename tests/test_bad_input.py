@@ -1,6 +1,5 @@
 """A mistake gets one clear message and exit code 2, with no traceback, before any process starts."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -34,7 +33,7 @@ CASES = {
     "misspelt key of a group": (["model.witdh=3"], ["model.witdh", "Did you mean 'model.width'?"]),
     "added key": (["+model.dept=3"], ["model.dept", "takes no argument"]),
     "added key of the core": (["+trainer.max_step=3"], ["trainer.max_step", "Did you mean 'trainer.max_steps'?"]),
-    "misspelt option": (["strategy=dpp"], ["strategy has no option 'dpp'", "Did you mean 'ddp'?"]),
+    "misspelt option": (["strategy=fspd"], ["strategy has no option 'fspd'", "Did you mean 'fsdp'?"]),
     "misspelt group": (["stratgy=ddp"], ["stratgy", "Did you mean 'strategy'?"]),
     "not key=value": (["trainer.devices"], ["key=value"]),
     "wrong type": (["trainer.max_steps=many"], ["trainer.max_steps=many", "Integer"]),
@@ -56,7 +55,7 @@ CASES = {
     "empty corpus": (["data=text", "data.path=empty.txt"], ["empty.txt"]),
     "binary corpus": (["data=text", "data.path=binary.bin"], ["binary.bin"]),
     "field that is not there": (["data=text", "data.path=lines.jsonl", "data.source.field=body"], ["body", "text"]),
-    "context longer than the corpus": (["data=text", "data.path=short.txt", "data.source.vocab_size=300"], ["context", "short"]),
+    "context longer than the corpus": (["data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=65536"], ["data.context=65536", "is longer"]),
     "a required value": (["data=text"], ["data.path"]),
     "wandb without a key": (["logger=wandb"], ["WANDB_API_KEY", "logger.wandb.offline=true"]),
     "target outside the allowed packages": (["model._target_=os.system"], ["os.system", "launch.allowed_packages"]),
@@ -73,8 +72,8 @@ def folder(tmp_path_factory):
     (folder / "empty.txt").touch()
     (folder / "binary.bin").write_bytes(bytes(range(256)) * 40)
     (folder / "short.txt").write_text("a short text\n" * 8)
+    (folder / "long.txt").write_text("".join(f"line {i} of a text that is long enough to split\n" for i in range(600)))
     (folder / "lines.jsonl").write_text("".join(json.dumps({"text": "a line"}) + "\n" for _ in range(9)))
-    (folder / "packed.txt.gz").write_bytes(gzip.compress(b"text"))
     return folder
 
 

@@ -21,7 +21,8 @@ class Muon(Optimizer):
     """Takes the groups of `parameter_groups`: those with `hidden=True` are orthogonalised, the others get AdamW.
 
     `lr` is the rate of both kinds: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
-    Under sharding (a parameter with `full_tensor`), each rank gathers a matrix's momentum, orthogonalises the whole
+    `precision` is the run's: under "bf16-mixed" and "bf16-true" the iteration is in bf16, otherwise in fp32, where a
+    step is the same under every layout to rounding. Under sharding (a parameter with `full_tensor`), each rank gathers a matrix's momentum, orthogonalises the whole
     and keeps its own part, so the result does not depend on the layout.
     """
 
@@ -33,6 +34,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         newton_schulz_steps: int = 5,
+        precision: str = "32-true",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
@@ -46,6 +48,7 @@ class Muon(Optimizer):
             "hidden": False,
         }
         super().__init__(params, defaults)
+        self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         for group in self.param_groups:
             for param in group["params"]:
                 if group["hidden"] and param.ndim != 2:
@@ -77,7 +80,7 @@ class Muon(Optimizer):
         momentum = state["momentum_buffer"]
         momentum.lerp_(grad, 1 - group["momentum"])
         update = on_whole_matrix(
-            grad.lerp(momentum, group["momentum"]), lambda m: orthogonalize(m, steps=group["newton_schulz_steps"])
+            grad.lerp(momentum, group["momentum"]), lambda m: orthogonalize(m.to(self._dtype), steps=group["newton_schulz_steps"])
         )
         param.mul_(1 - group["lr"] * group["weight_decay"])
         param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
@@ -108,11 +111,10 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
-    """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration."""
+    """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration, in its own type."""
     a, b, c = NEWTON_SCHULZ
-    x = matrix.bfloat16()
-    if tall := x.shape[0] > x.shape[1]:
-        x = x.T
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T

@@ -68,12 +68,15 @@ def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: in
     }
 
 
-def param_groups(optimizer: Optimizer, names: dict[Tensor, str]) -> list[dict[str, Any]]:
+def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str]]:
+    return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
     """Each group's hyperparameters and the names of its parameters."""
     return [
-        {"names": [names[p] for p in group["params"]]}
-        | {k: v for k, v in group.items() if k != "params" and k not in RUNTIME_OPTIONS}
-        for group in optimizer.param_groups
+        {"names": of_group} | {k: v for k, v in group.items() if k != "params" and k not in RUNTIME_OPTIONS}
+        for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
 
 
@@ -91,11 +94,11 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
     return merged
 
 
-def restore_groups(optimizer: Optimizer, names: dict[Tensor, str], saved: list[dict[str, Any]]) -> None:
+def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]) -> None:
     """Hyperparameters by parameter name, so that neither the order of groups nor that of parameters matters."""
     by_name = {name: group for group in saved for name in group["names"]}
-    for group in optimizer.param_groups:
-        known = next((by_name[names[p]] for p in group["params"] if names[p] in by_name), {})
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        known = next((by_name[name] for name in of_group if name in by_name), {})
         group.update({k: v for k, v in known.items() if k in group and k != "names"})
 
 
@@ -204,7 +207,7 @@ def load(
     names = parameter_names(module)
     meta = torch.load(directory / META, map_location="cpu", weights_only=True)
     state: dict[str, Any] = dict(module_state(module))
-    _check_names(directory, saved, state)
+    check_names(directory, saved, list(state))
     state |= {name: value for name, value in (extra or {}).items() if name in saved}
     for index, optimizer in enumerate(optimizers):
         create_state(optimizer)
@@ -222,7 +225,7 @@ def load(
             for key, value in optimizer.state[param].items():
                 if not isinstance(value, Tensor):
                     optimizer.state[param][key] = state[prefix + key]
-        restore_groups(optimizer, names, meta["param_groups"][index])
+        restore_groups(optimizer, group_names(optimizer, names), meta["param_groups"][index])
     return meta
 
 
@@ -233,20 +236,28 @@ def load_full_state_dict(directory: Path | str, *, prefix: str = "") -> dict[str
         prefix: "" for the weights, "extra.ema." for the averaged ones; it is taken off the names.
     """
     directory = Path(directory)
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in read_metadata(directory).state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-        and (name.startswith(prefix) if prefix else not name.startswith(RESERVED))
+    saved = read_metadata(directory).state_dict_metadata
+    wanted = [n for n in saved if (n.startswith(prefix) if prefix else not n.startswith(RESERVED))]
+    return {name.removeprefix(prefix): value for name, value in load_tensors(directory, wanted, saved).items()}
+
+
+def load_tensors(directory: Path, names: Iterable[str], saved: dict[str, Any]) -> dict[str, Any]:
+    """Undivided tensors, or plain values, of a checkpoint, read by this process alone."""
+    state: dict[str, Any] = {
+        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+        if isinstance(saved[name], TensorStorageMetadata)
+        else None
+        for name in names
     }
     dcp.load(state, checkpoint_id=directory, no_dist=True)
-    return {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
 
 
 # ---------------------------------------------------------------- what does not fit, said by name
-def _check_names(directory: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
-    missing = sorted(state.keys() - saved.keys())
-    held = {name for names in process_group.all_gather_object(list(state)) for name in names}
+def check_names(directory: Path, saved: dict[str, Any], names: list[str]) -> None:
+    """Raises ValueError where a checkpoint does not hold exactly the weights of all ranks' `names`."""
+    missing = sorted(set(names) - saved.keys())
+    held = {name for of_rank in process_group.all_gather_object(names) for name in of_rank}
     surplus = sorted(name for name in saved if not name.startswith(RESERVED) and name not in held)
     if missing or surplus:
         raise ValueError(

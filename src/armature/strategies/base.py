@@ -161,7 +161,7 @@ class Common(_Base):
             optimizer = optimizer.optimizer
         names, index = ckpt.parameter_names(self.lightning_module), self.optimizers.index(optimizer)
         tensors = ckpt.optimizer_state(optimizer, names, index=index)
-        return {"tensors": tensors, "groups": ckpt.param_groups(optimizer, names)}
+        return {"tensors": tensors, "groups": ckpt.param_groups(optimizer, ckpt.group_names(optimizer, names))}
 
     @override
     def save_checkpoint(

@@ -166,7 +166,8 @@ def _target_problems(cfg: DictConfig) -> list[str]:
     allowed = [*cfg.launch.allowed_packages, *(name for name in own if name not in cfg.launch.allowed_packages)]
     problems = []
     for group, node in plain(cfg).items():
-        if isinstance(node, dict):
+        refused_by_name = group == "strategy" and parallel_checks.kind(node, world_size=1) == "dp"
+        if isinstance(node, dict) and not refused_by_name:
             problems += signatures.problems(group, node, allowed)
     return problems
 

@@ -1,0 +1,223 @@
+"""DeepSpeed's ZeRO stages through Lightning's strategy, on CPUs as well, with checkpoints that every strategy reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from armature.parallel import checkpoint as ckpt
+from armature.parallel import process_group, ties
+from armature.strategies.base import Common
+
+
+class DeepSpeed(Common, DeepSpeedStrategy):
+    """The real engine, with initial weights, gradient norms and checkpoints as under every other strategy.
+
+    Args:
+        stage: 1 divides the optimiser's state over the ranks, 2 gradients too, 3 weights too.
+        offload_optimizer, offload_parameters: keep them in the CPU's memory; parameters need stage 3.
+        config: further entries of DeepSpeed's own configuration, which win.
+        backend, activation_checkpointing, compile: as for every strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        backend: str = "auto",
+        config: dict[str, Any] | None = None,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+    ) -> None:
+        super().__init__(
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            process_group_backend=None if backend == "auto" else backend,
+            logging_batch_size_per_gpu=1,  # "auto" would read the train loader early; only a log line depends on it
+            overlap_comm=torch.cuda.is_available(),
+        )
+        assert isinstance(self.config, dict)
+        # a client's own optimiser on offloaded state is slower than DeepSpeed's, and computes the same
+        self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
+        self._groups: list[list[str]] = []
+        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
+
+    # ------------------------------------------------------------ on CPUs too
+    @override
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)  # Lightning's own refuses a CPU, where the engine works
+        torch.manual_seed(self.seed)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Nothing: the model is built on the meta device, and divided once it has its weights."""
+        with nullcontext():
+            yield
+
+    # ------------------------------------------------------------ the step
+    @override
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        optimizer, scheduler = super()._init_optimizers()
+        names = ckpt.parameter_names(self.lightning_module)
+        self._groups = [group for group in ckpt.group_names(optimizer, names) if group]  # flattened from here on
+        return optimizer, scheduler
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # Lightning has divided the loss by the number of micro-batches; the engine would do it once more
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    @override
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the engine clips in its step."""
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        norm = self.deepspeed_engine.get_global_grad_norm()
+        if norm is not None:
+            self.grad_norm = torch.as_tensor(norm, dtype=torch.float32)
+        return result
+
+    # ------------------------------------------------------------ checkpoints
+    @property
+    def _zero(self) -> Any:
+        return self.deepspeed_engine.optimizer
+
+    def _flat(self) -> list[Tensor]:
+        """This rank's flat fp32 partitions, which the wrapped optimiser steps."""
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if hasattr(self._zero, name):
+                return list(getattr(self._zero, name))
+        raise TypeError(f"no fp32 partitions known in {type(self._zero).__name__}")
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.lightning_module.named_parameters())
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Undivided fp32 weights; rank i % N holds parameter i, so that N ranks write together."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        state = {}
+        for i, (name, param) in enumerate(self._parameters()):
+            full = safe_get_full_fp32_param(param) if param.requires_grad else self._gathered(param)
+            if i % self.world_size == self.global_rank:
+                state[name] = full.detach().to("cpu", copy=True)
+        for first, *others in self._ties:
+            state |= {other: state[first] for other in others if first in state}
+        if self.global_rank == 0:
+            state |= {n: b for n, b in self.lightning_module.state_dict().items() if n in self._buffers()}
+        return state
+
+    def _buffers(self) -> set[str]:
+        return {name for name, _ in self.lightning_module.named_buffers()}
+
+    @property
+    def _ties(self) -> list[list[str]]:
+        return ties.find(self.lightning_module)
+
+    def _gathered(self, param: nn.Parameter) -> Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage_3):
+            return param.detach().to("cpu", copy=True)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        inner = self._zero.optimizer
+        sample = inner.state.get(self._flat()[0], {})
+        shaped = [k for k, v in sample.items() if isinstance(v, Tensor) and v.ndim > 0]
+        tensors: dict[str, Any] = {}
+        for i, (name, param) in enumerate(p for p in self._parameters() if p[1].requires_grad):
+            here = i % self.world_size == self.global_rank
+            prefix = f"{ckpt.OPTIMIZER}.0.{name}."
+            for key in shaped:
+                full = safe_get_full_optimizer_state(param, key)
+                if here:
+                    tensors[prefix + key] = full.detach().to("cpu", copy=True)
+            if here:
+                tensors |= {prefix + key: value for key, value in sample.items() if key not in shaped}
+        return {"tensors": tensors, "groups": ckpt.param_groups(inner, self._groups)}
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        directory = Path(checkpoint_path)
+        saved = ckpt.read_metadata(directory).state_dict_metadata
+        meta = torch.load(directory / ckpt.META, map_location="cpu", weights_only=True)
+        fitting = bool(self._groups)
+        ckpt.check_names(directory, saved, list(self.lightning_module.state_dict()))
+        shaped = self._create_state(directory, saved) if fitting else []
+        for name, param in self._parameters():
+            keys = [key for key in shaped if f"{ckpt.OPTIMIZER}.0.{name}.{key}" in saved]
+            full = ckpt.load_tensors(directory, [name, *(f"{ckpt.OPTIMIZER}.0.{name}.{key}" for key in keys)], saved)
+            self._assign(param, full[name])
+            if fitting and param.requires_grad:
+                safe_set_full_fp32_param(param, full[name].to(self.root_device))
+                for key in keys:
+                    value = full[f"{ckpt.OPTIMIZER}.0.{name}.{key}"].to(self.root_device)
+                    safe_set_full_optimizer_state(param, value, key)
+        for name in self._buffers() & saved.keys():
+            self.lightning_module.get_buffer(name).copy_(ckpt.load_tensors(directory, [name], saved)[name])
+        if fitting:
+            ckpt.restore_groups(self._zero.optimizer, self._groups, meta["param_groups"][0])
+        return meta
+
+    def _create_state(self, directory: Path, saved: dict[str, Any]) -> list[str]:
+        """Empty optimiser state on the flat partitions, to be filled; the keys that have a value for each weight."""
+        own = {name: param for name, param in self._parameters() if param.requires_grad}
+        prefix = f"{ckpt.OPTIMIZER}.0."
+        like = next((name for name in own if any(key.startswith(f"{prefix}{name}.") for key in saved)), None)
+        if like is None:
+            return []
+        keys = [key.removeprefix(f"{prefix}{like}.") for key in saved if key.startswith(f"{prefix}{like}.")]
+        values = ckpt.load_tensors(directory, [f"{prefix}{like}.{key}" for key in keys], saved)
+        shaped = [key for key in keys if getattr(values[f"{prefix}{like}.{key}"], "ndim", 0) > 0]
+        for flat in self._flat():
+            for key in keys:
+                value = values[f"{prefix}{like}.{key}"]
+                state = torch.zeros_like(flat) if key in shaped else value.clone() if isinstance(value, Tensor) else value
+                self._zero.optimizer.state[flat][key] = state
+        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
+            self._zero._lazy_init_hp_params_optimizer_state()
+        return shaped
+
+    def _assign(self, param: nn.Parameter, full: Tensor) -> None:
+        """The weights that the model computes with; with stage 3 each rank keeps its part of them."""
+        import deepspeed
+
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=self.zero_stage_3):
+            if not self.zero_stage_3 or self.global_rank == 0:
+                param.data.copy_(full)
