@@ -72,6 +72,13 @@ class DeepSpeed(Common, DeepSpeedStrategy):
 
     @property
     @override
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        # the engine wants a number, on a CPU too
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 

@@ -212,7 +212,7 @@ def beside(target: str, name: str) -> Any | None:
 def _model_problems(cfg: DictConfig) -> list[str]:
     module = beside(cfg.model._target_, "check")
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
-    return [f"model: {problem}" for problem in module.problems(arguments)] if module is not None else []
+    return module.problems(arguments) if module is not None else []
 
 
 def _layout_problems(cfg: DictConfig) -> list[str]:
