@@ -40,6 +40,7 @@ checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_contracts.py
 
 format: $(VENV)/.installed-dev ## Format the code
 	$(BIN)/ruff check --fix .

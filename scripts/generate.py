@@ -39,14 +39,15 @@ def generate(args: argparse.Namespace) -> None:
     cfg, checkpoint = open_run(args.path, best=args.best)
 
     import torch
-    from hydra.utils import instantiate
+    from tokenizers import Tokenizer
 
     from armature import generation
     from armature.loading import load_task
 
-    tokenizer = getattr(instantiate(cfg.data), "tokenizer", None)
-    if tokenizer is None:
+    file = checkpoint.parents[1] / "tokenizer.json"
+    if not file.exists():
         raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
+    tokenizer = Tokenizer.from_file(str(file))
     device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
     model = load_task(cfg, checkpoint).model.to(device)
     prompt = tokenizer.encode(args.prompt).ids

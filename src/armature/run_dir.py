@@ -7,6 +7,7 @@
       metrics.csv      a row an optimiser step, and val/* and test/* values in the row of their step
       summary.json     written when the run ends
       logs/            one file a rank
+      tokenizer.json   of a language model
 """
 
 import json

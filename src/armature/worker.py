@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import resume, run_dir
 from armature.callbacks.checkpointing import Checkpointing
+from armature.callbacks.count_on import CountOn
 from armature.callbacks.display import Display
 from armature.callbacks.metrics_csv import MetricsCSV
 from armature.callbacks.step_log import StepLog
@@ -52,6 +53,8 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     data = instantiate(cfg.data)
     data.prepare_data()
     data.setup("fit")
+    if int(os.environ.get("RANK", 0)) == 0:
+        data.save_assets(directory)
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, data_ranks)
     total_steps = _total_steps(cfg, data)
 
@@ -71,7 +74,8 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         raise RuntimeError(f"resume=required: {directory / 'checkpoints'} holds no complete checkpoint.")
     display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
     checkpointing = Checkpointing(directory / "checkpoints", step_log, **cfg.checkpoint)
-    callbacks = [step_log, *(instantiate(node) for node in (cfg.callbacks or {}).values()), checkpointing, stop, display]
+    extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    callbacks = [CountOn(), step_log, *extra, checkpointing, stop, display]
     trainer = Trainer(
         strategy=strategy,
         accelerator=cfg.trainer.accelerator,

@@ -52,7 +52,7 @@ def test_permutation_differs_between_epochs_and_seeds():
 
 def test_permutation_is_even():
     """Each index comes to each place about equally often (chi-square, 99 degrees of freedom)."""
-    size, draws = 10, 4000
+    size, draws = 10, 1500
     counts = np.zeros((size, size))
     for epoch in range(draws):
         counts[np.arange(size), permuted(np.arange(size), size=size, seed=1, epoch=epoch)] += 1
@@ -83,7 +83,7 @@ def test_every_sample_is_seen_once_an_epoch(size, layout, seed):
         assert sorted(key - epoch * size for key in keys if key // size == epoch) == list(range(size))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(sizes, st.integers(1, 24), seeds)
 def test_steps_hold_the_same_samples_under_any_layout(size, global_batch, seed):
     alone = stream(size, (1, global_batch, 1), seed=seed, steps=12)
@@ -101,8 +101,9 @@ def test_resume_from_any_step_continues_the_stream(size, before, after, seed, st
     position = step * before[0] * before[1] * before[2]
     resumed = read(size, after, seed=seed, position=position)
     epoch = position // size
-    whole = [key for e in range(epoch, epoch + 200) for key in _epoch(size, seed, e)][position - epoch * size :]
     global_batch = after[0] * after[1] * after[2]
+    epochs = range(epoch, epoch + 2 + global_batch // size)
+    whole = [key for e in epochs for key in _epoch(size, seed, e)][position - epoch * size :]
     for i, keys in enumerate(resumed):
         assert keys == sorted(whole[i * global_batch : (i + 1) * global_batch])
     assert len(resumed) == -(-((epoch + 1) * size - position) // global_batch)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Sized
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as L
@@ -65,6 +66,9 @@ class DataModule(L.LightningDataModule):
         (seed, epoch, index) alone: the same under any number of ranks and workers, and after any resume.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
+
+    def save_assets(self, run_dir: Path) -> None:
+        """Copy into the run directory what the trained model cannot be used without, such as a tokenizer."""
 
     @property
     def train_size(self) -> int:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
 _VERSION = 1  # of the cache's layout
-_TOKENIZER = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 _ENCODED_AT_ONCE = 4 << 20  # bytes of text
 
 
@@ -117,7 +117,7 @@ class Corpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return tokenizer.load(self.folder / _TOKENIZER)
+        return tokenizer.load(self.folder / TOKENIZER_FILE)
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
         """The split's token ids, memory-mapped, shape (tokens,)."""
@@ -162,7 +162,7 @@ class Corpus:
         split = Splitter.choose(files, val_fraction=self.val_fraction, test_fraction=self.test_fraction)
         with tokenizer.all_cores():
             bpe = tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
-            bpe.save(str(part / _TOKENIZER))
+            bpe.save(str(part / TOKENIZER_FILE))
             figures = self._encode(part, files, split, bpe)
         empty = [name for name, figure in figures.items() if not figure["bytes"]]
         if empty:

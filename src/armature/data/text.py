@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data.base import IGNORED, Batch, DataModule, Split
-from armature.data.corpus import Corpus
+from armature.data.corpus import TOKENIZER_FILE, Corpus
 from armature.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +61,10 @@ class TextData(DataModule):
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
         return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        shutil.copyfile(self.source.folder / TOKENIZER_FILE, run_dir / TOKENIZER_FILE)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -15,7 +15,11 @@ from armature.parallel import mesh
 from armature.parallel.plan import Plan
 from armature.parallel.split import SCHEDULES
 
-KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed")
+KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
+FEATURES = (
+    "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value", "ema",
+    "muon", "activation_checkpointing=every", "activation_checkpointing=selective", "accumulate", "sync_batchnorm",
+)  # fmt: skip
 _TARGETS = {"SingleDevice": "single", "DDP": "ddp", "DeepSpeed": "deepspeed", "DataParallel": "dp"}
 
 # (feature, kind of strategy) → why not, and what to type instead. What is not here works, and is tested.
@@ -27,6 +31,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "tensor"): "its collectives stand between the blocks. Type strategy.compile=block",
     ("compile=model", "pipeline"): "a stage holds only some blocks. Type strategy.compile=block",
     ("compile=model", "deepspeed"): "its hooks stand between the blocks. Type strategy.compile=block",
+    ("compile=block", "tensor"): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
+    ("ema", "zero3"): "its weights are in pieces that have no names. Type strategy=fsdp, or leave the average out",
+    ("muon", "deepspeed"): "its engine flattens matrices, which Muon needs whole. Type optimizer=adamw",
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
 }
 
@@ -53,6 +60,8 @@ def data_size(strategy: Mapping[str, Any], world_size: int) -> int:
 def kinds_in_use(strategy: Mapping[str, Any], *, world_size: int) -> list[str]:
     """Which columns of `REFUSED` hold for a strategy: a mesh has one for each axis that is longer than 1."""
     found = kind(strategy, world_size=world_size)
+    if found == "deepspeed":
+        return ["deepspeed", "zero3"] if strategy.get("stage") == 3 else ["deepspeed"]
     if found != "mesh":
         return [found]
     sizes = mesh.resolve({axis: strategy[axis] for axis in mesh.AXES}, world_size=world_size)
@@ -111,6 +120,11 @@ class Context:
 def _refused(context: Context) -> list[str]:
     trainer, strategy = context.cfg["trainer"], context.strategy
     features = [str(trainer["precision"]), f"compile={strategy.get('compile', 'none')}"]
+    targets = [str(node.get("_target_")) for node in (context.cfg.get("callbacks") or {}).values() if node]
+    if "armature.callbacks.ema.EMA" in targets:
+        features.append("ema")
+    if str(context.cfg["optimizer"].get("_target_")).endswith(".Muon"):
+        features.append("muon")
     if trainer["gradient_clip_val"]:
         features.append(f"clip={trainer['gradient_clip_algorithm']}")
     return [

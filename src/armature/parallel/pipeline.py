@@ -269,7 +269,7 @@ class Runner:
             box = [tuple(value.shape) if value is not None else None]
             dist.broadcast_object_list(box, src=source, group=self.group, device=self.device)
             shape = box[0]
-        value = torch.empty(shape, device=self.device) if value is None else value.float().contiguous()
+        value = torch.empty(shape, dtype=torch.float32, device=self.device) if value is None else value.float().contiguous()
         dist.broadcast(value, src=source, group=self.group)
         return value
 

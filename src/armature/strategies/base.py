@@ -114,6 +114,11 @@ class Common(_Base):
         hollow = initialisation.materialise(module, device=self.root_device)
         initialisation.initialise_by_name(module, seed=self.seed, names=hollow)
 
+    def weights(self) -> dict[str, nn.Parameter]:
+        """This rank's part of the weights by name, as the optimiser steps them; none is gathered afterwards."""
+        assert self.lightning_module is not None
+        return {name: param for param, name in ckpt.parameter_names(self.lightning_module).items()}  # pyright: ignore[reportReturnType]
+
     # ------------------------------------------------------------ gradients
     def clip_gradients(
         self,

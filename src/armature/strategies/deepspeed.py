@@ -196,6 +196,9 @@ class DeepSpeed(Common, DeepSpeedStrategy):
                 for key in keys:
                     value = full[f"{ckpt.OPTIMIZER}.0.{name}.{key}"].to(self.root_device)
                     safe_set_full_optimizer_state(param, value, key)
+        for name, value in self.extra_tensors().items():
+            if name in saved:
+                value.copy_(ckpt.load_tensors(directory, [name], saved)[name])
         for name in self._buffers() & saved.keys():
             self.lightning_module.get_buffer(name).copy_(ckpt.load_tensors(directory, [name], saved)[name])
         if fitting:

@@ -1,0 +1,52 @@
+"""A checkpoint's weights as one safetensors file, and back, in one process and without the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from armature.errors import ConfigError
+from armature.parallel import checkpoint
+
+MODEL = "model."  # the attribute of the LightningModule, which a file for others does not name
+
+
+def to_safetensors(directory: Path, file: Path, *, average: bool = False) -> list[str]:
+    """Write the undivided weights; a parameter that has two names is written under the first.
+
+    Args:
+        average: the moving average of the weights instead.
+
+    Returns:
+        The names in the file, which are the model's own ("blocks.0.…").
+
+    Raises:
+        ConfigError: where there is no checkpoint, or no average in it.
+    """
+    from safetensors.torch import save_file
+
+    try:
+        weights = checkpoint.load_full_state_dict(directory, prefix=f"{checkpoint.EXTRA}.ema." if average else "")
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from None
+    if not weights:
+        raise ConfigError(f"{directory} holds no averaged weights: leave --average out, or train with the EMA callback.")
+    weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    save_file(weights, part, metadata={"format": "pt"})
+    part.replace(file)
+    return list(weights)
+
+
+def from_safetensors(file: Path, directory: Path) -> list[str]:
+    """Write a checkpoint that holds weights only: evaluate and generate read it, and training can start from it."""
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file.")
+    weights: dict[str, Tensor] = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
+    checkpoint.save(directory, weights, {"global_step": 0, "param_groups": [], "torch": torch.__version__})
+    return list(weights)
