@@ -28,6 +28,7 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions over instead of printing and exiting
     config.register()
+    sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
     try:
         main()
     except CONFIG_ERRORS as error:
@@ -36,6 +37,11 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
     except RunFailed as error:  # of a sweep, whose other trials have run
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def quoted(argument: str) -> str:
+    """`debug=nan` as `debug='nan'`: Hydra would read a number, where it is the name of a file."""
+    return "debug='nan'" if argument == "debug=nan" else argument
 
 
 def reported(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:

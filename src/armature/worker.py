@@ -188,6 +188,7 @@ def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer:
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
     line = (
         f"{type(trainer.strategy).__name__} · {where}{machines} · {cfg.trainer.precision} · "
+        f"{type(trainer.optimizers[0]).__name__} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"

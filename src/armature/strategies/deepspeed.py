@@ -162,6 +162,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        self._link()
         inner = self._zero.optimizer
         sample = inner.state.get(self._flat()[0], {})
         shaped = [k for k, v in sample.items() if isinstance(v, Tensor) and v.ndim > 0]
@@ -220,9 +221,14 @@ class DeepSpeed(Common, DeepSpeedStrategy):
                 value = values[f"{prefix}{like}.{key}"]
                 state = torch.zeros_like(flat) if key in shaped else value.clone() if isinstance(value, Tensor) else value
                 self._zero.optimizer.state[flat][key] = state
-        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
-            self._zero._lazy_init_hp_params_optimizer_state()
+        self._link()
         return shaped
+
+    def _link(self) -> None:
+        """Let each weight find its optimiser state. The engine does so after stepping the first group only."""
+        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     def _assign(self, param: nn.Parameter, full: Tensor) -> None:
         """The weights that the model computes with; with stage 3 each rank keeps its part of them."""

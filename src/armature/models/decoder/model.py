@@ -269,14 +269,16 @@ class Decoder(nn.Module):
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill one full, undivided parameter, as a function of its name, its shape and the generator alone.
 
-        Norms are 1. Matrices are normal with deviation 0.02, and those that write to the residual stream with
-        0.02 / sqrt(2 * layers), so that its variance does not grow with depth (GPT-2, Radford et al. 2019, 2.3).
+        Norms are 1. Matrices are normal with deviation sqrt(2 / 5D) (arXiv:1910.05895, 2.2: 0.02 at a width of 1,000,
+        GPT-2's), and those that write to the residual stream with 1 / sqrt(2 * layers) of it, so that the stream's
+        variance does not grow with depth (GPT-2, Radford et al. 2019, 2.3).
         """
         if param.ndim == 1:
             param.fill_(1.0)
             return
         residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
-        param.normal_(0.0, 0.02 / math.sqrt(2 * self.layers) if residual else 0.02, generator=generator)
+        deviation = math.sqrt(2 / (5 * self.width)) / (math.sqrt(2 * self.layers) if residual else 1.0)
+        param.normal_(0.0, deviation, generator=generator)
 
     def _tie(self) -> None:
         if self.tied and self.embed is not None and self.head is not None:

@@ -126,13 +126,17 @@ class VisionTransformer(nn.Module):
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill one full, undivided parameter, as a function of its name, its shape and the generator alone.
 
-        Norms are 1, biases 0, matrices normal with deviation 0.02 as in BERT and ViT's fine-tuning code, and those
-        that write to the residual stream with 0.02 / sqrt(2 * layers) (GPT-2, Radford et al. 2019, 2.3).
+        Norms are 1, biases 0, matrices normal with deviation 1 / sqrt(inputs) (LeCun et al. 1998, 4.6), and those that
+        write to the residual stream with 1 / sqrt(2 * layers) of it (GPT-2, Radford et al. 2019, 2.3). Positions have
+        0.3, about as much as the projected patches of pixels from 0 to 1, or they are found late.
         """
         if name.endswith("bias"):
             param.zero_()
         elif param.ndim == 1:
             param.fill_(1.0)
+        elif name.endswith("position"):
+            param.normal_(0.0, 0.3, generator=generator)
         else:
             residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
-            param.normal_(0.0, 0.02 / math.sqrt(2 * self.layers) if residual else 0.02, generator=generator)
+            deviation = param.shape[1] ** -0.5 / (math.sqrt(2 * self.layers) if residual else 1.0)
+            param.normal_(0.0, deviation, generator=generator)

@@ -1,0 +1,88 @@
+"""Every file in configs/ composes, passes the checks and builds what it names."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from armature import config
+from armature.errors import ConfigError
+from armature.validation import checks
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/*.yaml"))
+EXTRA = {  # what a file cannot do without
+    "data/text": ["data.path=text/*.txt"],
+    "logger/wandb": ["logger.wandb.offline=true"],
+    "model/vit_tiny": ["task=image_classification", "data=digits"],
+    "task/image_classification": ["model=vit_tiny", "data=digits"],
+    "data/digits": ["task=image_classification", "model=vit_tiny"],
+    "strategy/hsdp": ["trainer.devices=4"],
+    "strategy/3d": ["trainer.devices=8", "model.tied=false"],
+    "strategy/pipeline": ["trainer.devices=2", "model.tied=false"],
+    "strategy/fsdp_tensor": ["trainer.devices=4"],
+    "strategy/fsdp_pipeline": ["trainer.devices=4", "model.tied=false"],
+}
+NOT_OFFERED = {"strategy/dp"}
+
+
+@pytest.fixture(autouse=True)
+def _hydra(tmp_path, monkeypatch):
+    config.register()
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, which says little. " * 400)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        yield
+    GlobalHydra.instance().clear()
+
+
+def composed(name: str) -> DictConfig:
+    group, option = name.split("/")
+    override = f"{group}='{option}'"  # quoted, as cli.quoted does it: debug=nan would be a number
+    devices = ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
+    extra = EXTRA.get(name, devices)
+    return compose("train", overrides=["trainer.accelerator=cpu", override, *extra])
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in NOT_OFFERED])
+def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
+    monkeypatch.setenv("USER", "someone")
+    cfg = composed(name)
+    if name == "local/example":
+        assert cfg.run.root == "/scratch/someone/outputs"
+        return
+    assert checks.check(cfg).trainer.accelerator == "cpu"
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+def test_what_is_not_offered_says_why(name):
+    with pytest.raises(ConfigError, match="Type strategy="):
+        checks.check(composed(name))
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")])
+def test_every_target_is_built(name, tmp_path):
+    cfg = composed(name)
+    cfg.run.name, cfg.run.dir = "run", str(tmp_path / "run")
+    group = name.split("/")[0]
+    if group == "task":
+        parts = {key: instantiate(cfg[key]) for key in ("model", "optimizer", "scheduler")}
+        assert instantiate(cfg.task, **parts).model is None  # built in configure_model
+    elif group == "logger":
+        assert all(instantiate(node) is not None for node in cfg.logger.values())
+    else:
+        assert callable(instantiate(cfg[group])) or group == "data"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/*.yaml")), ids=lambda path: path.stem)
+def test_every_experiment_opens_with_its_command(path):
+    head = path.read_text().splitlines()
+    assert head[0] == "# @package _global_"
+    assert head[1].startswith("# python train.py ")
+    assert f"experiment={path.stem}" in head[1]
