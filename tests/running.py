@@ -22,7 +22,6 @@ TINY = [
     "model.width=32",
     "model.layers=2",
     "model.heads=2",
-    "optimizer=adamw",
     "trainer.accelerator=cpu",
     "trainer.precision=32-true",
     "trainer.max_steps=6",

@@ -25,7 +25,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     Raises:
         RunFailed: when the run was stopped by a signal or by an error in a rank.
     """
-    slurm.join()
+    slurm.join(cfg)
     if joined := "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_world(cfg)
     elif (finished := _finished(cfg)) is not None:
@@ -43,7 +43,8 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
             worker.run(run_dir.read(Path(cfg.run.dir)))
         else:
             _start_ranks(cfg)
-    _raise_if_stopped(cfg)
+    if int(os.environ.get("RANK", "0")) == 0:  # the others may look before this one has written
+        _raise_if_stopped(cfg)
     return _metric(cfg)
 
 
@@ -97,6 +98,7 @@ def _start_ranks(cfg: DictConfig) -> None:
             max_restarts=cfg.launch.max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
             local_addr=None if cfg.launch.rdzv_endpoint else "localhost",
         )
         try:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from armature.optim.muon import Muon, orthogonalize
+from tests.parallel.harness import on_ranks
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
@@ -61,3 +62,46 @@ def test_state_is_plain_and_resumes_exactly():
 def test_a_hidden_parameter_that_is_no_matrix_is_refused():
     with pytest.raises(ValueError, match=r"matrices only. Got a hidden parameter \(4,\)"):
         Muon([{"params": [torch.nn.Parameter(torch.zeros(4))], "hidden": True}])
+
+
+def test_precision_decides_the_type_of_the_iteration():
+    def updated(precision: str) -> torch.Tensor:
+        param = torch.nn.Parameter(torch.zeros(8, 8))
+        param.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        Muon([{"params": [param], "hidden": True}], lr=1.0, precision=precision).step()
+        return param.detach()
+
+    assert torch.equal(updated("bf16-mixed"), updated("bf16-true"))
+    assert torch.equal(updated("32-true"), updated("16-mixed"))
+    difference = (updated("bf16-mixed") - updated("32-true")).abs().max()
+    assert 0 < difference < 0.05
+
+
+def train(divided: bool) -> list[list]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.GELU(), torch.nn.Linear(24, 12, bias=False))
+    if divided:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["shard"])
+    optimizer = Muon(
+        [{"params": [model[0].weight, model[2].weight], "hidden": True}, {"params": [model[0].bias], "hidden": False}],
+        lr=0.1,
+    )
+    for step in range(3):
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return [(param.full_tensor() if divided else param).tolist() for param in model.parameters()]
+
+
+@pytest.mark.slow
+def test_divided_matrices_take_the_same_steps_as_whole_ones():
+    divided = on_ranks(train, True, ranks=4)[0]
+    for got, expected in zip(divided, train(False), strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-5, atol=1e-6)

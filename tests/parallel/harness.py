@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 PRELOAD = [
@@ -45,7 +44,7 @@ class Job:
     ranks: int = 1
     steps: int = 12
     accumulate: int = 2
-    global_batch: int = 16
+    global_batch: int = 32
     clip: float | None = 0.5
     clip_algorithm: str = "norm"
     precision: str = "32-true"
@@ -62,6 +61,34 @@ class Job:
 
 STEPS_AN_EPOCH = 100
 DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+
+
+def mesh(ranks: int, **options: Any) -> Job:
+    return Job("MeshStrategy", options, ranks=ranks)
+
+
+LAYOUTS: dict[str, Job] = {
+    "single": Job("SingleDevice"),
+    "single, micro-batch 4": Job("SingleDevice", accumulate=4),
+    "ddp 2": Job("DDP", ranks=2),
+    "fsdp 2": mesh(2, shard="auto"),
+    "fsdp 2, ZeRO-2": mesh(2, shard=2, reshard_after_forward=False),
+    "fsdp 2, reduced once a step": mesh(2, shard=2, reduce_every_microbatch=False),
+    "hsdp 2×2": mesh(4, replicate=2, shard=2),
+    "tensor 2": mesh(2, tensor=2, sequence_parallel=False),
+    "tensor 2, sequence parallel": mesh(2, tensor=2),
+    "pipeline 2, gpipe": mesh(2, pipe=2, schedule="gpipe"),
+    "pipeline 2, 1f1b": mesh(2, pipe=2, schedule="1f1b"),
+    "pipeline 2, interleaved 1f1b": mesh(2, pipe=2, schedule="interleaved_1f1b"),
+    "pipeline 2, zero bubble": mesh(2, pipe=2, schedule="zero_bubble"),
+    "fsdp 2 × tensor 2": mesh(4, shard=2, tensor=2),
+    "fsdp 2 × pipeline 2": mesh(4, shard=2, pipe=2),
+    "tensor 2 × pipeline 2": mesh(4, tensor=2, pipe=2),
+    "2×2×2": mesh(8, pipe=2, shard=2, tensor=2),
+    "deepspeed 1 at 2": Job("DeepSpeed", {"stage": 1}, ranks=2),
+    "deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
+    "deepspeed 3 at 2": Job("DeepSpeed", {"stage": 3}, ranks=2),
+}
 
 
 @cache
@@ -108,6 +135,7 @@ def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
     )  # fmt: skip
+    os.dup2(2, 1)  # DeepSpeed prints as it likes
     import torch
 
     torch.set_num_threads(1)
@@ -141,8 +169,6 @@ def _fit(job: Job) -> Run:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    import armature.strategies
-    from armature.optim.groups import parameter_groups
     from armature.tasks.base import Task
 
     class Samples(Dataset):
@@ -156,7 +182,8 @@ def _fit(job: Job) -> Run:
                 noise = torch.randint(0, 5, (64, args["context"] + 1), generator=generator)
                 self.data = (start + torch.arange(args["context"] + 1) * 3 + noise) % args["vocab_size"]
             else:
-                self.images = torch.randn(64, args["channels"], args["image_size"], args["image_size"], generator=generator)
+                side = args["image_size"]
+                self.images = torch.randn(64, args["channels"], side, side, generator=generator)
                 self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
 
         def __len__(self) -> int:
@@ -238,17 +265,35 @@ def _fit(job: Job) -> Run:
             v.to_local().numel() if hasattr(v, "to_local") else v.numel() for v in task.state_dict().values()
         ),
         "global_step": trainer.global_step,
+        "bytes": _bytes(strategy),
     }
     if job.save is not None:
         trainer.save_checkpoint(job.save)
     return Run(record.losses, record.norms, _whole(task, strategy), facts)
 
 
+def _bytes(strategy: Any) -> int:
+    """What this rank's weights, gradients and optimiser state take."""
+    import torch
+
+    tensors = []
+    for optimizer in strategy.optimizers:
+        for group in optimizer.param_groups:
+            tensors += [*group["params"], *(param.grad for param in group["params"] if param.grad is not None)]
+        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+
 def _whole(module: Any, strategy: Any) -> dict[str, Any]:
     """The undivided weights, gathered from all ranks by their names."""
     from armature.parallel.process_group import all_gather_object
 
-    own = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in module.state_dict().items()}
+    if hasattr(strategy, "deepspeed_engine"):
+        own = strategy.lightning_module_state_dict()
+    else:
+        state = module.state_dict()
+        own = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in state.items()}
     merged: dict[str, Any] = {}
     for part in all_gather_object({name: value.detach().cpu().clone() for name, value in own.items()}):
         merged |= part
@@ -272,7 +317,3 @@ def difference(run: Run, reference: Run) -> dict[str, float]:
         "grad_norm": largest(run.grad_norms, reference.grad_norms[-len(run.grad_norms) :]),
         "weights": float(np.sqrt(moved / size)),
     }
-
-
-def temporary(folder: Path, name: str) -> str:
-    return str(folder / name)

@@ -16,6 +16,9 @@ from armature.tasks.base import Task
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
 
+# where Slurm is installed, Lightning asks whether it was meant
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
+
 DECODER = functools.partial(Decoder, vocab_size=31, context=8, width=16, layers=1, heads=2)
 VIT = functools.partial(
     VisionTransformer, image_size=4, patch_size=2, channels=1, classes=3, width=16, layers=1, heads=2

@@ -3,6 +3,7 @@
 Each rank averages the part of the weights that it holds. The average is in the checkpoint, beside the weights.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from typing import Any
@@ -105,4 +106,4 @@ class EMA(L.Callback):
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that may be divided over ranks."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportCallIssue]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,8 +22,8 @@ class Muon(Optimizer):
 
     `lr` is the rate of both kinds: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
     `precision` is the run's: under "bf16-mixed" and "bf16-true" the iteration is in bf16, otherwise in fp32, where a
-    step is the same under every layout to rounding. Under sharding (a parameter with `full_tensor`), each rank gathers a matrix's momentum, orthogonalises the whole
-    and keeps its own part, so the result does not depend on the layout.
+    step is the same under every layout to rounding. Under sharding (a parameter with `full_tensor`), each rank gathers
+    a matrix's momentum, orthogonalises the whole and keeps its own part.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Muon(Optimizer):
         momentum = state["momentum_buffer"]
         momentum.lerp_(grad, 1 - group["momentum"])
         update = on_whole_matrix(
-            grad.lerp(momentum, group["momentum"]), lambda m: orthogonalize(m.to(self._dtype), steps=group["newton_schulz_steps"])
+            grad.lerp(momentum, group["momentum"]),
+            lambda m: orthogonalize(m.to(self._dtype), steps=group["newton_schulz_steps"]),
         )
         param.mul_(1 - group["lr"] * group["weight_decay"])
         param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
@@ -111,7 +112,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
-    """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration, in its own type."""
+    """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration."""
     a, b, c = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

@@ -69,7 +69,12 @@ def parallelize(
     if pipe.size() > 1:
         assert plan is not None
         stages = pipeline.split(
-            model, plan, rank=pipe.get_local_rank(), ranks=pipe.size(), schedule=options.schedule, by_hand=options.stages
+            model,
+            plan,
+            rank=pipe.get_local_rank(),
+            ranks=pipe.size(),
+            schedule=options.schedule,
+            by_hand=options.stages,
         )
         applied.parts = stages.parts
 

@@ -9,6 +9,7 @@ Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), op
 "optimizer_states.<i>.<parameter name>.<key>", parameter groups in meta.pt as hyperparameters with parameter names.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import os
@@ -270,7 +271,8 @@ def _check_sizes(directory: Path, saved: dict[str, Any], state: dict[str, Any]) 
     wrong = [
         f"{name} is {tuple(saved[name].size)} there and {tuple(value.shape)} here"
         for name, value in state.items()
-        if isinstance(value, Tensor) and isinstance(saved[name], TensorStorageMetadata)
+        if isinstance(value, Tensor)
+        and isinstance(saved[name], TensorStorageMetadata)
         and tuple(saved[name].size) != tuple(value.shape)
     ]
     if wrong:

@@ -17,15 +17,21 @@ from armature.parallel.split import SCHEDULES
 
 KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
-    "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value", "ema",
-    "muon", "activation_checkpointing=every", "activation_checkpointing=selective", "accumulate", "sync_batchnorm",
+    "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value",
+    "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon",
 )  # fmt: skip
 _TARGETS = {"SingleDevice": "single", "DDP": "ddp", "DeepSpeed": "deepspeed", "DataParallel": "dp"}
 
 # (feature, kind of strategy) → why not, and what to type instead. What is not here works, and is tested.
 REFUSED: dict[tuple[str, str], str] = {
-    ("16-mixed", "shard"): "torch's loss scaler does not see the other ranks' overflows. Type trainer.precision=bf16-mixed",
-    ("16-mixed", "tensor"): "torch's loss scaler does not see the other ranks' overflows. Type trainer.precision=bf16-mixed",
+    (
+        "16-mixed",
+        "shard",
+    ): "torch's loss scaler does not see the other ranks' overflows. Type trainer.precision=bf16-mixed",
+    (
+        "16-mixed",
+        "tensor",
+    ): "torch's loss scaler does not see the other ranks' overflows. Type trainer.precision=bf16-mixed",
     ("16-mixed", "pipeline"): "gradients are made before the loss could be scaled. Type trainer.precision=bf16-mixed",
     ("compile=model", "shard"): "sharding gathers weights block by block. Type strategy.compile=block",
     ("compile=model", "tensor"): "its collectives stand between the blocks. Type strategy.compile=block",
@@ -65,7 +71,11 @@ def kinds_in_use(strategy: Mapping[str, Any], *, world_size: int) -> list[str]:
     if found != "mesh":
         return [found]
     sizes = mesh.resolve({axis: strategy[axis] for axis in mesh.AXES}, world_size=world_size)
-    used = {"shard": sizes["shard"] * sizes["replicate"] > 1, "tensor": sizes["tensor"] > 1, "pipeline": sizes["pipe"] > 1}
+    used = {
+        "shard": sizes["shard"] * sizes["replicate"] > 1,
+        "tensor": sizes["tensor"] > 1,
+        "pipeline": sizes["pipe"] > 1,
+    }
     return [name for name, on in used.items() if on] or ["shard"]
 
 
@@ -195,11 +205,13 @@ def _pipeline(context: Context) -> list[str]:
     by_hand = strategy.get("stages")
     if by_hand is not None and (len(by_hand) != stages or sum(by_hand) != layers or min(by_hand) < 1):
         problems.append(
-            f"strategy.stages={list(by_hand)} must be {stages} numbers from 1 that add up to model.{plan.layers}={layers}."
+            f"strategy.stages={list(by_hand)} must be {stages} numbers from 1 that add up to "
+            f"model.{plan.layers}={layers}."
         )
     if plan.tied and context.model.get(plan.tied):
         problems.append(
-            f"strategy.pipe={pipe}: the first and the last stage cannot share a parameter. Type model.{plan.tied}=false."
+            f"strategy.pipe={pipe}: the first and the last stage cannot share a parameter. "
+            f"Type model.{plan.tied}=false."
         )
     chunks, micro = strategy["microbatches"], context.cfg["data"].get("micro_batch_size")
     least = stages if schedule in ("1f1b", "zero_bubble") else pipe if schedule == "interleaved_1f1b" else 1
@@ -221,7 +233,9 @@ def _pipeline(context: Context) -> list[str]:
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
     if schedule == "zero_bubble" and strategy.get("compile", "none") != "none":
-        problems.append("strategy.schedule=zero_bubble splits backward, which compiled blocks cannot. Type strategy.compile=none.")
+        problems.append(
+            "strategy.schedule=zero_bubble splits backward, which compiled blocks cannot. Type strategy.compile=none."
+        )
     return problems
 
 

@@ -32,7 +32,9 @@ def to_safetensors(directory: Path, file: Path, *, average: bool = False) -> lis
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     if not weights:
-        raise ConfigError(f"{directory} holds no averaged weights: leave --average out, or train with the EMA callback.")
+        raise ConfigError(
+            f"{directory} holds no averaged weights: leave --average out, or train with the EMA callback."
+        )
     weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")

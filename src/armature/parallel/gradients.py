@@ -4,6 +4,7 @@ torch's own clip_grad_norm_ refuses gradients on different meshes. Here each ran
 number of ranks that hold the same, and one all-reduce of one number adds it up, whatever the layout.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math

@@ -72,6 +72,6 @@ def initialise_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
             )
         full = torch.empty(param.shape, dtype=torch.float32)
         relative = name.removeprefix(f"{owner}.") if owner else name
-        owners[owner].initialize_parameter(relative, full, generator_for(seed, prefix + name))
+        owners[owner].initialize_parameter(relative, full, generator_for(seed, prefix + name))  # pyright: ignore[reportCallIssue]
         assign(param, full)
         done.add(param)

@@ -91,7 +91,7 @@ def split(
 
 
 def _view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: bool) -> nn.Module:
-    """The same model with some of its blocks: shares their parameters, but is a module of its own to call and to shard."""
+    """The model with some of its blocks: shares their parameters, but is a module of its own to call and to shard."""
     view = copy.copy(model)
     for name, value in view.__dict__.items():
         if isinstance(value, dict) and name not in ("_parameters", "_buffers"):
@@ -266,10 +266,11 @@ class Runner:
         """What the last stage has, on every stage."""
         source, shape = self._rank_of(self.stages.count - 1), ()
         if not scalar:
-            box = [tuple(value.shape) if value is not None else None]
+            box: list[Any] = [tuple(value.shape) if value is not None else None]
             dist.broadcast_object_list(box, src=source, group=self.group, device=self.device)
             shape = box[0]
-        value = torch.empty(shape, dtype=torch.float32, device=self.device) if value is None else value.float().contiguous()
+        value = torch.empty(shape, device=self.device) if value is None else value
+        value = value.float().contiguous()  # the default type is not fp32 under bf16-true
         dist.broadcast(value, src=source, group=self.group)
         return value
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 T = TypeVar("T")
 

@@ -94,7 +94,10 @@ def matches(model: nn.Module, plan: Plan) -> dict[str, str]:
             idle.append(pattern)
     if idle:
         raise ConfigError(
-            [f"The plan's tensor pattern {p!r} matches no module of {type(model).__name__}: correct plan.py" for p in idle]
+            [
+                f"The plan's tensor pattern {p!r} matches no module of {type(model).__name__}: correct plan.py"
+                for p in idle
+            ]
         )
     return found
 
@@ -135,7 +138,7 @@ def gather_when_asked(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> No
     """Give undivided outputs to whoever calls the model without targets."""
 
     def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        wants_loss = len(args) > 1 and args[1] is not None or kwargs.get("targets") is not None
+        wants_loss = (len(args) > 1 and args[1] is not None) or kwargs.get("targets") is not None
         return output if wants_loss else whole(output)
 
     model.register_forward_hook(gather, with_kwargs=True)

@@ -25,5 +25,7 @@ def restore(module: nn.Module, groups: list[list[str]]) -> None:
             owner, _, name = other.rpartition(".")
             own = module.get_parameter(other)
             if getattr(own, "placements", None) != getattr(shared, "placements", None):
-                raise ValueError(f"{first} and {other} are one parameter, but their tensor styles divide it differently.")
+                raise ValueError(
+                    f"{first} and {other} are one parameter, but their tensor styles divide it differently."
+                )
             module.get_submodule(owner).register_parameter(name, shared)

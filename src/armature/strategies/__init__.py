@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # also what the check of a `_target_` before launch reads
     from lightning.pytorch.strategies import Strategy
 
-    from armature.strategies.ddp import DDP
-    from armature.strategies.deepspeed import DeepSpeed
-    from armature.strategies.mesh import MeshStrategy
-    from armature.strategies.single import SingleDevice
+    from armature.strategies.ddp import DDP  # noqa: F401
+    from armature.strategies.deepspeed import DeepSpeed  # noqa: F401
+    from armature.strategies.mesh import MeshStrategy  # noqa: F401
+    from armature.strategies.single import SingleDevice  # noqa: F401
 
 _WHERE = {"SingleDevice": "single", "DDP": "ddp", "MeshStrategy": "mesh", "DeepSpeed": "deepspeed"}
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.parallel import checkpoint as ckpt
 from armature.parallel import apply, blocks, gradients, initialisation, process_group
+from armature.parallel import checkpoint as ckpt
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy as _Base
+    from lightning.pytorch.strategies import DDPStrategy as _Base  # whatever the mixin is mixed into has its attributes
 else:
     _Base = object
 
@@ -61,6 +61,12 @@ class Common(_Base):
         self.extra_state: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
         self.cluster_environment = process_group.RankEnvironment()
 
+    @property
+    def module(self) -> L.LightningModule:
+        """The LightningModule itself, without what a strategy wraps around it."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     # ------------------------------------------------------------ the layout, for gradients and data
     @property
     def data_size(self) -> int:
@@ -81,6 +87,11 @@ class Common(_Base):
         return False
 
     @property
+    def generates(self) -> bool:
+        """Whether the model may be called with any number of positions and a cache, on all ranks alike."""
+        return True
+
+    @property
     def stream(self) -> int:
         """Which random stream this rank draws from. Ranks that compute the same must draw the same."""
         return self.data_rank
@@ -93,11 +104,10 @@ class Common(_Base):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        assert self.lightning_module is not None
-        if not getattr(self.lightning_module, "_armature_built", False):
-            self.parameter_count = sum(param.numel() for param in self.lightning_module.parameters())
-            self.build(self.lightning_module)
-            self.lightning_module._armature_built = True
+        if not getattr(self.module, "_armature_built", False):
+            self.parameter_count = sum(param.numel() for param in self.module.parameters())
+            self.build(self.module)
+            self.module.__dict__["_armature_built"] = True
         super().setup(trainer)
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
         self.precision_plugin.clip_gradients = self.clip_gradients
@@ -116,8 +126,7 @@ class Common(_Base):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """This rank's part of the weights by name, as the optimiser steps them; none is gathered afterwards."""
-        assert self.lightning_module is not None
-        return {name: param for param, name in ckpt.parameter_names(self.lightning_module).items()}  # pyright: ignore[reportReturnType]
+        return {name: param for param, name in ckpt.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
 
     # ------------------------------------------------------------ gradients
     def clip_gradients(
@@ -155,16 +164,14 @@ class Common(_Base):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return ckpt.module_state(self.lightning_module, buffers=self.data_rank == 0)
+        return ckpt.module_state(self.module, buffers=self.data_rank == 0)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state tensors by parameter name, and the groups' hyperparameters with the names in each."""
-        assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        names, index = ckpt.parameter_names(self.lightning_module), self.optimizers.index(optimizer)
+        names, index = ckpt.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = ckpt.optimizer_state(optimizer, names, index=index)
         return {"tensors": tensors, "groups": ckpt.param_groups(optimizer, ckpt.group_names(optimizer, names))}
 
@@ -184,8 +191,7 @@ class Common(_Base):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimiser state in place, and give back the rest of Lightning's checkpoint."""
-        assert self.lightning_module is not None
-        return ckpt.load(Path(checkpoint_path), self.lightning_module, self.optimizers, extra=self.extra_tensors())
+        return ckpt.load(Path(checkpoint_path), self.module, self.optimizers, extra=self.extra_tensors())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

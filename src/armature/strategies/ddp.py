@@ -10,6 +10,7 @@ import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from armature.parallel import batchnorm
@@ -70,19 +71,20 @@ class DDP(Common, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on GPUs only; gloo runs these two as well
         if self.comm_hook is not None:
+            assert isinstance(self.model, DistributedDataParallel)
             self.model.register_comm_hook(state=None, hook=COMM_HOOKS[self.comm_hook])
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
         # DDP learns a static graph in the first backward passes, and must see them reduced
-        learning = self.static_graph and self.lightning_module.trainer.global_step == self._first_step
+        learning = self.static_graph and self.module.trainer.global_step == self._first_step
         with nullcontext() if learning else super().block_backward_sync():
             yield
 
     @override
     def on_train_start(self) -> None:
-        self._first_step = self.lightning_module.trainer.global_step
+        self._first_step = self.module.trainer.global_step
 
     @property
     @override

@@ -6,20 +6,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.parallel import checkpoint as ckpt
-from armature.parallel import process_group, ties
+from armature.parallel import ties
 from armature.strategies.base import Common
 
 
@@ -93,7 +92,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
-        names = ckpt.parameter_names(self.lightning_module)
+        names = ckpt.parameter_names(self.module)
         self._groups = [group for group in ckpt.group_names(optimizer, names) if group]  # flattened from here on
         return optimizer, scheduler
 
@@ -127,7 +126,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         raise TypeError(f"no fp32 partitions known in {type(self._zero).__name__}")
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.lightning_module.named_parameters())
+        return list(self.module.named_parameters())
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -136,21 +135,21 @@ class DeepSpeed(Common, DeepSpeedStrategy):
 
         state = {}
         for i, (name, param) in enumerate(self._parameters()):
-            full = safe_get_full_fp32_param(param) if param.requires_grad else self._gathered(param)
+            full = cast(Tensor, safe_get_full_fp32_param(param)) if param.requires_grad else self._gathered(param)
             if i % self.world_size == self.global_rank:
                 state[name] = full.detach().to("cpu", copy=True)
         for first, *others in self._ties:
             state |= {other: state[first] for other in others if first in state}
         if self.global_rank == 0:
-            state |= {n: b for n, b in self.lightning_module.state_dict().items() if n in self._buffers()}
+            state |= {n: b for n, b in self.module.state_dict().items() if n in self._buffers()}
         return state
 
     def _buffers(self) -> set[str]:
-        return {name for name, _ in self.lightning_module.named_buffers()}
+        return {name for name, _ in self.module.named_buffers()}
 
     @property
     def _ties(self) -> list[list[str]]:
-        return ties.find(self.lightning_module)
+        return ties.find(self.module)
 
     def _gathered(self, param: nn.Parameter) -> Tensor:
         import deepspeed
@@ -171,7 +170,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
             here = i % self.world_size == self.global_rank
             prefix = f"{ckpt.OPTIMIZER}.0.{name}."
             for key in shaped:
-                full = safe_get_full_optimizer_state(param, key)
+                full = cast(Tensor, safe_get_full_optimizer_state(param, key))
                 if here:
                     tensors[prefix + key] = full.detach().to("cpu", copy=True)
             if here:
@@ -186,7 +185,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         saved = ckpt.read_metadata(directory).state_dict_metadata
         meta = torch.load(directory / ckpt.META, map_location="cpu", weights_only=True)
         fitting = bool(self._groups)
-        ckpt.check_names(directory, saved, list(self.lightning_module.state_dict()))
+        ckpt.check_names(directory, saved, list(self.module.state_dict()))
         shaped = self._create_state(directory, saved) if fitting else []
         for name, param in self._parameters():
             keys = [key for key in shaped if f"{ckpt.OPTIMIZER}.0.{name}.{key}" in saved]
@@ -201,16 +200,16 @@ class DeepSpeed(Common, DeepSpeedStrategy):
             if name in saved:
                 value.copy_(ckpt.load_tensors(directory, [name], saved)[name])
         for name in self._buffers() & saved.keys():
-            self.lightning_module.get_buffer(name).copy_(ckpt.load_tensors(directory, [name], saved)[name])
+            self.module.get_buffer(name).copy_(ckpt.load_tensors(directory, [name], saved)[name])
         if fitting:
             ckpt.restore_groups(self._zero.optimizer, self._groups, meta["param_groups"][0])
         return meta
 
     def _create_state(self, directory: Path, saved: dict[str, Any]) -> list[str]:
         """Empty optimiser state on the flat partitions, to be filled; the keys that have a value for each weight."""
-        own = {name: param for name, param in self._parameters() if param.requires_grad}
+        trained = [name for name, param in self._parameters() if param.requires_grad]
         prefix = f"{ckpt.OPTIMIZER}.0."
-        like = next((name for name in own if any(key.startswith(f"{prefix}{name}.") for key in saved)), None)
+        like = next((name for name in trained if any(key.startswith(f"{prefix}{name}.") for key in saved)), None)
         if like is None:
             return []
         keys = [key.removeprefix(f"{prefix}{like}.") for key in saved if key.startswith(f"{prefix}{like}.")]
@@ -219,7 +218,9 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         for flat in self._flat():
             for key in keys:
                 value = values[f"{prefix}{like}.{key}"]
-                state = torch.zeros_like(flat) if key in shaped else value.clone() if isinstance(value, Tensor) else value
+                state = (
+                    torch.zeros_like(flat) if key in shaped else value.clone() if isinstance(value, Tensor) else value
+                )
                 self._zero.optimizer.state[flat][key] = state
         self._link()
         return shaped

@@ -81,8 +81,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
         torch.manual_seed(self.seed)
         self.sizes = mesh.resolve(self.asked, world_size=self.world_size)
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
+        self.module._device_mesh = self._device_mesh
 
     def _place(self, axis: str) -> int:
         return self.device_mesh[axis].get_local_rank()
@@ -102,6 +101,12 @@ class MeshStrategy(Common, ModelParallelStrategy):
     @override
     def divided(self) -> bool:
         return self.world_size > self.sizes["replicate"]
+
+    @property
+    @override
+    def generates(self) -> bool:
+        # stages and a sequence axis work on batches of training's shape
+        return self.sizes["pipe"] == 1 and not (self.sizes["tensor"] > 1 and self.options["sequence_parallel"])
 
     @property
     @override

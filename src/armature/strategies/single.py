@@ -12,9 +12,7 @@ from armature.strategies.base import Common
 class SingleDevice(Common, SingleDeviceStrategy):
     """What every other strategy is compared with."""
 
-    def __init__(
-        self, *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none"
-    ) -> None:
+    def __init__(self, *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none") -> None:
         super().__init__()
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets it, from its accelerator
         self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)

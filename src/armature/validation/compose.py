@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def explain(error: Exception, overrides: list[str], config_dir: Path) -> list[str]:

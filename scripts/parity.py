@@ -1,0 +1,77 @@
+"""Trains one tiny model in fp32 under every layout and tells how far each is from one process, on this machine's CPU.
+
+    python scripts/parity.py                     every layout
+    python scripts/parity.py --resume            and checkpoints of each layout resumed under each other
+    python scripts/parity.py --only fsdp tensor  layouts whose name holds one of these words
+
+Twelve optimiser steps of AdamW, with clipping and accumulation on. Figures are the largest relative differences of any
+step's loss and gradient norm, and of the final weights. Ends with exit code 1 where one is above the tolerance.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from tests.parallel.harness import LAYOUTS, Job, Run, difference, fit
+
+TOLERANCE = 1e-5
+QUANTITIES = ("loss", "grad_norm", "weights")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="layouts whose name holds one of these words")
+    parser.add_argument("--resume", action="store_true", help="also every layout's checkpoint under every other")
+    args = parser.parse_args()
+    layouts = {n: job for n, job in LAYOUTS.items() if args.only is None or any(word in n for word in args.only)}
+    reference = fit(LAYOUTS["single"])
+    worst = train_all(layouts, reference)
+    if args.resume:
+        with tempfile.TemporaryDirectory() as folder:
+            worst = max(worst, resume_all(layouts, reference, Path(folder)))
+    print(f"\nlargest difference {worst:.1e}, tolerance {TOLERANCE:.0e}")
+    return 0 if worst <= TOLERANCE else 1
+
+
+def train_all(layouts: dict[str, Job], reference: Run) -> float:
+    """Print a row for each layout; the largest difference of all."""
+    print("| layout | processes | loss | gradient norm | final weights | elements a rank | seconds |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    worst = 0.0
+    for name, job in layouts.items():
+        start = time.monotonic()
+        run = fit(job)
+        far = difference(run, reference)
+        worst = max(worst, *far.values())
+        figures = " | ".join(f"{far[quantity]:.1e}" for quantity in QUANTITIES)
+        seconds = time.monotonic() - start
+        print(f"| {name} | {job.ranks} | {figures} | {run.facts['elements']:,} | {seconds:.1f} |", flush=True)
+    return worst
+
+
+def resume_all(layouts: dict[str, Job], reference: Run, folder: Path) -> float:
+    """Save in the middle under each row, go on under each column; cells hold the largest of the three differences."""
+    print("\n| saved under ↓, resumed under → | " + " | ".join(layouts) + " |")
+    print("| --- |" + " ---: |" * len(layouts))
+    worst = 0.0
+    for i, (name, job) in enumerate(layouts.items()):
+        saved = str(folder / str(i))
+        fit(replace(job, steps=job.steps // 2, save=saved))
+        cells = [max(difference(fit(replace(other, resume=saved)), reference).values()) for other in layouts.values()]
+        worst = max(worst, *cells)
+        print(f"| {name} | " + " | ".join(f"{cell:.0e}" for cell in cells) + " |", flush=True)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What can be told of a layout only from the model itself, which is built on the meta device: no process, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from armature.errors import ConfigError
+from armature.parallel import ties
+from armature.parallel.plan import Plan
+from armature.parallel.tensor import matches
+
+
+def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
+    """Where a plan does not fit its model: names that are not there, matrices that an axis does not divide.
+
+    Args:
+        make: builds the model.
+        sizes: of the mesh's axes.
+    """
+    with torch.device("meta"):
+        model = make()
+    name = type(model).__name__
+    try:
+        blocks = model.get_submodule(plan.blocks)
+    except AttributeError:
+        return [f"The plan's blocks={plan.blocks!r} is no submodule of {name}: correct plan.py."]
+    if not isinstance(blocks, nn.ModuleDict):
+        return [f"The plan's blocks={plan.blocks!r} is a {type(blocks).__name__}; {name} needs an nn.ModuleDict there."]
+    found = [
+        f"The plan's {which}={end!r} is no submodule of {name}: correct plan.py."
+        for which, ends in (("first", plan.first), ("last", plan.last))
+        for end in ends
+        if not isinstance(getattr(model, end, None), nn.Module)
+    ]
+    if sizes["pipe"] > 1:
+        found += _loose(model)
+        crossing = [names for names in ties.find(model) if len({_part(n, plan) for n in names}) > 1]
+        found += [
+            f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share." for names in crossing
+        ]
+    if sizes["tensor"] > 1:
+        try:
+            styles = matches(model, plan)
+        except ConfigError as error:
+            return found + error.problems
+        found += _indivisible(model, styles, tensor=sizes["tensor"])
+    return found
+
+
+def _part(name: str, plan: Plan) -> str:
+    first = name.split(".")[0]
+    return "first" if first in plan.first else "last" if first in plan.last else name.split(".")[1]
+
+
+def _loose(model: nn.Module) -> list[str]:
+    loose = [name for name, param in model._parameters.items() if param is not None]
+    return [f"{type(model).__name__} holds {', '.join(loose)} itself, so no pipeline stage owns it."] if loose else []
+
+
+def _indivisible(model: nn.Module, styles: dict[str, str], *, tensor: int) -> list[str]:
+    dims = {"column": 0, "logits": 0, "vocabulary": 0, "row": 1}
+    found = {}
+    for name, style in styles.items():
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if style in dims and weight is not None and weight.shape[dims[style]] % tensor:
+            shape = tuple(weight.shape)
+            found[style, shape] = (
+                f"strategy.tensor={tensor} does not divide dim {dims[style]} of {name}.weight {shape}, a {style}."
+            )
+    return list(found.values())

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from armature.errors import ConfigError
+from armature.models.decoder.model import Decoder
+from armature.parallel import checkpoint, convert
+from armature.parallel.initialisation import initialise_by_name, materialise
+from tests.parallel.harness import on_ranks
+
+MODEL = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 2}
+
+
+class Holder(nn.Module):
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = Decoder(**{**MODEL, **changes})
+        initialise_by_name(self, seed=0, names=materialise(self, device=torch.device("cpu")))
+
+
+def stepped(module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    vectors = [p for p in module.parameters() if p.ndim == 1]
+    optimizer = make([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+    for _ in range(steps):
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return optimizer
+
+
+def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    names = checkpoint.parameter_names(module)
+    tensors = checkpoint.module_state(module) | checkpoint.optimizer_state(optimizer, names, index=0)
+    groups = [checkpoint.param_groups(optimizer, checkpoint.group_names(optimizer, names))]
+    checkpoint.save(directory, tensors, {"global_step": 1, "param_groups": groups}, **options)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    module = Holder()
+    save(tmp_path / "step=1", module, stepped(module))
+    return tmp_path / "step=1"
+
+
+def test_weights_state_and_groups_come_back_whatever_the_order_of_groups(saved: Path) -> None:
+    reference = Holder()
+    before = stepped(reference)
+    module = Holder()
+    groups = [
+        {"params": [p for p in reversed(list(module.parameters())) if p.ndim == 1], "weight_decay": 0.5},
+        {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=5.0)
+    meta = checkpoint.load(saved, module, [optimizer])
+    assert meta["global_step"] == 1
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+    assert all(group["lr"] == 1e-2 for group in optimizer.param_groups)
+    for (name, param), other in zip(module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(optimizer.state[param], before.state[other], rtol=0, atol=0)
+
+
+def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"Not in the checkpoint: model\.blocks\.2\.attention"):
+        checkpoint.load(saved, Holder(layers=3), [])
+    with pytest.raises(ValueError, match=r"Not in the model: model\.blocks\.1\.attention"):
+        checkpoint.load(saved, Holder(layers=1), [])
+    with pytest.raises(ValueError, match=r"model\.embed\.weight is \(32, 16\) there and \(48, 16\) here"):
+        checkpoint.load(saved, Holder(vocab_size=48), [])
+
+
+def test_another_optimisers_state_is_refused(saved: Path) -> None:
+    module = Holder()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="saved with another optimiser: its state holds exp_avg, exp_avg_sq, step"):
+        checkpoint.load(saved, module, [sgd])
+
+
+def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(saved: Path) -> None:
+    module = Holder()
+
+    def full_disk(part: Path) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save(saved, module, stepped(module, steps=2), seal=full_disk)
+    assert checkpoint.load(saved, Holder(), [])["global_step"] == 1
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["step=1", "step=1.part"]
+
+
+def test_seal_sees_the_complete_directory_before_it_has_its_name(tmp_path: Path) -> None:
+    module, seen = Holder(), []
+
+    def seal(part: Path) -> None:
+        seen.append((part.name, (tmp_path / "step=1").exists(), (part / ".metadata").exists()))
+
+    save(tmp_path / "step=1", module, stepped(module), seal=seal)
+    assert seen == [("step=1.part", False, True)]
+
+
+def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_path: Path) -> None:
+    names = convert.to_safetensors(saved, tmp_path / "weights.safetensors")
+    assert "blocks.0.attention.q.weight" in names
+    convert.from_safetensors(tmp_path / "weights.safetensors", tmp_path / "again")
+    first, second = (checkpoint.load_full_state_dict(d) for d in (saved, tmp_path / "again"))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match="no averaged weights"):
+        convert.to_safetensors(saved, tmp_path / "average.safetensors", average=True)
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        convert.to_safetensors(tmp_path / "nothing", tmp_path / "nothing.safetensors")
+
+
+def _fails_on_one_rank(folder: str) -> str:
+    from armature.parallel import process_group
+
+    def seal(part: Path) -> None:
+        raise OSError("No space left on device")
+
+    try:
+        checkpoint.save(Path(folder) / "step=1", {"x": torch.ones(3)}, {}, seal=seal)
+    except OSError as error:
+        return f"{process_group.rank()}: {error}"
+    return "saved"
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    messages = on_ranks(_fails_on_one_rank, str(tmp_path), ranks=2)
+    assert messages[0] == "0: No space left on device"
+    assert "rank 0 failed: OSError: No space left" in messages[1]
+
+
+def test_initial_weights_depend_on_name_and_seed_alone() -> None:
+    deep, shallow = Holder(), Holder(layers=1)
+    torch.testing.assert_close(deep.model.embed.weight, shallow.model.embed.weight, rtol=0, atol=0)
+    other = partial(initialise_by_name, seed=1)
+    changed = Holder()
+    other(changed)
+    assert not torch.equal(changed.model.embed.weight, deep.model.embed.weight)
+
+
+def test_a_hollow_model_that_cannot_initialise_itself_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="'weight' was built on the meta device"):
+        initialise_by_name(model, seed=0, names=materialise(model, device=torch.device("cpu")))
+
+
+def test_tied_parameters_stay_one_when_they_get_memory() -> None:
+    tied = Holder(tied=True).model
+    assert tied.head.weight is tied.embed.weight

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from armature.models.decoder.plan import PLAN
+from armature.parallel import checks
+from armature.parallel.plan import Plan
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "strategy"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"_target_": "armature.strategies.SingleDevice"}),
+    "ddp": (2, {"_target_": "armature.strategies.DDP"}),
+    "shard": (2, {"shard": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "pipeline": (2, {"pipe": 2}),
+    "deepspeed": (2, {"_target_": "armature.strategies.DeepSpeed", "stage": 2}),
+    "zero3": (2, {"_target_": "armature.strategies.DeepSpeed", "stage": 3}),
+}
+MESH = {
+    "_target_": "armature.strategies.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1, "tensor": 1,
+    "schedule": "1f1b", "microbatches": 4, "stages": None, "sequence_parallel": True,
+}  # fmt: skip
+MODEL = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+
+
+def found(
+    strategy: dict[str, Any],
+    *,
+    world_size: int = 2,
+    model: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    plan: Plan | None = PLAN,
+    micro_batch_size: int = 8,
+    **cfg: Any,
+) -> list[str]:
+    defaults = {
+        "precision": "32-true",
+        "accelerator": "gpu",
+        "gradient_clip_val": 1.0,
+        "gradient_clip_algorithm": "norm",
+    }
+    base = MESH if "_target_" not in strategy else {}
+    whole = {
+        "strategy": base | strategy,
+        "trainer": defaults | (trainer or {}),
+        "model": MODEL | (model or {}),
+        "data": {"micro_batch_size": micro_batch_size},
+        "optimizer": {"_target_": "torch.optim.AdamW"},
+        "callbacks": {},
+    } | cfg
+    return checks.problems(whole, world_size=world_size, plan=plan)
+
+
+def with_feature(feature: str) -> dict[str, Any]:
+    """What a feature of the table is in a configuration: arguments of `found`."""
+    key, _, value = feature.partition("=")
+    if feature == "ema":
+        return {"callbacks": {"ema": {"_target_": "armature.callbacks.ema.EMA"}}}
+    if feature == "muon":
+        return {"optimizer": {"_target_": "armature.optim.muon.Muon"}}
+    if key == "clip":
+        return {"trainer": {"gradient_clip_algorithm": value}}
+    return {"strategy": {key: value}} if value else {"trainer": {"precision": feature}}
+
+
+@pytest.mark.parametrize("kind", checks.KINDS)
+@pytest.mark.parametrize("feature", checks.FEATURES)
+def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, kind: str) -> None:
+    world_size, strategy = LAYOUTS[kind]
+    arguments = with_feature(feature)
+    problems = found(strategy | arguments.pop("strategy", {}), world_size=world_size, **arguments)
+    columns = ("deepspeed", "zero3") if kind == "zero3" else (kind,)
+    refused = [checks.REFUSED[feature, column] for column in columns if (feature, column) in checks.REFUSED]
+    assert len(problems) == len(refused), problems
+    for reason, problem in zip(refused, problems, strict=True):
+        assert reason in problem
+        assert "Type" in problem
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        ({"tensor": 2}, {"model": {"heads": 3}}, "does not divide model.heads=3"),
+        (
+            {"tensor": 4},
+            {"world_size": 4},
+            "strategy.tensor=4 does not divide model.kv_heads=2. Type strategy.tensor=2",
+        ),
+        ({"tensor": 2}, {"model": {"vocab_size": 97}}, "model.vocab_size=98"),
+        ({"tensor": 2}, {"model": {"context": 15}}, "strategy.sequence_parallel=false"),
+        ({"tensor": 2}, {"plan": None}, "has no plan"),
+        ({"pipe": 2}, {"plan": None}, "has no plan"),
+        ({"pipe": 2}, {"model": {"layers": 1}}, "makes 2 stages, but model.layers=1"),
+        ({"pipe": 2, "schedule": "zero_bubble"}, {"model": {"layers": 3}}, "Type strategy.pipe=1"),
+        ({"pipe": 2, "microbatches": 1}, {}, "too few .* Type strategy.microbatches=2"),
+        ({"pipe": 2, "schedule": "interleaved_1f1b", "microbatches": 3}, {"micro_batch_size": 9}, "microbatches=4"),
+        ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not divided"),
+        ({"pipe": 2, "stages": [3, 2]}, {}, "must be 2 numbers from 1 that add up to model.layers=4"),
+        ({"pipe": 2, "schedule": "fifo"}, {}, "Type one of gpipe"),
+        ({"pipe": 2}, {"model": {"tied": True}}, "Type model.tied=false"),
+        ({"pipe": 2, "schedule": "zero_bubble", "compile": "block"}, {}, "Type strategy.compile=none"),
+        ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
+        ({"shard": 3}, {}, "does not make up the 2 processes"),
+        ({"_target_": "armature.strategies.DataParallel"}, {}, "Type strategy=ddp trainer.devices=N"),
+        ({"_target_": "armature.strategies.SingleDevice"}, {}, "strategy=single is one process"),
+        (
+            {"_target_": "armature.strategies.DDP"},
+            {"trainer": {"precision": "16-mixed", "accelerator": "cpu"}},
+            "16-mixed needs a GPU",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_before_launch(strategy: dict, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        raise ValueError("\n".join(found(strategy, **arguments)))
+
+
+def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:
+    for world_size, strategy in LAYOUTS.values():
+        assert found(strategy, world_size=world_size) == []
+
+
+def test_data_axis_leaves_out_tensor_and_pipeline() -> None:
+    assert checks.data_size(MESH | {"pipe": 2, "replicate": 2, "shard": "auto", "tensor": 2}, 16) == 4
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
+    node = OmegaConf.load(file)
+    node = node.get("strategy", node)
+    assert checks.kind({"_target_": node["_target_"]}, world_size=2) != "other"
+
+
+def test_checks_need_no_torch() -> None:
+    code = "import sys, armature.parallel.checks, armature.models.decoder.plan; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parents[2])

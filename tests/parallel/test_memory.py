@@ -1,0 +1,45 @@
+"""A sharded model is built without any rank ever holding all of it."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+
+from tests.parallel.harness import on_ranks
+
+MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads": 8}
+
+
+def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
+    """Bytes of the whole model, of its largest parameter, and by how much this rank's peak grew while it was built."""
+    import torch
+
+    from armature.models.decoder.model import Decoder
+    from armature.models.decoder.plan import PLAN
+    from armature.parallel import apply, mesh
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    options = apply.Options(
+        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
+        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
+    )  # fmt: skip
+    sizes = {"pipe": 1, "replicate": 1, "shard": shard, "tensor": 1}
+    device_mesh = mesh.build(sizes, device_type="cpu")
+    with torch.device("meta"):
+        model = Decoder(**model_args)
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    largest = max(p.numel() for p in model.parameters()) * 4
+    before = peak()
+    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    return whole, largest, peak() - before
+
+
+@pytest.mark.slow
+def test_a_rank_needs_its_shard_and_one_parameter_to_build_a_model() -> None:
+    ranks = 4
+    for whole, largest, grew in on_ranks(build, MODEL, ranks, ranks=ranks):
+        assert grew < whole / ranks + 3 * largest, (whole, largest, grew)

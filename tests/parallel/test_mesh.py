@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from armature.parallel.mesh import resolve
+
+
+def sizes(**axes: int | str) -> dict[str, int | str]:
+    return {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1, **axes}
+
+
+def test_auto_takes_the_processes_that_are_left() -> None:
+    assert resolve(sizes(shard="auto", tensor=2), world_size=8) == {"pipe": 1, "replicate": 1, "shard": 4, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("axes", "world", "message"),
+    [
+        (sizes(shard=2, tensor=2), 8, "4 does not make up the 8 processes. Type trainer.devices=4"),
+        (sizes(shard="auto", tensor=3), 8, "Type trainer.devices=9"),
+        (sizes(shard="auto", pipe="auto"), 8, "only one axis may be auto"),
+        (sizes(shard=0), 1, "strategy.shard=0: an axis has at least one rank"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_a_remedy(axes: dict, world: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(axes, world_size=world)

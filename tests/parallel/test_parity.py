@@ -1,0 +1,142 @@
+"""Every layout trains as one process does: losses, gradient norms, final weights, resumes. `make parity` runs all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.harness import LAYOUTS, Job, Run, difference, fit, mesh
+
+TOLERANCE = 1e-5
+VIT = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10, "width": 32, "layers": 4, "heads": 4}
+CONV = {"image_size": 8, "channels": 1, "classes": 10, "width": 8}
+ENCODER = {"vocab_size": 96, "context": 16, "width": 32, "depth": 4}
+DEEPSPEED = "deepspeed 3 at 2"
+
+
+def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
+    run = fit(job)
+    far = difference(run, _reference(job))
+    assert max(far.values()) <= tolerance, far
+    return run
+
+
+_references: dict[str, Run] = {}
+
+
+def _reference(job: Job) -> Run:
+    alone = replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None)
+    key = repr(alone)
+    if key not in _references:
+        _references[key] = fit(alone)
+    return _references[key]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
+def test_layout_trains_as_one_process_does(name: str) -> None:
+    assert_same(LAYOUTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"])
+def test_validation_agrees(name: str) -> None:
+    job = replace(LAYOUTS[name], validate=True)
+    run = assert_same(job)
+    assert run.facts["val/loss"] == pytest.approx(_reference(job).facts["val/loss"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False}])
+def test_tied_embeddings_stay_tied(options: dict) -> None:
+    job = mesh(2, **options)
+    assert_same(replace(job, model_args={**job.model_args, "tied": True}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
+def test_vision_transformer_trains_under_every_axis(options: dict) -> None:
+    assert_same(replace(mesh(2, **options), model="armature.models.vit.model.VisionTransformer", model_args=VIT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
+def test_clipping_by_value_agrees(options: dict) -> None:
+    assert_same(replace(mesh(2, **options), clip=1e-3, clip_algorithm="value"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [Job("DDP", ranks=2), mesh(2, shard=2)], ids=["ddp", "fsdp"])
+def test_a_model_without_a_plan_trains_and_its_batchnorm_sees_all_ranks(job: Job) -> None:
+    assert_same(replace(job, model="tests.parallel.users.conv.ConvNet", model_args=CONV))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "job",
+    [Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, tensor=2), mesh(2, pipe=2), LAYOUTS["2×2×2"], LAYOUTS[DEEPSPEED]],
+    ids=["ddp", "fsdp", "tensor", "pipeline", "3d", "deepspeed"],
+)
+def test_a_users_model_with_a_plan_of_ten_lines_trains_under_all(job: Job) -> None:
+    assert_same(replace(job, model="tests.parallel.users.encoder.model.Encoder", model_args=ENCODER))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["every", "selective", 2])
+@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
+def test_recomputation_changes_nothing(mode: str | int, options: dict) -> None:
+    assert_same(mesh(2, activation_checkpointing=mode, **options))
+
+
+@pytest.mark.slow
+def test_the_default_optimiser_agrees_when_matrices_are_divided() -> None:
+    job = replace(LAYOUTS["fsdp 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
+    assert_same(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp 2", "fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_agrees_within_its_rounding(name: str, precision: str) -> None:
+    assert_same(replace(LAYOUTS[name], precision=precision), tolerance=2e-2)
+
+
+RESUMES = [
+    ("single", "2×2×2"),
+    ("2×2×2", "ddp 2"),
+    ("ddp 2", "fsdp 2 × tensor 2"),
+    ("fsdp 2 × tensor 2", "pipeline 2, zero bubble"),
+    ("pipeline 2, zero bubble", DEEPSPEED),
+    (DEEPSPEED, "single"),
+    ("deepspeed 1 at 2", "fsdp 2"),
+    ("fsdp 2, ZeRO-2", "deepspeed 2 at 2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "resumed"), RESUMES)
+def test_what_one_layout_saved_another_goes_on_from(saved: str, resumed: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step=6")
+    fit(replace(LAYOUTS[saved], steps=6, save=folder))
+    assert_same(replace(LAYOUTS[resumed], resume=folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "resumed"), [("single", "fsdp 2, ZeRO-2"), ("tensor 2", "pipeline 2, 1f1b")])
+def test_averaged_weights_are_saved_and_resumed_under_any_layout(saved: str, resumed: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step=6")
+    fit(replace(LAYOUTS[saved], steps=6, ema=0.9, save=folder))
+    job = replace(LAYOUTS[resumed], ema=0.9, validate=True, resume=folder)
+    run = assert_same(job)
+    assert run.facts["val/loss"] == pytest.approx(_reference(job).facts["val/loss"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2×2", "fsdp 2 × tensor 2"])
+def test_a_rank_holds_its_share_of_weights_gradients_and_optimiser_state(name: str) -> None:
+    job = LAYOUTS[name]
+    share = (job.options.get("tensor") or 1) * 2  # each of them shards over two
+    whole = _reference(job).facts["bytes"]
+    assert fit(job).facts["bytes"] == pytest.approx(whole / share, rel=0.1)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armature.parallel.split import SCHEDULES, balanced, bubble_share, stages_of_rank
+
+
+@given(
+    costs=st.lists(st.integers(1, 50), min_size=1, max_size=9),
+    stages=st.integers(1, 5),
+    first=st.integers(0, 60),
+    last=st.integers(0, 60),
+)
+def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], stages: int, first: int, last: int) -> None:
+    if len(costs) < stages:
+        with pytest.raises(ValueError, match="cannot fill"):
+            balanced(costs, stages=stages)
+        return
+
+    def dearest(sizes: list[int]) -> int:
+        starts = [sum(sizes[:i]) for i in range(stages)]
+        prices = [sum(costs[a : a + n]) for a, n in zip(starts, sizes, strict=True)]
+        prices[0] += first
+        prices[-1] += last
+        return max(prices)
+
+    def cuts(n: int, parts: int) -> list[list[int]]:
+        return [[n]] if parts == 1 else [[k, *rest] for k in range(1, n - parts + 2) for rest in cuts(n - k, parts - 1)]
+
+    sizes = balanced(costs, stages=stages, first=first, last=last)
+    assert sum(sizes) == len(costs)
+    assert min(sizes) >= 1
+    assert dearest(sizes) == min(dearest(other) for other in cuts(len(costs), stages))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_stage_is_held_once(schedule: str, ranks: int) -> None:
+    held = [stage for rank in range(ranks) for stage in stages_of_rank(rank, ranks=ranks, schedule=schedule)]
+    assert sorted(held) == list(range(ranks * SCHEDULES[schedule][0]))
+
+
+def test_bubble_shrinks_from_schedule_to_schedule_and_with_more_microbatches() -> None:
+    shares = [bubble_share(s, ranks=4, microbatches=8) for s in ("gpipe", "interleaved_1f1b", "zero_bubble")]
+    assert shares == pytest.approx([3 / 11, 1.5 / 9.5, 0.0])
+    assert bubble_share("1f1b", ranks=4, microbatches=32) < bubble_share("1f1b", ranks=4, microbatches=8)
