@@ -1,8 +1,8 @@
 """Measure a trained model on held-out data.
 
-    python scripts/evaluate.py outputs/<run.name>
-    python scripts/evaluate.py outputs/<run.name> --split val --best
-    python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 --set data.eval_batch_size=64
+python scripts/evaluate.py outputs/<run.name>
+python scripts/evaluate.py outputs/<run.name> --split val --best
+python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 --set data.eval_batch_size=64
 """
 
 import argparse
@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--split", choices=("val", "test"), default="test")
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="change the run's configuration")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="change the run's configuration"
+    )
     args = parser.parse_args()
     try:
         evaluate(args)

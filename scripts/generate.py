@@ -1,7 +1,7 @@
 """Sample text from a trained language model.
 
-    python scripts/generate.py outputs/<run.name>
-    python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
+python scripts/generate.py outputs/<run.name>
+python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
 """
 
 import argparse
@@ -49,7 +49,7 @@ def generate(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
     tokenizer = Tokenizer.from_file(str(file))
     device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
-    model = load_task(cfg, checkpoint).model.to(device)
+    model = load_task(cfg, checkpoint).get_submodule("model").to(device)
     prompt = tokenizer.encode(args.prompt).ids
     if not prompt:
         raise ConfigError("--prompt is empty: give at least one character.")

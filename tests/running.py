@@ -60,7 +60,13 @@ def command(*overrides: str, corpus: Path, launcher: list[str] | None = None, ti
 
 
 def train(
-    *overrides: str, cwd: Path, corpus: Path, launcher: list[str] | None = None, timeout: float = 240, check: bool = True, **extra: str
+    *overrides: str,
+    cwd: Path,
+    corpus: Path,
+    launcher: list[str] | None = None,
+    timeout: float = 240,
+    check: bool = True,
+    **extra: str,
 ) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(
         command(*overrides, corpus=corpus, launcher=launcher),

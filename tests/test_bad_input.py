@@ -16,7 +16,11 @@ def train(*overrides: str, cwd: Path, **environment: str) -> subprocess.Complete
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "WANDB_"))}
     env |= {"ARMATURE_CACHE": str(cwd / "cache")}
     return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *overrides], cwd=cwd, env={**env, **environment}, capture_output=True, text=True
+        [sys.executable, str(ROOT / "train.py"), *overrides],
+        cwd=cwd,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -55,7 +59,10 @@ CASES = {
     "empty corpus": (["data=text", "data.path=empty.txt"], ["empty.txt"]),
     "binary corpus": (["data=text", "data.path=binary.bin"], ["binary.bin"]),
     "field that is not there": (["data=text", "data.path=lines.jsonl", "data.source.field=body"], ["body", "text"]),
-    "context longer than the corpus": (["data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=65536"], ["data.context=65536", "is longer"]),
+    "context longer than the corpus": (
+        ["data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=65536"],
+        ["data.context=65536", "is longer"],
+    ),
     "a required value": (["data=text"], ["data.path"]),
     "wandb without a key": (["logger=wandb"], ["WANDB_API_KEY", "logger.wandb.offline=true"]),
     "target outside the allowed packages": (["model._target_=os.system"], ["os.system", "launch.allowed_packages"]),
@@ -91,7 +98,9 @@ def test_several_mistakes_are_told_together(folder):
 
 
 def test_several_mistakes_of_the_second_kind_are_told_together(folder):
-    stderr = refused(train("trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb", cwd=folder, HOME=str(folder)))
+    stderr = refused(
+        train("trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb", cwd=folder, HOME=str(folder))
+    )
     assert "4 problems" in stderr
 
 
@@ -106,8 +115,9 @@ def test_an_unwritable_output_folder(tmp_path):
 
 
 def test_more_cpu_processes_than_cores_are_a_warning():
-    from armature.validation import checks
     from omegaconf import OmegaConf
+
+    from armature.validation import checks
 
     cfg = OmegaConf.create({"trainer": {"devices": 512, "accelerator": "cpu"}})
     assert checks._device_problems(cfg) == []

@@ -66,7 +66,9 @@ def test_what_is_not_offered_says_why(name):
         checks.check(composed(name))
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")])
+@pytest.mark.parametrize(
+    "name", [n for n in FILES if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")]
+)
 def test_every_target_is_built(name, tmp_path):
     cfg = composed(name)
     cfg.run.name, cfg.run.dir = "run", str(tmp_path / "run")

@@ -43,7 +43,9 @@ def test_models_are_plain_torch(file):
 
 
 def test_a_violation_is_seen(tmp_path):
-    (tmp_path / "task.py").write_text("def f():\n    from torch import distributed as d\n    import torch.distributed\n")
+    (tmp_path / "task.py").write_text(
+        "def f():\n    from torch import distributed as d\n    import torch.distributed\n"
+    )
     assert starting(imports(tmp_path / "task.py"), "torch.distributed") == {"torch.distributed"}
 
 

@@ -42,7 +42,15 @@ def assert_same_losses(run_dir, single):
 
 def test_one_process_fills_the_run_directory(single):
     names = {path.name for path in single.iterdir()}
-    assert names >= {"config.yaml", "overrides.txt", "checkpoints", "metrics.csv", "summary.json", "logs", "tensorboard"}
+    assert names >= {
+        "config.yaml",
+        "overrides.txt",
+        "checkpoints",
+        "metrics.csv",
+        "summary.json",
+        "logs",
+        "tensorboard",
+    }
     assert [row["step"] for row in running.rows(single)] == ["1", "2", "3", "4", "5", "6"]
     assert [bool(row["val/loss"]) for row in running.rows(single)] == [False, False, True, False, False, True]
     assert (single / "checkpoints" / "last").read_text() == "step=000006\n"
@@ -145,7 +153,11 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, 
     output = process.communicate(timeout=30)[0]
     assert time.monotonic() - started < 10, output
     assert process.returncode == code, output
-    running.wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members), seconds=3, what="no orphan")
+    running.wait_for(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members),
+        seconds=3,
+        what="no orphan",
+    )
     assert "Traceback" not in output
     steps = running.summary(tmp_path / "outputs" / "run")["global_step"]
     assert running.summary(tmp_path / "outputs" / "run")["stop_reason"] == number.name
@@ -163,10 +175,14 @@ def test_killing_the_agent_leaves_no_orphan(corpus, tmp_path):
     assert len(members) >= 3
     process.kill()
     process.communicate()
-    running.wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members), seconds=10, what="no orphan")
+    running.wait_for(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members),
+        seconds=10,
+        what="no orphan",
+    )
 
 
-BROKEN = '''
+BROKEN = """
 from armature.tasks.language_modeling import LanguageModeling
 
 
@@ -175,7 +191,7 @@ class Broken(LanguageModeling):
         if self.trainer.global_step == 2 and self.trainer.global_rank == self.trainer.world_size - 1:
             raise ArithmeticError("the deliberate mistake")
         return super().training_step(batch, batch_idx)
-'''
+"""
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -219,7 +235,12 @@ def log_records(data: bytes):
 
 def test_wandb_offline_can_be_read_back(corpus, tmp_path):
     running.train(
-        "logger=[tensorboard,wandb]", "logger.wandb.offline=true", "run.name=run", cwd=tmp_path, corpus=corpus, HOME=str(tmp_path)
+        "logger=[tensorboard,wandb]",
+        "logger.wandb.offline=true",
+        "run.name=run",
+        cwd=tmp_path,
+        corpus=corpus,
+        HOME=str(tmp_path),
     )
     from wandb.proto import wandb_internal_pb2
 
@@ -257,7 +278,15 @@ def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
 
 def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
     evaluate = subprocess.run(
-        [sys.executable, str(running.ROOT / "scripts" / "evaluate.py"), str(single), "--split", "val", "--set", "trainer.precision=32-true"],
+        [
+            sys.executable,
+            str(running.ROOT / "scripts" / "evaluate.py"),
+            str(single),
+            "--split",
+            "val",
+            "--set",
+            "trainer.precision=32-true",
+        ],
         cwd=tmp_path,
         env=running.environment(),
         capture_output=True,
@@ -268,7 +297,17 @@ def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
     texts = []
     for _ in range(2):
         generate = subprocess.run(
-            [sys.executable, str(running.ROOT / "scripts" / "generate.py"), str(single), "--prompt", "line ", "--tokens", "9", "--seed", "3"],
+            [
+                sys.executable,
+                str(running.ROOT / "scripts" / "generate.py"),
+                str(single),
+                "--prompt",
+                "line ",
+                "--tokens",
+                "9",
+                "--seed",
+                "3",
+            ],
             cwd=tmp_path,
             env=running.environment(),
             capture_output=True,

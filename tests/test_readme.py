@@ -21,7 +21,9 @@ def clone(tmp_path_factory):
     for name in ("configs", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copy(ROOT / "train.py", folder)
-    blocks = re.findall(r"```(?:python|yaml)\n# ((?:src|configs)/\S+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```(?:python|yaml)\n# ((?:src|configs)/\S+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     assert len(blocks) == 7
     for name, text in blocks:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -31,7 +33,15 @@ def clone(tmp_path_factory):
 
 def run(clone: Path, *overrides: str) -> Path:
     result = subprocess.run(
-        [sys.executable, "train.py", "experiment=moons", "logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true", *overrides],
+        [
+            sys.executable,
+            "train.py",
+            "experiment=moons",
+            "logger=none",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32-true",
+            *overrides,
+        ],
         cwd=clone,
         env={**running.environment(), "PYTHONPATH": ""},
         capture_output=True,
@@ -53,5 +63,7 @@ def test_the_example_learns_and_the_strategy_does_not_change_it(clone):
 
 def test_every_make_target_that_the_readme_names_exists():
     named = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text()))
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
+    listed = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, env=dict(os.environ)
+    ).stdout
     assert named - set(re.findall(r"make ([a-z-]+)", listed)) <= {"your"}

@@ -76,14 +76,14 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
     """Names the run after its experiment, or after its sweep and the number of the trial."""
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
-    label = choices.get("experiment") or choices.get("model")
+    label = str(choices.get("experiment") or choices.get("model"))
     trial = f"{Path(hydra.sweep.dir).name}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
 
 
 def overrides() -> list[str]:
     """What was typed; references to the environment stay references."""
-    return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)]
+    return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
 
 
 def accelerator(name: str) -> str:

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 
 class RunFailed(Exception):
-    """The run ended early: by a signal, or by an error whose traceback, from the rank that failed first, is the text."""
+    """The run ended early: by a signal, or by an error. The text is the traceback of the rank that failed first."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)

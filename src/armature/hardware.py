@@ -25,7 +25,7 @@ def _cuda_driver() -> ctypes.CDLL | None:
 
 @functools.cache
 def gpu_count() -> int:
-    """GPUs that this process sees (CUDA_VISIBLE_DEVICES counted in), NVIDIA's through the driver, AMD's through torch."""
+    """GPUs that this process sees, CUDA_VISIBLE_DEVICES counted in: NVIDIA's by the driver, AMD's by torch."""
     if (driver := _cuda_driver()) is not None:
         count = ctypes.c_int()
         return count.value if driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0

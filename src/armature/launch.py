@@ -1,8 +1,8 @@
 """From a checked configuration to running ranks: in this process, through torch's elastic agent, or as a rank already.
 
-    one process                  the worker runs here
-    several processes            torch's elastic agent (the engine of torchrun) starts and watches them
-    under torchrun or srun       this process is one of the ranks and joins the others
+one process                  the worker runs here
+several processes            torch's elastic agent (the engine of torchrun) starts and watches them
+under torchrun or srun       this process is one of the ranks and joins the others
 """
 
 import os
@@ -54,8 +54,9 @@ def _check_world(cfg: DictConfig) -> None:
     if started != asked:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
         raise ConfigError(
-            f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} asks for {asked} processes, "
-            f"but the launcher started {started}. Type trainer.devices={local} trainer.num_nodes={started // local}."
+            f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} asks for {asked} "
+            f"processes, but the launcher started {started}. "
+            f"Type trainer.devices={local} trainer.num_nodes={started // local}."
         )
 
 
@@ -114,7 +115,8 @@ def _first_failure(error: Exception, folder: Path) -> str:
     rank, failure = error.get_first_failure()  # pyright: ignore[reportAttributeAccessIssue]
     data = failure.error_file_data.get("message", {}) if isinstance(failure.error_file_data, dict) else {}
     text = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, dict) else None
-    head = f"Rank {rank} failed first (exit code {failure.exitcode}); its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
+    file = folder / "logs" / f"rank_{rank:04d}.log"
+    head = f"Rank {rank} failed first (exit code {failure.exitcode}); its log is {file}."
     return f"{text or failure.message}\n{head}"
 
 
@@ -122,7 +124,9 @@ def _raise_if_stopped(cfg: DictConfig) -> None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is not None and summary["stop_reason"] in EXIT_CODES:
         name = summary["stop_reason"]
-        raise RunFailed(f"Stopped by {name} after step {summary['global_step']}. {_how_to_go_on(cfg)}", EXIT_CODES[name])
+        raise RunFailed(
+            f"Stopped by {name} after step {summary['global_step']}. {_how_to_go_on(cfg)}", EXIT_CODES[name]
+        )
 
 
 def _how_to_go_on(cfg: DictConfig) -> str:

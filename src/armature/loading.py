@@ -33,7 +33,7 @@ def open_run(path: Path, *, best: bool = False, overrides: list[str] | None = No
         OmegaConf.update(cfg, key, OmegaConf.create({"value": _parse(value)}).value)
     summary = run_dir.read_summary(directory)
     if best and path == directory:
-        name = summary and summary["best_checkpoint"]
+        name = summary["best_checkpoint"] if summary else None
         checkpoint = directory / "checkpoints" / Path(name).name if name else None
     else:
         checkpoint = resume.find(path)

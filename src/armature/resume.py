@@ -30,7 +30,9 @@ def problems(cfg: DictConfig) -> list[str]:
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
     if find(path) is None:
-        return [f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."]
+        return [
+            f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
+        ]
     return []
 
 

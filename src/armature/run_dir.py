@@ -1,13 +1,13 @@
 """The run directory: one for all ranks, restarts and requeues of a run.
 
-    outputs/<run.name>/
-      config.yaml      composed and resolved; values from the environment stay references
-      overrides.txt    what was typed
-      checkpoints/     step=000120/ …, and `last`, which names the newest complete one
-      metrics.csv      a row an optimiser step, and val/* and test/* values in the row of their step
-      summary.json     written when the run ends
-      logs/            one file a rank
-      tokenizer.json   of a language model
+outputs/<run.name>/
+  config.yaml      composed and resolved; values from the environment stay references
+  overrides.txt    what was typed
+  checkpoints/     step=000120/ …, and `last`, which names the newest complete one
+  metrics.csv      a row an optimiser step, and val/* and test/* values in the row of their step
+  summary.json     written when the run ends
+  logs/            one file a rank
+  tokenizer.json   of a language model
 """
 
 import json
@@ -62,7 +62,9 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     """
     run_dir = Path(cfg.run.dir)
     if cfg.resume == "never" and (run_dir / "checkpoints").exists():
-        raise ConfigError(f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on.")
+        raise ConfigError(
+            f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
+        )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     _replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
     _replace(run_dir / "overrides.txt", "".join(f"{override}\n" for override in overrides))
@@ -82,7 +84,7 @@ def read(run_dir: Path) -> DictConfig:
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:
     """Everything resolved, but `${oc.env:NAME}` left as it stands: no value of the environment reaches a file."""
     untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
-    replace = {"oc.env": _env_reference, "oc.decode": lambda value: f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value)}
+    replace = {"oc.env": _env_reference, "oc.decode": _decode_reference}
     originals = {"oc.env": oc.env, "oc.decode": oc.decode}
     try:
         for name, resolver in replace.items():
@@ -95,6 +97,11 @@ def without_secrets(cfg: DictConfig) -> dict[str, Any]:
 
 def _env_reference(name: str, *default: Any) -> str:
     return f"${{oc.env:{','.join([name, *('null' if d is None else str(d) for d in default)])}}}"
+
+
+def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
+    """Of a reference to the environment, a reference again; of anything else, what it decodes to."""
+    return f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value, _parent_, _node_)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, with three of its habits changed that would break a promise of ours."""
+"""Lightning's Trainer, with some of its habits changed that would break a promise of ours."""
 
 from typing import Any
 
@@ -22,6 +22,7 @@ class Trainer(L.Trainer):
     """Lightning's Trainer, but:
 
     - its signal handlers, and the broadcast of their flag before every batch, are replaced by callbacks/stop.py;
+    - validation also runs after the last step, wherever in an epoch that is;
     - loggers get the number of optimiser steps that are done as the step, for training, validation and test alike.
 
     Attributes:
@@ -32,6 +33,13 @@ class Trainer(L.Trainer):
         super().__init__(**kwargs)
         self._signal_connector = _NoSignals()
         self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+        validation_is_due = self.fit_loop.epoch_loop._should_check_val_fx
+
+        def due_now_or_at_the_end(data_fetcher: Any) -> bool:
+            at_the_end = self.global_step >= self.max_steps and self.fit_loop.epoch_loop._accumulated_batches_reached()
+            return validation_is_due(data_fetcher) or (at_the_end and self.enable_validation)
+
+        self.fit_loop.epoch_loop._should_check_val_fx = due_now_or_at_the_end
         log_metrics = self._logger_connector.log_metrics
 
         def log_at_global_step(metrics: dict[str, Any], step: int | None = None) -> None:
@@ -46,5 +54,5 @@ class Trainer(L.Trainer):
 
     @property
     def ran_out_of_time(self) -> bool:
-        timers = [callback for callback in self.callbacks if isinstance(callback, Timer)]
+        timers = [c for c in self.callbacks if isinstance(c, Timer)]  # pyright: ignore[reportAttributeAccessIssue]
         return any((timer.time_remaining() or 1.0) <= 0 for timer in timers if timer._duration is not None)

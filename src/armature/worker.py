@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,11 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
             "precision": str(cfg.trainer.precision),
             "parameters": trainer.parameter_count,
             "seconds": time.monotonic() - started,
-            "samples_per_second": step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None,
+            "samples_per_second": step_log.trained_samples / step_log.trained_seconds
+            if step_log.trained_seconds
+            else None,
             "peak_memory_bytes": _peak_memory(trainer),
-            "versions": {"torch": torch.__version__, "lightning": L.__version__},
+            "versions": {"torch": torch.__version__, "lightning": version("lightning")},
         }
         if data.tokens_per_sample is not None and summary["samples_per_second"]:
             summary["tokens_per_second"] = summary["samples_per_second"] * data.tokens_per_sample
@@ -160,7 +163,9 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> None:
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # tasks log values that torchmetrics has reduced
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")  # ours is: the sampler knows its position
+    warnings.filterwarnings(
+        "ignore", message=".*dataloader is not resumable.*"
+    )  # ours is: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
     rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
@@ -219,7 +224,7 @@ def _peak_memory(trainer: Trainer) -> int:
 
 def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, preview: str | None, data: Any) -> None:
     display.show_metrics(metrics)
-    for line in getattr(data, "baselines", lambda: [])():
+    for line in getattr(data, "baselines", list)():
         display.print(line)
     display.print(
         f"{summary['stop_reason']} at step {summary['global_step']} after {summary['seconds']:.0f} s; "
@@ -235,7 +240,7 @@ def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, pre
 
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Joins ranks that torchrun or srun started, and runs. Rank 0's configuration, run directory included, is everybody's."""
+    """Joins ranks that torchrun or srun started, and runs. Rank 0's configuration is everybody's."""
     process_group.init(backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator)
     try:
         if process_group.rank() == 0:
@@ -276,7 +281,9 @@ def main() -> None:
     handler.initialize()
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
-        process_group.init(backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator)
+        process_group.init(
+            backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator
+        )
         run(cfg)
     except Exception as error:
         handler.record_exception(error)

@@ -157,3 +157,38 @@ def test_a_hollow_model_that_cannot_initialise_itself_is_refused() -> None:
 def test_tied_parameters_stay_one_when_they_get_memory() -> None:
     tied = Holder(tied=True).model
     assert tied.head.weight is tied.embed.weight
+
+
+def _saves_in_background(folder: str) -> list[float]:
+    from armature.parallel.background import BackgroundSaver
+
+    saver, published = BackgroundSaver(), []
+    weight = torch.zeros(1 << 20)
+    for step in (1, 2):
+        weight.fill_(step)
+        saver.start(
+            Path(folder) / f"step={step}", {"weight": weight}, {"global_step": step}, published=published.append
+        )
+        weight.fill_(-1.0)  # training goes on at once
+    saver.finish()
+    saved = [checkpoint.load_full_state_dict(Path(folder) / f"step={step}")["weight"] for step in (1, 2)]
+    return [*(float(value.mean()) for value in saved), len(published)]
+
+
+@pytest.mark.slow
+def test_what_is_saved_in_the_background_is_the_moment_of_the_save(tmp_path: Path) -> None:
+    assert on_ranks(_saves_in_background, str(tmp_path), ranks=2) == [[1.0, 2.0, 2], [1.0, 2.0, 0]]
+
+
+def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(tmp_path: Path) -> None:
+    from armature.parallel.background import BackgroundSaver
+
+    def full_disk(part: Path) -> None:
+        raise OSError("No space left on device")
+
+    saver = BackgroundSaver()
+    saver.start(tmp_path / "step=1", {"weight": torch.ones(2)}, {}, seal=full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        saver.finish()
+    assert not (tmp_path / "step=1").exists()
+    saver.finish()

@@ -84,10 +84,16 @@ def test_a_users_model_with_a_plan_of_ten_lines_trains_under_all(job: Job) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["every", "selective", 2])
-@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
+@pytest.mark.parametrize(
+    ("mode", "options"), [("every", {"shard": 2}), ("selective", {"tensor": 2}), (2, {"pipe": 2})], ids=str
+)
 def test_recomputation_changes_nothing(mode: str | int, options: dict) -> None:
     assert_same(mesh(2, activation_checkpointing=mode, **options))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_change_nothing() -> None:
+    assert_same(mesh(2, shard=2, compile="block", activation_checkpointing="every"))
 
 
 @pytest.mark.slow
@@ -97,8 +103,17 @@ def test_the_default_optimiser_agrees_when_matrices_are_divided() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp 2", "fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("ddp 2", "bf16-mixed"),
+        ("fsdp 2", "bf16-mixed"),
+        ("tensor 2, sequence parallel", "bf16-mixed"),
+        ("pipeline 2, zero bubble", "bf16-mixed"),
+        ("fsdp 2", "bf16-true"),
+        ("pipeline 2, 1f1b", "bf16-true"),
+    ],
+)
 def test_bf16_agrees_within_its_rounding(name: str, precision: str) -> None:
     assert_same(replace(LAYOUTS[name], precision=precision), tolerance=2e-2)
 

@@ -135,7 +135,9 @@ def start(folder: Path) -> Iterator[Cluster]:
             )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]
-        running.wait_for(lambda: cluster.run(*up, check=False).split() == ["idle"] * 2, seconds=30, what="two idle nodes")
+        running.wait_for(
+            lambda: cluster.run(*up, check=False).split() == ["idle"] * 2, seconds=30, what="two idle nodes"
+        )
         yield cluster
         cluster.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
     finally:

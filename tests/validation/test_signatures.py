@@ -74,7 +74,8 @@ def test_each_mistake_is_named(node, words):
 def test_nothing_heavy_is_imported():
     code = (
         "import sys; from armature.validation import signatures as s;"
-        "assert s.find_definition('torch.optim.AdamW') and s.find_definition('lightning.pytorch.callbacks.EarlyStopping');"
+        "assert s.find_definition('torch.optim.AdamW');"
+        "assert s.find_definition('lightning.pytorch.callbacks.EarlyStopping');"
         "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})

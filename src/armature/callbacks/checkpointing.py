@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from armature.callbacks.step_log import StepLog
+from armature.callbacks.stop import StoppedBySignal
 
 
 class Checkpointing(Checkpoint):
@@ -70,7 +71,9 @@ class Checkpointing(Checkpoint):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
-        self._due = self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
+        self._due = (
+            self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
+        )
         if self._due and not self._validates_now(trainer):
             self._save(trainer)
 
@@ -86,6 +89,10 @@ class Checkpointing(Checkpoint):
         if self.at_end or trainer.should_stop:
             self._save(trainer)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
+            self._save(trainer)
+
     def _time_is_up(self, trainer: Trainer) -> bool:
         if self.every is None or trainer.global_step % 10:  # the ranks agree on the time, and not in every step
             return False
@@ -94,6 +101,7 @@ class Checkpointing(Checkpoint):
 
     def _validates_now(self, trainer: Trainer) -> bool:
         loop = trainer.fit_loop
+        assert loop._data_fetcher is not None
         return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # the very question Lightning asks next
 
     def _is_best(self, score: float | None) -> bool:
@@ -136,4 +144,3 @@ def write_pointer(directory: Path, name: str) -> None:
     part = directory / ".last.part"
     part.write_text(f"{name}\n")
     os.replace(part, directory / "last")
-

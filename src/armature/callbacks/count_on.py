@@ -1,5 +1,7 @@
 """Goes on counting after a resume with another number of ranks or another micro-batch size."""
 
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
@@ -12,7 +14,7 @@ class CountOn(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.global_step:
             return
-        progress = trainer.fit_loop.epoch_loop.batch_progress
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         # 1 if saved at a batch's end, which counts that batch as completed only when it goes on
         under_way = progress.current.processed - progress.current.completed
         in_epoch = trainer.datamodule.batches_seen_in_epoch  # pyright: ignore[reportAttributeAccessIssue]

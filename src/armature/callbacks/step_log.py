@@ -72,7 +72,9 @@ class StepLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(outputs, dict) and "loss" in outputs:  # the micro-batch's share: Lightning divides by accumulation
+        if (
+            isinstance(outputs, dict) and "loss" in outputs
+        ):  # the micro-batch's share: Lightning divides by accumulation
             loss = outputs["loss"].detach()
             self._loss = loss if self._loss is None else self._loss + loss
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
@@ -102,7 +104,11 @@ class StepLog(Callback):
         zero = torch.zeros((), device=device)
         columns = ("train/loss", "train/grad_norm")
         values = torch.stack(
-            [torch.as_tensor(zero if row[c] is None else row[c], device=device).float() for row in self._pending for c in columns]
+            [
+                torch.as_tensor(zero if row[c] is None else row[c], device=device).float()
+                for row in self._pending
+                for c in columns
+            ]
         ).view(-1, 2)
         mean = trainer.strategy.reduce(values.clone(), reduce_op="mean")
         now = time.perf_counter()

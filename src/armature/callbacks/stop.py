@@ -12,13 +12,13 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if
 
 
 class StoppedBySignal(Exception):
-    """Ends validation or test when a signal came; the ranks raise it together."""
+    """Ends training, validation or test when a signal came; the ranks raise it together."""
 
 
 class StopOnSignal(Callback):
     """A signal sets a flag and nothing else. The ranks agree on it after each batch and stop together.
 
-    Whatever a handler does in the middle of a step can meet a collective that another rank never enters. A second Ctrl-C
+    What a handler does in the middle of a step can meet a collective that another rank never enters. A second Ctrl-C
     ends the process at once.
 
     Attributes:
@@ -64,8 +64,9 @@ class StopOnSignal(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
+        # not should_stop: Lightning would validate before it stops
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and self.agreed(trainer):
-            trainer.should_stop = True
+            raise StoppedBySignal(self.received)
 
     def _stop_evaluation(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self.agreed(trainer):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,21 +135,41 @@ def save(
         meta: Lightning's remaining checkpoint; rank 0's is written.
         seal: called on rank 0 with the complete `.part` directory, just before the rename.
     """
+    part = prepare(directory)
+    with single_process_is_meant():
+        dcp.save(tensors, checkpoint_id=part, no_dist=not dist.is_initialized())
+    with together():
+        if process_group.rank() == 0:
+            complete(part, directory, meta, seal=seal)
+
+
+def prepare(directory: Path) -> Path:
+    """An empty `<directory>.part`, on all ranks."""
     part = directory.with_name(f"{directory.name}.part")
     with together():
         if process_group.rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-    dcp.save(tensors, checkpoint_id=part, no_dist=not dist.is_initialized())
-    with together():
-        if process_group.rank() == 0:
-            with (part / META).open("wb") as file:
-                torch.save(meta, file)
-                file.flush()
-                os.fsync(file.fileno())
-            if seal is not None:
-                seal(part)
-            publish(part, directory)
+    return part
+
+
+def complete(part: Path, directory: Path, meta: dict[str, Any], *, seal: Callable[[Path], None] | None) -> None:
+    """Write meta.pt beside the weights that all ranks have written, and give the directory its name."""
+    with (part / META).open("wb") as file:
+        torch.save(meta, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if seal is not None:
+        seal(part)
+    publish(part, directory)
+
+
+@contextmanager
+def single_process_is_meant() -> Iterator[None]:
+    """torch warns of saving and loading without a process group, which is just what one process does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def publish(part: Path, directory: Path) -> None:
@@ -216,7 +237,8 @@ def load(
         _check_optimizer(directory, saved, own, index=index)
         state |= {name: value for name, value in own.items() if name in saved}
     _check_sizes(directory, saved, state)
-    dcp.load(state, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    with single_process_is_meant():
+        dcp.load(state, checkpoint_id=directory, no_dist=not dist.is_initialized())
     for index, optimizer in enumerate(optimizers):
         for param in list(optimizer.state):
             prefix = f"{OPTIMIZER}.{index}.{names[param]}."
@@ -250,7 +272,8 @@ def load_tensors(directory: Path, names: Iterable[str], saved: dict[str, Any]) -
         else None
         for name in names
     }
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    with single_process_is_meant():
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state
 
 

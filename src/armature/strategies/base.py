@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.parallel import apply, blocks, gradients, initialisation, process_group
+from armature.parallel import apply, background, blocks, gradients, initialisation, process_group
 from armature.parallel import checkpoint as ckpt
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Common(_Base):
         grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
         data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
         seal: called on rank 0 with a complete checkpoint directory, just before it gets its name.
+        published: called on rank 0 with a checkpoint's directory, just after that.
+        save_in_background: a save then costs the step a copy; `seal` and `published` run in another thread.
         parameter_count: of the undivided model, whatever part of it is here.
         bubble_share: share of a step that the pipeline's schedule leaves idle; 0 without a pipeline.
     """
@@ -58,6 +60,9 @@ class Common(_Base):
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
         self.seal: Callable[[Path], None] | None = None
+        self.published: Callable[[Path], None] | None = None
+        self.save_in_background = False
+        self._saver = background.BackgroundSaver()
         self.extra_state: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
         self.cluster_environment = process_group.RankEnvironment()
 
@@ -186,7 +191,22 @@ class Common(_Base):
         for state in meta.pop("optimizer_states", []):
             tensors |= state["tensors"]
             groups.append(ckpt.merge_groups(process_group.all_gather_object(state["groups"])))
-        ckpt.save(Path(filepath), tensors, meta | {"param_groups": groups}, seal=self.seal)
+        meta["param_groups"] = groups
+        if self.save_in_background:
+            self._saver.start(Path(filepath), tensors, meta, seal=self.seal, published=self.published)
+            return
+        ckpt.save(Path(filepath), tensors, meta, seal=self.seal)
+        if self.published is not None and process_group.rank() == 0:
+            self.published(Path(filepath))
+
+    def finish_saves(self) -> None:
+        """Wait for what is being saved in the background; all ranks call it."""
+        self._saver.finish()
+
+    @override
+    def teardown(self) -> None:
+        self.finish_saves()
+        super().teardown()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

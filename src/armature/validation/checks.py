@@ -81,7 +81,8 @@ def decide(cfg: DictConfig) -> DictConfig:
 
 def world_size(cfg: DictConfig) -> int:
     """Processes of the run: those that a launcher has started already, else devices times machines."""
-    return int(os.environ.get("WORLD_SIZE", cfg.trainer.devices * cfg.trainer.num_nodes))
+    started = os.environ.get("WORLD_SIZE")
+    return int(started) if started else cfg.trainer.devices * cfg.trainer.num_nodes
 
 
 def data_size(cfg: DictConfig) -> int:
@@ -106,7 +107,7 @@ def _unknown_problems(cfg: DictConfig) -> list[str]:
     problems = []
     for path, kind in (("", Config), *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type))):
         known = [f.name for f in fields(kind)]
-        for key in OmegaConf.select(cfg, path) if path else cfg:
+        for key in map(str, OmegaConf.select(cfg, path) if path else cfg):
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
                 prefix = f"{path}." if path else ""
@@ -138,16 +139,22 @@ def _range_problems(cfg: DictConfig) -> list[str]:
     problems = []
     trainer = cfg.trainer
     if trainer.max_steps is None and trainer.max_epochs is None:
-        problems.append("trainer.max_steps and trainer.max_epochs are both null: type trainer.max_steps=… or max_epochs=….")
+        problems.append(
+            "trainer.max_steps and trainer.max_epochs are both null: type trainer.max_steps=… or max_epochs=…."
+        )
     positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
     for key in [*(f"trainer.{k}" for k in positive), "checkpoint.every_n_steps", "checkpoint.every_n_minutes"]:
         value = OmegaConf.select(cfg, key)
         if value is not None and value <= 0:
             problems.append(f"{key}={value}: must be positive (null turns it off where it may be off).")
     if cfg.checkpoint.keep_last < 1:
-        problems.append(f"checkpoint.keep_last={cfg.checkpoint.keep_last}: must be at least 1, or nothing could be resumed.")
+        problems.append(
+            f"checkpoint.keep_last={cfg.checkpoint.keep_last}: must be at least 1, or nothing could be resumed."
+        )
     if trainer.max_time is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", trainer.max_time):
-        problems.append(f"trainer.max_time={trainer.max_time}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00.")
+        problems.append(
+            f"trainer.max_time={trainer.max_time}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00."
+        )
     return problems
 
 
@@ -181,7 +188,10 @@ def _device_problems(cfg: DictConfig) -> list[str]:
     if accelerator == "gpu":
         count = hardware.gpu_count()
         if not count:
-            return [f"trainer.accelerator=gpu: this machine shows no GPU. Type trainer.accelerator=cpu trainer.devices={devices}."]
+            return [
+                "trainer.accelerator=gpu: this machine shows no GPU. "
+                f"Type trainer.accelerator=cpu trainer.devices={devices}."
+            ]
         if devices != "auto" and devices > count:
             return [
                 f"trainer.devices={devices}: this machine has {count} GPU{'s' * (count > 1)}. "
@@ -191,9 +201,13 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         if not hardware.has_mps():
             return ["trainer.accelerator=mps: this is no Apple machine with a GPU. Type trainer.accelerator=auto."]
         if devices not in ("auto", 1):
-            return [f"trainer.devices={devices}: mps is one device. Type trainer.devices=1, or trainer.accelerator=cpu."]
+            return [
+                f"trainer.devices={devices}: mps is one device. Type trainer.devices=1, or trainer.accelerator=cpu."
+            ]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
-        log.warning("trainer.devices=%s processes share %s CPUs: this works, but slowly.", devices, hardware.cpu_count())
+        log.warning(
+            "trainer.devices=%s processes share %s CPUs: this works, but slowly.", devices, hardware.cpu_count()
+        )
     return []
 
 

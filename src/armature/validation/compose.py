@@ -1,6 +1,6 @@
 """Turns what Hydra says of a command line into all its mistakes at once, each with the nearest thing that would work.
 
-Hydra stops at the first mistake. Here each override is tried by itself on top of the sound ones, on the error path only.
+Hydra stops at the first mistake. On this path alone, each override is tried by itself on top of the sound ones.
 """
 
 import difflib
@@ -60,11 +60,14 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return f"{override}: this is not of the form key=value (quote values that hold spaces or commas: 'key=\"a b\"')."
+        return (
+            f"{override}: this is not of the form key=value (quote values that hold spaces or commas: 'key=\"a b\"')."
+        )
     key = parsed.key_or_group
     if isinstance(error, MissingConfigException) or key in groups:
         value = override.split("=", 1)[-1]
-        return f"{override}: {key} has no option '{value}'.{_nearest(value, groups[key])} Options: {', '.join(groups[key])}."
+        options = groups[key]
+        return f"{override}: {key} has no option '{value}'.{_nearest(value, options)} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
         reason = str(error.__cause__ or error).splitlines()[0]
         return f"{override}: {reason}."
@@ -85,7 +88,7 @@ def _nearest(word: str, known: list[str]) -> str:
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
+    for key in map(str, node):
         yield f"{prefix}{key}"
         if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
             child = node[key]
