@@ -35,6 +35,9 @@ test: $(VENV)/.installed-dev ## Run all tests
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
+parity: $(VENV)/.installed-dev ## Compare every layout with one process, and every checkpoint under every layout
+	$(BIN)/python scripts/parity.py --resume $(ARGS)
+
 checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +53,4 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast checks format clean
+.PHONY: help setup train test test-fast parity checks format clean

@@ -14,7 +14,8 @@ from omegaconf import DictConfig
 
 from armature import hardware, run_dir, slurm
 from armature.errors import ConfigError, RunFailed
-from armature.validation.checks import world_size
+from armature.parallel import checks as parallel_checks
+from armature.validation.checks import beside, plain, world_size
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
 
@@ -28,6 +29,11 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     slurm.join(cfg)
     if joined := "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_world(cfg)
+    elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
+        raise ConfigError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one machine. Start it with torchrun "
+            "(scripts/multinode/) or under Slurm (scripts/slurm/), or type launch.rdzv_endpoint=HOST:PORT on each machine."
+        )
     elif (finished := _finished(cfg)) is not None:
         print(finished, file=sys.stderr)
         return _metric(cfg)
@@ -46,6 +52,20 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     if int(os.environ.get("RANK", "0")) == 0:  # the others may look before this one has written
         _raise_if_stopped(cfg)
     return _metric(cfg)
+
+
+def _check_built(cfg: DictConfig) -> None:
+    """What only the model itself can tell of its plan. Building it without memory takes torch, but no process."""
+    plan = beside(cfg.model._target_, "plan")
+    sizes = parallel_checks.axes(plain(cfg.strategy), world_size=world_size(cfg))
+    if plan is None or sizes is None or world_size(cfg) == 1:
+        return
+    from hydra.utils import instantiate
+
+    from armature.parallel import built
+
+    if found := built.problems(instantiate(cfg.model), plan.PLAN, sizes):
+        raise ConfigError(found)
 
 
 def _check_world(cfg: DictConfig) -> None:

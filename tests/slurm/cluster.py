@@ -129,21 +129,21 @@ def start(folder: Path) -> Iterator[Cluster]:
         for name, command in commands.items():
             if name == "slurmctld":
                 running.wait_for(munge.exists, seconds=10, what="munged's socket")
-            log = (folder / f"{name}.out").open("w")
-            daemons.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            )
+            with (folder / f"{name}.out").open("w") as log:
+                daemons.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]
         running.wait_for(
             lambda: cluster.run(*up, check=False).split() == ["idle"] * 2, seconds=30, what="two idle nodes"
         )
         yield cluster
-        cluster.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
     finally:
-        # what runs in jobs hangs below slurmstepd, which detaches itself: found by the configuration that it was given
+        # What runs in jobs detaches itself: found by the configuration it was given, and slurmstepd (which overwrites
+        # its environment with its title) as a parent of such a process
         left = [process for process in psutil.process_iter() if _belongs(process, str(conf))]
-        for process in [*left, *daemons]:
+        for process in [*(parent for process in left for parent in _steps_above(process)), *left]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for daemon in daemons:
@@ -155,3 +155,10 @@ def _belongs(process: psutil.Process, conf: str) -> bool:
         return process.pid != os.getpid() and process.environ().get("SLURM_CONF") == conf
     except (psutil.Error, OSError):
         return False
+
+
+def _steps_above(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [parent for parent in process.parents() if parent.name() == "slurmstepd"]
+    except psutil.Error:
+        return []

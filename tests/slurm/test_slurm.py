@@ -11,6 +11,7 @@ from tests import running
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 STEPS = 120
 SLOW = '''
+import os
 import time
 
 from lightning.pytorch import Callback
