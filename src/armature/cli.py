@@ -37,6 +37,8 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
     except RunFailed as error:  # of a sweep, whose other trials have run
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    if "RANK" in os.environ and "armature.worker" in sys.modules:
+        sys.modules["armature.worker"].leave()
 
 
 def quoted(argument: str) -> str:

@@ -50,6 +50,7 @@ class Checkpoint:
     monitor: str = MISSING
     mode: str = MISSING
     at_end: bool = MISSING
+    background: bool = MISSING
 
 
 @dataclass

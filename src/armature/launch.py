@@ -27,12 +27,14 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         RunFailed: when the run was stopped by a signal or by an error in a rank.
     """
     slurm.join(cfg)
+    _check_built(cfg)
     if joined := "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _check_world(cfg)
     elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
         raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one machine. Start it with torchrun "
-            "(scripts/multinode/) or under Slurm (scripts/slurm/), or type launch.rdzv_endpoint=HOST:PORT on each machine."
+            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one machine. "
+            "Start it with torchrun (scripts/multinode/) or under Slurm (scripts/slurm/), "
+            "or type launch.rdzv_endpoint=HOST:PORT on each machine."
         )
     elif (finished := _finished(cfg)) is not None:
         print(finished, file=sys.stderr)

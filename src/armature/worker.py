@@ -3,6 +3,7 @@
 `python -m armature.worker RUN_DIR` is what the elastic agent starts; a run of one process calls `run` directly.
 """
 
+import atexit
 import gc
 import logging
 import math
@@ -15,7 +16,7 @@ import warnings
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import torch
@@ -120,7 +121,8 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     except StoppedBySignal:
         reason, metrics = str(stop.received), _last_row(step_log)
     csv.flush()
-    preview = task.preview() if reason == "finished" and hasattr(task, "preview") else None
+    can_preview = hasattr(task, "preview") and getattr(strategy, "generates", True)
+    preview = task.preview() if reason == "finished" and can_preview else None
     if trainer.is_global_zero:
         summary = {
             "stop_reason": reason,
@@ -137,6 +139,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
             "samples_per_second": step_log.trained_samples / step_log.trained_seconds
             if step_log.trained_seconds
             else None,
+            "bubble_share": getattr(trainer.strategy, "bubble_share", 0.0),
             "peak_memory_bytes": _peak_memory(trainer),
             "versions": {"torch": torch.__version__, "lightning": version("lightning")},
         }
@@ -198,6 +201,8 @@ def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer:
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
     )
+    if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
+        line += f"\nthe pipeline's schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
 
 
@@ -233,7 +238,7 @@ def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, pre
     if preview:
         display.print(preview)
     if summary["stop_reason"] == "finished":
-        script = "generate" if preview else "evaluate"
+        script = "generate" if (Path(cfg.run.dir) / "tokenizer.json").exists() else "evaluate"
         display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
     else:
         display.print(f"go on: the same command with run.name={cfg.run.name}")
@@ -290,8 +295,19 @@ def main() -> None:
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
             traceback.print_exc(file=file)
         os._exit(1)  # a collective that can never complete must not keep the process
-    finally:
-        process_group.destroy()
+    process_group.destroy()
+    leave()
+
+
+def leave() -> NoReturn:
+    """Ends a rank that has done its work, without the interpreter's own teardown.
+
+    There, a thread of gloo's that is still up can abort the process, which a launcher takes for a failure.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,9 @@ def start(folder: Path) -> Iterator[Cluster]:
                 running.wait_for(munge.exists, seconds=10, what="munged's socket")
             with (folder / f"{name}.out").open("w") as log:
                 daemons.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                    subprocess.Popen(
+                        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
                 )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]

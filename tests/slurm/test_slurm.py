@@ -77,7 +77,11 @@ class Submitter:
         assert int(ended["Restarts"]) >= 1, log
         assert "going on from" in log
         summary = running.summary(self.run_dir(job))
-        assert (summary["stop_reason"], summary["global_step"], summary["world_size"]) == ("finished", STEPS, world_size)
+        assert (summary["stop_reason"], summary["global_step"], summary["world_size"]) == (
+            "finished",
+            STEPS,
+            world_size,
+        )
         assert [int(row["step"]) for row in running.rows(self.run_dir(job))] == list(range(1, STEPS + 1))
 
 
@@ -131,7 +135,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit):
 
 def test_a_mistake_is_not_requeued(submit):
     job = submit([], "trainer.num_nodes=2")
-    wrong = submit(["--ntasks-per-node=2"], "trainer.devices=3")
+    wrong = submit(["--ntasks-per-node=2"], "trainer.devices=4")
     failed = {name: submit.slurm.wait_for_state(name, "FAILED", "COMPLETED", seconds=60) for name in (job, wrong)}
     assert {(job["ExitCode"], job["Restarts"]) for job in failed.values()} == {("2:0", "0")}
     assert "Type trainer.devices=2 trainer.num_nodes=1" in submit.log(wrong)
@@ -145,7 +149,15 @@ def test_the_time_limit_requeues_with_a_checkpoint(submit, limited):
 def test_a_preempted_job_goes_on_after_the_urgent_one(submit):
     job = submit([])
     submit.wait_for_rows(job)
-    urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
+    urgent = [
+        "sbatch",
+        "--parsable",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=true",
+    ]
     urgent = submit.slurm.run(*urgent).strip()
     submit.slurm.wait_for_state(urgent, "COMPLETED", seconds=60)
     submit.assert_went_on_to_the_end(job, world_size=1)

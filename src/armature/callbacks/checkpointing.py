@@ -36,6 +36,7 @@ class Checkpointing(Checkpoint):
         monitor: str,
         mode: str,
         at_end: bool,
+        background: bool,
     ) -> None:
         self.directory = directory
         self.step_log = step_log
@@ -43,6 +44,7 @@ class Checkpointing(Checkpoint):
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
         self.keep_last, self.keep_best = keep_last, keep_best
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
+        self.background = background
         self.scores: dict[int, float] = {}  # by step, of the checkpoints that exist
         self._saved_at = time.monotonic()
         self._saved_step = -1
@@ -62,6 +64,8 @@ class Checkpointing(Checkpoint):
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        strategy.published, strategy.save_in_background = self._published, self.background
         self._saved_at = time.monotonic()
         self._saved_step = trainer.global_step  # resumed from there, or nothing to save yet
 
@@ -88,6 +92,8 @@ class Checkpointing(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.at_end or trainer.should_stop:
             self._save(trainer)
+        strategy: Any = trainer.strategy
+        strategy.finish_saves()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
@@ -122,21 +128,24 @@ class Checkpointing(Checkpoint):
         self._saved_step, self._saved_at = step, time.monotonic()
         if score is not None:
             self.scores[step] = score
-        if not self._path(step).exists():
+        if self._path(step).exists():  # a run that went back and came by again: the same weights
+            self._published(self._path(step))
+        else:
             trainer.save_checkpoint(self._path(step))
-        if trainer.is_global_zero:
-            write_pointer(self.directory, self._path(step).name)
-        self._prune(trainer, step)
         self.step_log.restart_clock()
 
-    def _prune(self, trainer: Trainer, newest: int) -> None:
+    def _published(self, checkpoint: Path) -> None:
+        """On rank 0, once a checkpoint is complete and has its name; after a save in the background, in its thread."""
+        write_pointer(self.directory, checkpoint.name)
+        self._prune(int(checkpoint.name.split("=")[1]))
+
+    def _prune(self, newest: int) -> None:
         existing = sorted(int(p.name.split("=")[1]) for p in self.directory.glob("step=*") if p.name[5:].isdigit())
         best = sorted(self.scores, key=self.scores.__getitem__, reverse=self.mode == "max")[: self.keep_best]
         keep = {newest, *[s for s in existing if s <= newest][-self.keep_last :], *best}
-        self.scores = {step: score for step, score in self.scores.items() if step in keep}
-        if trainer.is_global_zero:
-            for step in set(existing) - keep:
-                shutil.rmtree(self._path(step))
+        for step in set(existing) - keep:
+            self.scores.pop(step, None)
+            shutil.rmtree(self._path(step))
 
 
 def write_pointer(directory: Path, name: str) -> None:

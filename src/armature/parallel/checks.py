@@ -52,15 +52,20 @@ def kind(strategy: Mapping[str, Any], *, world_size: int) -> str:
     return "mesh" if name == "MeshStrategy" else _TARGETS.get(name, "other")
 
 
+def axes(strategy: Mapping[str, Any], *, world_size: int) -> dict[str, int] | None:
+    """The sizes of a mesh's axes; None for other strategies, and where the sizes do not make sense."""
+    if kind(strategy, world_size=world_size) != "mesh":
+        return None
+    try:
+        return mesh.resolve({axis: strategy[axis] for axis in mesh.AXES}, world_size=world_size)
+    except ValueError:
+        return None
+
+
 def data_size(strategy: Mapping[str, Any], world_size: int) -> int:
     """Ranks that see different samples; the number of processes where the axes do not make sense."""
-    if kind(strategy, world_size=world_size) != "mesh":
-        return world_size
-    try:
-        sizes = mesh.resolve({axis: strategy[axis] for axis in mesh.AXES}, world_size=world_size)
-    except ValueError:
-        return world_size
-    return sizes["replicate"] * sizes["shard"]
+    sizes = axes(strategy, world_size=world_size)
+    return world_size if sizes is None else sizes["replicate"] * sizes["shard"]
 
 
 def kinds_in_use(strategy: Mapping[str, Any], *, world_size: int) -> list[str]:
