@@ -86,13 +86,8 @@ def cluster(typed: list[str]) -> DictConfig:
             hint = f" Did you mean 'slurm.{near[0]}'?" if near else ""
             problems.append(f"{override}: there is no key 'slurm.{key}'.{hint} Keys: {', '.join(map(str, job))}.")
     for key in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "warn_seconds"):
-        number = (
-            job[key] is None
-            and key.endswith(("gpus_per_node", "cpus_per_task"))
-            or isinstance(job[key], int)
-            and job[key] > 0
-        )
-        if not number:
+        optional = key in ("gpus_per_node", "cpus_per_task") and job[key] is None
+        if not optional and not (isinstance(job[key], int) and job[key] > 0):
             problems.append(f"slurm.{key}={job[key]}: must be a positive number.")
     if problems:
         raise ConfigError(problems)
@@ -108,7 +103,7 @@ def geometry_problems(job: DictConfig, typed: dict[str, str]) -> list[str]:
     devices = typed.get("trainer.devices", "auto")
     if tasks > 1 and devices not in ("auto", str(tasks)):
         problems.append(
-            f"trainer.devices={devices}, but slurm.tasks_per_node={tasks}: srun would start {tasks} ranks on each node. "
+            f"trainer.devices={devices}, but slurm.tasks_per_node={tasks}: srun would start {tasks} ranks a node. "
             f"Type slurm.tasks_per_node={devices} alone, or slurm.tasks_per_node=1 to have the agent start {devices}."
         )
     elif tasks > 1 and devices == "auto" and "trainer.devices" in typed:

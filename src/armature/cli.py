@@ -24,6 +24,9 @@ EXIT_CONFIG = 2  # a mistake of the user's, told before any process started
 def run(main: Callable[[], None], *, config_dir: Path) -> None:
     """Runs a `@hydra.main` function. A mistake in the configuration ends with one message and exit code 2."""
     gc.disable()  # collecting during imports takes a quarter of the start; the worker turns it on again
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # how long an idle OpenMP thread spins before it sleeps: the default steals a busy machine's cores from itself
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     load_dotenv(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions over instead of printing and exiting

@@ -145,7 +145,7 @@ def start(folder: Path) -> Iterator[Cluster]:
         # What runs in jobs detaches itself: found by the configuration it was given, and slurmstepd (which overwrites
         # its environment with its title) as a parent of such a process
         left = [process for process in psutil.process_iter() if _belongs(process, str(conf))]
-        for process in [*(parent for process in left for parent in _steps_above(process)), *left]:
+        for process in [*(parent for child in left for parent in _steps_above(child)), *left]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for daemon in daemons:

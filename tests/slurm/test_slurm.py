@@ -1,4 +1,4 @@
-"""Real jobs on a real Slurm: submitted, signalled, preempted, out of time, cancelled, and gone on with by themselves."""
+"""Real jobs on a real Slurm: submitted, signalled, preempted, out of time, cancelled, and going on by themselves."""
 
 import contextlib
 import sys
@@ -23,6 +23,14 @@ class Slow(Callback):
     def on_train_batch_end(self, *args):
         if "SLURM_RESTART_COUNT" not in os.environ:
             time.sleep(float(os.environ["SLOW_SECONDS"]))
+
+
+class Fail(Callback):
+    """A mistake in the user's code, on one rank of several."""
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            raise ArithmeticError("the deliberate mistake")
 '''
 
 
@@ -116,7 +124,7 @@ def test_an_agent_on_each_node_goes_on_after_sigusr1(submit, ranks):
     submit.wait_for_rows(job)
     submit.slurm.run("scancel", "--signal=USR1", job)
     submit.assert_went_on_to_the_end(job, world_size=4)
-    assert "SIGUSR1 at step" in submit.log(job)
+    assert "Stopped by SIGUSR1" in submit.log(job)
     submit.slurm.wait_for_state(ranks, "COMPLETED", seconds=150)
     assert running.losses(submit.run_dir(job)) == pytest.approx(running.losses(submit.run_dir(ranks)), rel=1e-4)
 
@@ -131,6 +139,13 @@ def test_a_cancelled_job_saves_and_stays_cancelled(submit):
     assert summary["stop_reason"] == "SIGTERM"
     last = (submit.run_dir(job) / "checkpoints" / "last").read_text()
     assert last == f"step={summary['global_step']:06d}\n"
+
+
+def test_a_rank_that_fails_ends_the_job(submit):
+    job = submit(["--nodes=2"], "strategy=ddp", "+callbacks.fail._target_=slow.Fail")
+    ended = submit.slurm.wait_for_state(job, "FAILED", "COMPLETED", seconds=90)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0"), submit.log(job)
+    assert "the deliberate mistake" in submit.log(job)
 
 
 def test_a_mistake_is_not_requeued(submit):

@@ -86,9 +86,7 @@ def test_no_sbatch_is_no_traceback(tmp_path):
 
 @pytest.mark.slow
 def test_what_it_submits_trains(slurm, corpus, tmp_path):
-    overrides = running.command(
-        "trainer.max_steps=2", f"run.root={tmp_path}", "strategy=ddp", corpus=corpus, launcher=[]
-    )
+    overrides = [*running.TINY, f"data.path={corpus}", "trainer.max_steps=2", f"run.root={tmp_path}", "strategy=ddp"]
     job = ["slurm=cpu", "slurm.nodes=2", "slurm.tasks_per_node=1", "slurm.cpus_per_task=1", "slurm.array=7"]
     job += [f"slurm.options=[output={tmp_path}/%j.log]"]
     environment = {**slurm.environment, "ARMATURE_CACHE": str(tmp_path / "cache"), "PYTHON": sys.executable}

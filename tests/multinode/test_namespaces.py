@@ -1,0 +1,108 @@
+"""scripts/multinode/run.sh over two network namespaces: machines with addresses of their own, joined by a cable."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests import running
+
+pytestmark = pytest.mark.slow
+RUN = running.ROOT / "scripts" / "multinode" / "run.sh"
+
+
+@dataclass
+class Host:
+    namespace: str
+    interface: str
+    address: str
+
+    def start(self, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, str(RUN), *overrides],
+            env=running.environment(PYTHON=sys.executable, INTERFACE=self.interface, **environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def received(self) -> int:
+        """Bytes that came in through the cable."""
+        file = f"/sys/class/net/{self.interface}/statistics/rx_bytes"
+        return int(ip("netns", "exec", self.namespace, "cat", file))
+
+
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[Host]]:
+    """Their addresses exist nowhere outside of them, and go with them."""
+    names = [f"arm{os.getpid()}{end}" for end in "ab"]
+    hosts = [Host(name, name, f"10.77.0.{i}") for i, name in enumerate(names, start=1)]
+    made = []
+    try:
+        for host in hosts:
+            ip("netns", "add", host.namespace)
+            made.append(host.namespace)
+        ends = [("name", host.interface, "netns", host.namespace) for host in hosts]
+        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for host in hosts:
+            ip("-netns", host.namespace, "address", "add", f"{host.address}/24", "dev", host.interface)
+            ip("-netns", host.namespace, "link", "set", host.interface, "up")
+            ip("-netns", host.namespace, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for name in made:
+            ip("netns", "delete", name)
+
+
+@pytest.fixture
+def hosts():
+    if os.name != "posix" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces take root and iproute2 (apt-get install iproute2)")
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(two_hosts())
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield made
+
+
+def test_two_machines_train_stop_together_and_go_on(hosts, tmp_path):
+    corpus = running.write_corpus(tmp_path / "corpus")
+    head = f"{hosts[0].address}:29511"
+    overrides = [*running.TINY, f"data.path={corpus}", f"run.root={tmp_path}", "run.name=run", "strategy=ddp"]
+    environment = {"NODES": "2", "DEVICES": "1", "HEAD": head, "ARMATURE_CACHE": str(tmp_path / "cache")}
+    endless = [*overrides, "trainer.max_steps=100000", "trainer.val_every_n_steps=50000", "scheduler=constant"]
+    machines = [host.start(*endless, **environment) for host in hosts]
+    try:
+        metrics = tmp_path / "run" / "metrics.csv"
+        ended = lambda: any(machine.poll() is not None for machine in machines)  # noqa: E731
+        running.wait_for(lambda: metrics.exists() or ended(), seconds=120, what="the first row")
+        machines[1].terminate()  # one of them alone
+        outputs = [machine.communicate(timeout=60)[0] for machine in machines]
+        assert any("SIGTERM at step" in output for output in outputs), outputs
+        steps = running.summary(tmp_path / "run")["global_step"]
+
+        goal = [*overrides, f"trainer.max_steps={steps + 3}", "trainer.val_every_n_steps=50000", "scheduler=constant"]
+        machines = [host.start(*goal, **environment) for host in hosts]
+        outputs = [machine.communicate(timeout=120)[0] for machine in machines]
+        assert [machine.returncode for machine in machines] == [0, 0], outputs
+        assert any("2 cpu ranks (gloo) on 2 machines" in output and "going on from" in output for output in outputs)
+    finally:
+        for machine in machines:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(machine.pid, 9)
+            machine.communicate()
+    summary = running.summary(tmp_path / "run")
+    assert (summary["stop_reason"], summary["world_size"]) == ("finished", 2)
+    assert [int(row["step"]) for row in running.rows(tmp_path / "run")] == list(range(1, steps + 4))
+    assert all(host.received() > 1_000_000 for host in hosts)  # a step's gradients alone are 170 kB
