@@ -161,7 +161,8 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, 
     assert "Traceback" not in output
     steps = running.summary(tmp_path / "outputs" / "run")["global_step"]
     assert running.summary(tmp_path / "outputs" / "run")["stop_reason"] == number.name
-    running.train(*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant", cwd=tmp_path, corpus=corpus)
+    again = running.train(*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant", cwd=tmp_path, corpus=corpus)
+    assert f"step={steps:06d}, step {steps}" in again.stderr
     assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(range(1, steps + 3))
 
 

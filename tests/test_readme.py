@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from armature.parallel import checks
 from tests import running
 
 ROOT = Path(__file__).parents[1]
@@ -51,14 +52,33 @@ def run(clone: Path, *overrides: str) -> Path:
     return clone / "outputs"
 
 
+def features_table() -> str:
+    """What works under which strategy, from the very data that the check before launch reads."""
+    columns = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
+    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :---: |" * len(columns)]
+    for feature in checks.FEATURES:
+        refused = {kind for name, kind in checks.REFUSED if name == feature}
+        refused |= {"zero3"} if "deepspeed" in refused else set()
+        lines.append(f"| {feature} | " + " | ".join("–" if kind in refused else "yes" for kind in columns) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_features_is_the_one_that_is_enforced():
+    text = (ROOT / "README.md").read_text()
+    shown = text.split("<!-- refused: begin -->\n")[1].split("\n<!-- refused: end -->")[0]
+    assert shown == features_table()
+
+
 @pytest.mark.slow
 def test_the_example_learns_and_the_strategy_does_not_change_it(clone):
     outputs = run(clone, "run.name=one")
     run(clone, "run.name=two", "strategy=ddp", "trainer.devices=2")
+    run(clone, "run.name=three", "strategy=tensor", "trainer.devices=2")
     summary = running.summary(outputs / "one")
     assert summary["metrics"]["test/accuracy"] > 0.95
     # later, when the loss is near zero, the order of additions shows in its fifth digit
-    assert running.losses(outputs / "two")[:40] == pytest.approx(running.losses(outputs / "one")[:40], rel=1e-5)
+    for name in ("two", "three"):
+        assert running.losses(outputs / name)[:40] == pytest.approx(running.losses(outputs / "one")[:40], rel=1e-5)
 
 
 def test_every_make_target_that_the_readme_names_exists():

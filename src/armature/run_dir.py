@@ -12,6 +12,7 @@ outputs/<run.name>/
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,6 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def _replace(file: Path, text: str) -> None:
     """Written beside its target and renamed, so that nobody reads half a file."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, file)

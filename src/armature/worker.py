@@ -164,6 +164,7 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # tasks log values that torchmetrics has reduced
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     warnings.filterwarnings(
