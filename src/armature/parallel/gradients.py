@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-
 _PIECE = 1 << 15  # elements
 
 
@@ -60,7 +59,7 @@ def total_norm(parts: list[tuple[Tensor, int]], *, ranks: int, divided: bool, de
 
 
 def _pieces(part: Tensor, cuts: int) -> list[tuple[Tensor, int]]:
-    """A CPU adds up a norm's squares one after the other in fp32: over millions of elements, the fifth digit is wrong."""
+    """A CPU adds squares up one after the other in fp32: over millions of elements, the fifth digit is wrong."""
     if part.device.type != "cpu" or part.numel() <= _PIECE or not part.is_contiguous():
         return [(part, cuts)]
     return [(piece, cuts) for piece in part.view(-1).split(_PIECE)]
