@@ -17,7 +17,7 @@ from armature.errors import ConfigError
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
-    parser.add_argument("--prompt", default="def ", help="the text to continue")
+    parser.add_argument("--prompt", default="def", help="the text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add at the most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens")

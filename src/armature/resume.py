@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from. Torch-free: decided before a process starts."""
 
+import os
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -39,6 +40,7 @@ def problems(cfg: DictConfig) -> list[str]:
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
     """The checkpoint that this start of the run goes on from, also after a restart of its ranks."""
     own = last_checkpoint(run_dir)
-    if cfg.resume == "never":
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if cfg.resume == "never" and not restarted:
         return None
     return own or (find(Path(cfg.resume)) if cfg.resume not in MODES else None)

@@ -28,9 +28,9 @@ class LanguageModeling(Task):
         *,
         optimizer: Callable[[list[dict[str, Any]]], Optimizer],
         scheduler: Callable[..., LRScheduler] | None = None,
-        preview_prompt: str = "def ",
+        preview_prompt: str = "def",
         preview_tokens: int = 120,
-        preview_temperature: float = 0.7,
+        preview_temperature: float = 0.6,
     ) -> None:
         super().__init__(model, optimizer=optimizer, scheduler=scheduler)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
