@@ -36,16 +36,13 @@ def evaluate(args: argparse.Namespace) -> None:
 
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.set)
 
-    import logging
-    import warnings
-
     import lightning.pytorch as L
     from hydra.utils import instantiate
 
+    from armature import worker
     from armature.loading import load_task
 
-    logging.getLogger("lightning").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    worker.quiet()
     task, data = load_task(cfg, checkpoint), instantiate(cfg.data)
     accelerator = cli.accelerator(args.accelerator)
     trainer = L.Trainer(

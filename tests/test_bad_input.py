@@ -69,6 +69,13 @@ CASES = {
     "secret on the command line": (["+logger.tensorboard.api_key=abcdef"], ["api_key", "oc.env"]),
     "resume from nowhere": (["resume=nowhere"], ["resume=nowhere"]),
     "output folder that is a file": (["run.root=short.txt"], ["run.root=short.txt"]),
+    "a rate that is not positive": (["optimizer.lr=-1"], ["optimizer.lr=-1", "positive"]),
+    "model and task that do not go together": (["model=vit_tiny"], ["task=", "image_classification"]),
+    "a sweep without -m": (["seed=0,1"], ["seed=0,1", "Type -m"]),
+    "a key that another option has": (["data.path=long.txt"], ["data=text has it"]),
+    "a precision by another name": (["trainer.precision=fp16"], ["trainer.precision=16-mixed"]),
+    "nothing to go on from": (["resume=required", "run.name=new"], ["resume=required", "no complete checkpoint"]),
+    "options of Hydra's own are no mistakes": (["--cfg", "job", "trainer.devces=2"], ["1 problem:", "trainer.devices"]),
     "dp": (["strategy=dp"], ["strategy=ddp"]),
 }
 

@@ -129,6 +129,7 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     assert [trial.name for trial in trials] == ["0", "1"]
     assert [running.summary(trial)["global_step"] for trial in trials] == [3, 3]
     assert running.losses(trials[0]) != running.losses(trials[1])
+    assert sweep.name.startswith("sweep-")
 
 
 def test_a_finished_run_says_so_and_stops(single, corpus):
@@ -137,6 +138,16 @@ def test_a_finished_run_says_so_and_stops(single, corpus):
     assert "is finished (6 steps)" in result.stderr
     assert time.monotonic() - started < 60
     assert len(running.rows(single)) == 6
+
+
+def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
+    before = (single / "config.yaml").read_text()
+    result = running.train(
+        "run.name=run", "trainer.max_steps=9", "model.width=64", cwd=single.parents[1], corpus=corpus, check=False
+    )
+    assert result.returncode == 2
+    assert "Type model.width=32, or another run.name" in result.stderr
+    assert (single / "config.yaml").read_text() == before
 
 
 @pytest.mark.parametrize("devices", [1, 2])

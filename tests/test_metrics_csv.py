@@ -35,6 +35,21 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["1", "2", "3", "4", "5", "6"]
 
 
+def test_going_on_keeps_what_a_test_added_to_the_last_row(tmp_path):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 2)
+    held = dict(log.held)
+    log.step = 2
+    log.log_metrics({"test/loss": 0.25})
+    log.flush()
+    again = MetricsCSV(tmp_path)
+    again.held = held
+    again.go_on_from(2)
+    write(again, 3, 3)
+    again.flush()
+    assert [row["test/loss"] for row in read(tmp_path / "metrics.csv")[1]] == ["", "0.25", ""]
+
+
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dotenv import load_dotenv
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -35,8 +36,8 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
     try:
         main()
     except CONFIG_ERRORS as error:
-        typed = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-        refuse(explain(error, typed, config_dir))
+        arguments, _ = get_args_parser().parse_known_args()
+        refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # of a sweep, whose other trials have run
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -5,11 +5,12 @@ is composed. Groups that hold a `_target_` (model, task, data, optimizer, ...) h
 are `Any` here; `validation.targets` checks them against the constructor's signature.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 
 @dataclass
@@ -82,3 +83,5 @@ class Config:
 def register() -> None:
     """Make the types known to Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
+    started = time.strftime("%Y%m%d-%H%M%S")
+    OmegaConf.register_new_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)

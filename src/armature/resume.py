@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 MODES = ("auto", "never", "required")
 
@@ -22,6 +23,32 @@ def find(path: Path) -> Path | None:
     if (path / "meta.pt").exists():
         return path
     return last_checkpoint(path)
+
+
+def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
+    """What of a model, task or optimiser is another than in the run that a checkpoint belongs to."""
+    file = checkpoint.parents[1] / "config.yaml"
+    if not file.is_file():
+        return []
+    saved = OmegaConf.load(file)
+    found = []
+    for group in ("model", "task._target_", "optimizer._target_"):
+        there, here = (_flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
+        for key in sorted(there.keys() | here.keys()):
+            if there.get(key) != here.get(key) and not isinstance(
+                here.get(key), float
+            ):  # a rate may change, a size not
+                found.append(
+                    f"{key}={here.get(key)}, but {checkpoint} was trained with {key}={there.get(key)}. "
+                    f"Type {key}={there.get(key)}, or another run.name to start anew."
+                )
+    return found
+
+
+def _flat(node: Any, path: str) -> dict[str, Any]:
+    if isinstance(node, DictConfig):
+        return {k: v for name in map(str, node) for k, v in _flat(node[name], f"{path}.{name}").items()}
+    return {path: OmegaConf.to_container(node) if isinstance(node, ListConfig) else node}
 
 
 def problems(cfg: DictConfig) -> list[str]:

@@ -21,6 +21,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from armature import resume
 from armature.errors import ConfigError
 
 
@@ -56,19 +57,29 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
 
 
 def write(cfg: DictConfig, overrides: list[str]) -> Path:
-    """Makes the directory with config.yaml and overrides.txt.
+    """Makes the directory with config.yaml and overrides.txt; a later start adds what was typed then.
 
     Raises:
-        ConfigError: where `resume=never` names a directory that holds a run already.
+        ConfigError: where the directory, or the run that `resume=PATH` names, does not go with this configuration. It
+            is left as it is.
     """
     run_dir = Path(cfg.run.dir)
+    checkpoint = resume.checkpoint_for(cfg, run_dir)
+    if checkpoint is None and cfg.resume == "required":
+        raise ConfigError(
+            f"resume=required: {run_dir} holds no complete checkpoint. Type another run.name or resume=auto."
+        )
+    if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
+        raise ConfigError(problems)
     if cfg.resume == "never" and (run_dir / "checkpoints").exists():
         raise ConfigError(
             f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
         )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     _replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
-    _replace(run_dir / "overrides.txt", "".join(f"{override}\n" for override in overrides))
+    typed = run_dir / "overrides.txt"
+    before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
+    _replace(typed, before + "".join(f"{override}\n" for override in overrides))
     return run_dir
 
 

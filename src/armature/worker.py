@@ -72,8 +72,6 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         tokens_per_sample=data.tokens_per_sample,
     )
     checkpoint = resume.checkpoint_for(cfg, directory)
-    if checkpoint is None and cfg.resume == "required":
-        raise RuntimeError(f"resume=required: {directory / 'checkpoints'} holds no complete checkpoint.")
     display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
     checkpointing = Checkpointing(directory / "checkpoints", step_log, **cfg.checkpoint)
     extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
@@ -131,7 +129,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
             "samples": step_log.samples_seen,
             "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "best_checkpoint": str(checkpointing.best) if checkpointing.best else None,
-            "strategy": type(trainer.strategy).__name__,
+            "strategy": _describe(trainer.strategy),
             "world_size": trainer.world_size,
             "precision": str(cfg.trainer.precision),
             "parameters": trainer.parameter_count,
@@ -160,6 +158,18 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
 
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> None:
+    quiet()
+    rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
+    handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+
+
+def quiet() -> None:
+    """Keeps to itself what Lightning and torch would say of things that are meant as they are."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -171,13 +181,6 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> None:
         "ignore", message=".*dataloader is not resumable.*"
     )  # ours is: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
-    handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.captureWarnings(True)
-    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
 
 
 def _profiler(cfg: DictConfig, directory: Path) -> Any:
@@ -196,7 +199,7 @@ def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer:
     where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
     line = (
-        f"{type(trainer.strategy).__name__} · {where}{machines} · {cfg.trainer.precision} · "
+        f"{_describe(trainer.strategy)} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
@@ -205,6 +208,12 @@ def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer:
     if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
         line += f"\nthe pipeline's schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
+
+
+def _describe(strategy: Any) -> str:
+    """The class, with a mesh's axes that are longer than 1."""
+    sizes = [f"{axis}={size}" for axis, size in getattr(strategy, "sizes", {}).items() if size > 1]
+    return " ".join([type(strategy).__name__, *sizes])
 
 
 def _last_row(step_log: StepLog) -> dict[str, float]:
@@ -241,8 +250,8 @@ def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, pre
     if summary["stop_reason"] == "finished":
         script = "generate" if (Path(cfg.run.dir) / "tokenizer.json").exists() else "evaluate"
         display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
-    else:
-        display.print(f"go on: the same command with run.name={cfg.run.name}")
+    elif summary["stop_reason"] == "max_time":
+        display.print(f"go on: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
 
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:

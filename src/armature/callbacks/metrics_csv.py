@@ -69,6 +69,9 @@ class MetricsCSV(Logger):
         if self.file.exists():
             self._columns, rows = read(self.file)
             held = self.held.get("step")
+            for row in rows:  # what validation or test added to that row since
+                if int(row["step"]) == held:
+                    self.held = {**{name: value for name, value in row.items() if value}, **self.held}
             self._rewrite([row for row in rows if int(row["step"]) <= step and int(row["step"]) != held])
 
     @rank_zero_only

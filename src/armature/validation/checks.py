@@ -33,6 +33,11 @@ CHOICES = {
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
 }
+UNFIT = {  # task to model: the pairs of ours that do not go together
+    "armature.tasks.language_modeling.LanguageModeling": "armature.models.vit.model.VisionTransformer",
+    "armature.tasks.image_classification.ImageClassification": "armature.models.decoder.model.Decoder",
+}
+ALIASES = {"fp16": "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "32": "32-true"}
 _SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
 _SOURCES = Path(__file__).parents[2]  # src/: a user's own package beside ours may be named in `_target_`
 
@@ -43,7 +48,7 @@ def check(cfg: DictConfig) -> DictConfig:
     Raises:
         ConfigError: with every problem that was found.
     """
-    problems = [f"{key}: a value is required, type {key}=…" for key in sorted(OmegaConf.missing_keys(cfg))]
+    problems = _missing_problems(cfg)
     problems += _unknown_problems(cfg)
     if not problems:
         problems += _interpolation_problems(cfg)
@@ -102,6 +107,11 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _walk(node[key], f"{path}.")
 
 
+def _missing_problems(cfg: DictConfig) -> list[str]:
+    raw = OmegaConf.to_container(cfg, resolve=False)
+    return [f"{path}: a value is required, type {path}=…" for path, value in _walk(raw) if value == "???"]
+
+
 def _unknown_problems(cfg: DictConfig) -> list[str]:
     """Keys that `+` added to the core's own groups: nothing would read them."""
     problems = []
@@ -129,7 +139,8 @@ def _choice_problems(cfg: DictConfig) -> list[str]:
     for key, choices in CHOICES.items():
         value = OmegaConf.select(cfg, key)
         if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
+            near = [ALIASES[str(value)]] if str(value) in ALIASES else []
+            near = near or difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
             hint = f" Did you mean {key}={near[0]}?" if near else ""
             problems.append(f"{key}={value}: must be one of {', '.join(choices)}.{hint}")
     return problems
@@ -147,6 +158,9 @@ def _range_problems(cfg: DictConfig) -> list[str]:
         value = OmegaConf.select(cfg, key)
         if value is not None and value <= 0:
             problems.append(f"{key}={value}: must be positive (null turns it off where it may be off).")
+    rate = OmegaConf.select(cfg, "optimizer.lr")
+    if isinstance(rate, (int, float)) and rate <= 0:
+        problems.append(f"optimizer.lr={rate}: must be positive.")
     if cfg.checkpoint.keep_last < 1:
         problems.append(
             f"checkpoint.keep_last={cfg.checkpoint.keep_last}: must be at least 1, or nothing could be resumed."
@@ -224,6 +238,11 @@ def beside(target: str, name: str) -> Any | None:
 
 
 def _model_problems(cfg: DictConfig) -> list[str]:
+    if UNFIT.get(cfg.task._target_) == cfg.model._target_:
+        return [
+            f"task={cfg.task._target_.rpartition('.')[2]} cannot train model={cfg.model._target_.rpartition('.')[2]}. "
+            "Type task=language_modeling with a decoder and text, or task=image_classification with data of images."
+        ]
     module = beside(cfg.model._target_, "check")
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
     return module.problems(arguments) if module is not None else []

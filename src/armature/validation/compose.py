@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def explain(error: Exception, overrides: list[str], config_dir: Path) -> list[str]:
+def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
@@ -35,10 +35,12 @@ def explain(error: Exception, overrides: list[str], config_dir: Path) -> list[st
             if (problem := _try([*sound, override])) is None:
                 sound.append(override)
             else:
-                problems.append(_describe(problem, override, groups, sound))
+                problems.append(_describe(problem, override, groups, sound, config_dir))
         for override in values:
             if (problem := _try([*sound, override])) is not None:
-                problems.append(_describe(problem, override, groups, sound))
+                problems.append(_describe(problem, override, groups, sound, config_dir))
+        if sweep:  # values of a sweep do not compose as they stand, and are no mistake
+            problems = [problem for problem in problems if "is a sweep" not in problem]
     return problems or [_plain(error)]
 
 
@@ -56,7 +58,7 @@ def _groups(config_dir: Path) -> dict[str, list[str]]:
     return {str(f.relative_to(config_dir)): sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
 
 
-def _describe(error: Exception, override: str, groups: dict[str, list[str]], sound: list[str]) -> str:
+def _describe(error: Exception, override: str, groups: dict[str, list[str]], sound: list[str], config_dir: Path) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
@@ -64,6 +66,9 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
             f"{override}: this is not of the form key=value (quote values that hold spaces or commas: 'key=\"a b\"')."
         )
     key = parsed.key_or_group
+    if parsed.is_sweep_override():
+        one = override.split(",")[0]
+        return f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, as in {one}."
     if isinstance(error, MissingConfigException) or key in groups:
         value = override.split("=", 1)[-1]
         options = groups[key]
@@ -72,6 +77,11 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         reason = str(error.__cause__ or error).splitlines()[0]
         return f"{override}: {reason}."
     known = [*_keys(compose("train", overrides=sound)), *groups]
+    group, _, name = key.partition(".")
+    for option in groups.get(group, []) if name else []:
+        file = OmegaConf.load(config_dir / group / f"{option}.yaml")
+        if isinstance(file, DictConfig) and name in file:
+            return f"{override}: there is no key '{key}' here, but {group}={option} has it."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
 
 
