@@ -80,7 +80,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     group, _, name = key.partition(".")
     for option in groups.get(group, []) if name else []:
         file = OmegaConf.load(config_dir / group / f"{option}.yaml")
-        if isinstance(file, DictConfig) and name in file:
+        if isinstance(file, DictConfig) and name in list(file):  # "in file" leaves out required values
             return f"{override}: there is no key '{key}' here, but {group}={option} has it."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
 
