@@ -128,10 +128,11 @@ class Checkpointing(Checkpoint):
         self._saved_step, self._saved_at = step, time.monotonic()
         if score is not None:
             self.scores[step] = score
-        if self._path(step).exists():  # a run that went back and came by again: the same weights
-            self._published(self._path(step))
-        else:
+        there = self._path(step).exists()  # a run that went back and came by again: the same weights
+        if not (trainer.strategy.broadcast(there) if trainer.world_size > 1 else there):
             trainer.save_checkpoint(self._path(step))
+        elif trainer.is_global_zero:
+            self._published(self._path(step))
         self.step_log.restart_clock()
 
     def _published(self, checkpoint: Path) -> None:
