@@ -140,6 +140,31 @@ def test_a_finished_run_says_so_and_stops(single, corpus):
     assert len(running.rows(single)) == 6
 
 
+def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):
+    checkpoint = single / "checkpoints" / "step=000006"
+    result = running.train(f"resume={checkpoint}", "trainer.max_steps=8", "run.name=next", cwd=tmp_path, corpus=corpus)
+    assert f"going on from {checkpoint}, step 6" in result.stderr
+    assert [row["step"] for row in running.rows(tmp_path / "outputs" / "next")] == ["6", "7", "8"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_training_begins_with_converted_weights(strategy, single, corpus, tmp_path):
+    for source, target in ((single, "a.safetensors"), ("a.safetensors", "converted/checkpoints/step=000000")):
+        convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(source), target]
+        subprocess.run(convert, cwd=tmp_path, env=running.environment(), check=True, capture_output=True)
+    running.train(
+        "resume=converted/checkpoints/step=000000",
+        "run.name=next",
+        f"strategy={strategy}",
+        f"trainer.devices={1 if strategy == 'single' else 2}",
+        cwd=tmp_path,
+        corpus=corpus,
+    )
+    rows = running.rows(tmp_path / "outputs" / "next")
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert float(rows[0]["train/loss"]) < 0.9 * running.losses(single)[0]
+
+
 def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
     before = (single / "config.yaml").read_text()
     result = running.train(

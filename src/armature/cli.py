@@ -46,8 +46,10 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
 
 
 def quoted(argument: str) -> str:
-    """`debug=nan` as `debug='nan'`: Hydra would read a number, where it is the name of a file."""
-    return "debug='nan'" if argument == "debug=nan" else argument
+    """Spares quotes where Hydra's grammar wants them: `debug=nan` (a number to it) and `resume=…/step=000120`."""
+    key, _, value = argument.partition("=")
+    needed = argument == "debug=nan" or "=" in value
+    return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
 
 
 def reported(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:

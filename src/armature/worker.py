@@ -32,6 +32,7 @@ from armature.callbacks.step_log import StepLog
 from armature.callbacks.stop import StopOnSignal, StoppedBySignal
 from armature.data import batching
 from armature.parallel import process_group
+from armature.parallel.checkpoint import is_weights_only
 from armature.trainer import Trainer
 from armature.validation.checks import data_size, world_size
 
@@ -63,6 +64,9 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
     task = instantiate(cfg.task, **factories)
     strategy = instantiate(cfg.strategy)
+    checkpoint = resume.checkpoint_for(cfg, directory)
+    if checkpoint is not None and is_weights_only(checkpoint):
+        strategy.initial_weights, checkpoint = checkpoint, None
     csv = MetricsCSV(directory)
     step_log = StepLog(
         csv,
@@ -71,7 +75,6 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         train_size=data.train_size,
         tokens_per_sample=data.tokens_per_sample,
     )
-    checkpoint = resume.checkpoint_for(cfg, directory)
     display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
     checkpointing = Checkpointing(directory / "checkpoints", step_log, **cfg.checkpoint)
     extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]

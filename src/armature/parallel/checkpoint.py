@@ -252,6 +252,11 @@ def load(
     return meta
 
 
+def is_weights_only(directory: Path) -> bool:
+    """Whether a checkpoint is no point of a run, but weights to begin one with."""
+    return "loops" not in torch.load(directory / META, map_location="cpu", weights_only=True)
+
+
 def load_full_state_dict(directory: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
     """The undivided weights on CPU, in one process without a process group.
 

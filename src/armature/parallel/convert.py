@@ -50,5 +50,5 @@ def from_safetensors(file: Path, directory: Path) -> list[str]:
     if not file.is_file():
         raise ConfigError(f"{file}: no such file.")
     weights: dict[str, Tensor] = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
-    checkpoint.save(directory, weights, {"global_step": 0, "param_groups": [], "torch": torch.__version__})
+    checkpoint.save(directory, weights, {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)})
     return list(weights)

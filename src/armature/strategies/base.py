@@ -34,6 +34,7 @@ class Common(_Base):
         seed: decides the initial weights and the random streams.
         grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
         data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
+        initial_weights: a checkpoint to begin with instead of the seed's weights.
         seal: called on rank 0 with a complete checkpoint directory, just before it gets its name.
         published: called on rank 0 with a checkpoint's directory, just after that.
         save_in_background: a save then costs the step a copy; `seal` and `published` run in another thread.
@@ -59,6 +60,7 @@ class Common(_Base):
         self.activation_checkpointing, self.compile = activation_checkpointing, compile
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
+        self.initial_weights: Path | None = None
         self.seal: Callable[[Path], None] | None = None
         self.published: Callable[[Path], None] | None = None
         self.save_in_background = False
@@ -112,6 +114,8 @@ class Common(_Base):
         if not getattr(self.module, "_armature_built", False):
             self.parameter_count = sum(param.numel() for param in self.module.parameters())
             self.build(self.module)
+            if self.initial_weights is not None:
+                ckpt.load(self.initial_weights, self.module, [])
             self.module.__dict__["_armature_built"] = True
         super().setup(trainer)
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
