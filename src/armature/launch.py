@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -134,12 +135,19 @@ def _start_ranks(cfg: DictConfig) -> None:
 
 
 def _first_failure(error: Exception, folder: Path) -> str:
-    rank, failure = error.get_first_failure()  # pyright: ignore[reportAttributeAccessIssue]
+    failures: dict[int, Any] = error.failures  # pyright: ignore[reportAttributeAccessIssue]
+    rank, failure = min(failures.items(), key=lambda item: _failed_at(item[1]))
     data = failure.error_file_data.get("message", {}) if isinstance(failure.error_file_data, dict) else {}
     text = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, dict) else None
     file = folder / "logs" / f"rank_{rank:04d}.log"
     head = f"Rank {rank} failed first (exit code {failure.exitcode}); its log is {file}."
     return f"{text or failure.message}\n{head}"
+
+
+def _failed_at(failure: Any) -> float:
+    """The time of a failure, in seconds. The agent knows whole ones only, in which several ranks may fail."""
+    file = Path(failure.error_file)
+    return file.stat().st_mtime if file.is_file() else float(failure.timestamp)
 
 
 def _raise_if_stopped(cfg: DictConfig) -> None:

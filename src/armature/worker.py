@@ -22,6 +22,7 @@ import lightning.pytorch as L
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import resume, run_dir
 from armature.callbacks.checkpointing import Checkpointing
@@ -78,7 +79,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
     checkpointing = Checkpointing(directory / "checkpoints", step_log, **cfg.checkpoint)
     extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
-    callbacks = [CountOn(), step_log, *extra, checkpointing, stop, display]
+    callbacks = [_RecordError(), CountOn(), step_log, *extra, checkpointing, stop, display]
     trainer = Trainer(
         strategy=strategy,
         accelerator=cfg.trainer.accelerator,
@@ -283,10 +284,23 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _record(error: BaseException) -> None:
+    """Leaves an error for the agent, which shows the one that came first. Only a rank's first call counts."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not Path(file).exists():
+        get_error_handler().record_exception(error)
+
+
+class _RecordError(L.Callback):
+    """Records at once: taking the Trainer down closes connections, and another rank would be taken for the first."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, StoppedBySignal):
+            _record(exception)
+
+
 def main() -> None:
     """A rank under the elastic agent. An error goes to the agent, which shows the one that came first."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     _die_with_parent()
     directory = Path(sys.argv[1])
     cfg = run_dir.read(directory)
@@ -295,8 +309,7 @@ def main() -> None:
         log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log_file, sys.stdout.fileno())
         os.dup2(log_file, sys.stderr.fileno())
-    handler = get_error_handler()
-    handler.initialize()
+    get_error_handler().initialize()
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         process_group.init(
@@ -304,7 +317,7 @@ def main() -> None:
         )
         run(cfg)
     except Exception as error:
-        handler.record_exception(error)
+        _record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
             traceback.print_exc(file=file)
         os._exit(1)  # a collective that can never complete must not keep the process
