@@ -48,7 +48,7 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
 def quoted(argument: str) -> str:
     """Spares quotes where Hydra's grammar wants them: `debug=nan` (a number to it) and `resume=…/step=000120`."""
     key, _, value = argument.partition("=")
-    needed = argument == "debug=nan" or "=" in value
+    needed = argument == "debug=nan" or ("=" in value and not argument.startswith("-"))
     return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
 
 

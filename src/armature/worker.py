@@ -44,15 +44,17 @@ def run(cfg: DictConfig) -> None:
     """Trains, tests and writes summary.json. Called on every rank, after its process group was made."""
     stop = StopOnSignal()
     stop.install()
+    log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
         _train(cfg, stop)
     finally:
         stop.restore()
+        logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
+        log_file.close()
 
 
 def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     directory = Path(cfg.run.dir)
-    _prepare_process(cfg, directory)
     ranks, data_ranks = world_size(cfg), data_size(cfg)
     data = instantiate(cfg.data)
     data.prepare_data()
@@ -161,7 +163,7 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
     return min(limits)
 
 
-def _prepare_process(cfg: DictConfig, directory: Path) -> None:
+def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
     rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
@@ -170,6 +172,7 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> None:
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
+    return handler
 
 
 def quiet() -> None:

@@ -97,15 +97,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def any_rank(flag: bool, *, device: torch.device | str = "cpu") -> bool:
-    """Whether any rank says so. One small all-reduce, cheap enough for each optimiser step."""
-    if not dist.is_initialized():
-        return flag
-    votes = torch.tensor(int(flag), device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes)
-
-
 def destroy() -> None:
     """Leave the group. A rank that ends without this may abort at exit, which an elastic agent takes for a failure."""
     if dist.is_initialized():
