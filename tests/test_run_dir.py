@@ -5,7 +5,7 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
-from armature import resume, run_dir
+from armature import manifest, resume, run_dir
 from armature.errors import ConfigError
 
 
@@ -75,8 +75,27 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "step=000002").mkdir(parents=True)
     (checkpoints / "step=000002" / "meta.pt").touch()
-    assert resume.last_checkpoint(tmp_path) is None
+    assert resume.last_checkpoint(tmp_path) is None  # half-written
+    manifest.write(checkpoints / "step=000002", manifest.describe(checkpoints / "step=000002", ["meta.pt"]), {})
     (checkpoints / "last").write_text("step=000002\n")
     assert resume.find(tmp_path) == resume.find(checkpoints / "step=000002") == checkpoints / "step=000002"
     (checkpoints / "last").write_text("step=000004\n")
-    assert resume.last_checkpoint(tmp_path) is None
+    assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path, mode):
+    cfg = run_dir.decide(config(tmp_path, resume=mode, checkpoint={"root": None}), label="x")
+    (tmp_path / cfg.run.name / "checkpoints" / "step=000002").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="None of the run's checkpoints is sound"):
+        run_dir.write(cfg, [])
+
+
+def test_every_start_of_a_run_has_the_same_id(tmp_path):
+    cfg = run_dir.decide(config(tmp_path), label="x")
+    run_dir.write(cfg, [])
+    first = run_dir.read(tmp_path / cfg.run.name).run.id
+    cfg.run.id = None
+    run_dir.write(cfg, [])
+    assert first
+    assert run_dir.read(tmp_path / cfg.run.name).run.id == first

@@ -18,6 +18,7 @@ class Run:
     root: str = MISSING
     name: str | None = MISSING
     dir: str | None = None  # root/name once the name is decided; not for users to set
+    id: str | None = None  # what loggers know the run by, over all its starts; not for users to set
 
 
 @dataclass
@@ -48,15 +49,22 @@ class Checkpoint:
     every_n_minutes: float | None = MISSING
     keep_last: int = MISSING
     keep_best: int = MISSING
+    keep_every_n_steps: int | None = MISSING
     monitor: str = MISSING
     mode: str = MISSING
     at_end: bool = MISSING
     background: bool = MISSING
+    on_failure: str = MISSING
+    root: str | None = MISSING
+    trust: bool = MISSING
 
 
 @dataclass
 class Launch:
-    max_restarts: int = MISSING
+    max_restarts: Any = MISSING
+    min_ranks: int | None = MISSING
+    hang_timeout: float | None = MISSING
+    stop_minutes_before_limit: float | None = MISSING
     rdzv_endpoint: str | None = MISSING
     grace_seconds: int = MISSING
     allowed_packages: list[str] = MISSING

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Torch-free: decided before a process starts."""
+"""Which checkpoint a run goes on from. Torch-free: all but the checksums is decided before a process starts."""
 
 import os
 from pathlib import Path
@@ -6,16 +6,47 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from armature import manifest
+from armature.errors import ConfigError
+
 MODES = ("auto", "never", "required")
 
 
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that `checkpoints/last` names. None where the run has none yet."""
-    pointer = run_dir / "checkpoints" / "last"
-    if not pointer.is_file():
-        return None
-    checkpoint = pointer.parent / pointer.read_text().strip()
-    return checkpoint if checkpoint.is_dir() else None
+def folder(run_dir: Path, cfg: Any = None) -> Path:
+    """Where a run's checkpoints are: in its directory, or under `checkpoint.root`.
+
+    Args:
+        cfg: the run's configuration; read from its directory where it is not given.
+    """
+    if cfg is None and (run_dir / "config.yaml").is_file():
+        cfg = OmegaConf.load(run_dir / "config.yaml")
+    root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
+    return at(root) / str(OmegaConf.select(cfg, "run.name")) if root else run_dir / "checkpoints"  # pyright: ignore[reportArgumentType]
+
+
+def at(path: str) -> Path:
+    """A path of this machine, or one in an object store (`s3://bucket/folder`, or whatever else fsspec knows)."""
+    if "://" not in path:
+        return Path(path)
+    from upath import UPath
+
+    return UPath(path)  # pyright: ignore[reportReturnType]
+
+
+def candidates(checkpoints: Path) -> list[Path]:
+    """Everything that is named as a checkpoint: what `last` names first, then from the newest to the oldest."""
+    if not checkpoints.is_dir():
+        return []
+    steps = {int(path.name[5:]): path for path in checkpoints.glob("step=*") if path.name[5:].isdigit()}
+    newest_first = [steps[step] for step in sorted(steps, reverse=True)]
+    pointer = checkpoints / "last"
+    named = pointer.read_text().strip() if pointer.is_file() else None
+    return sorted(newest_first, key=lambda path: path.name != named)
+
+
+def last_checkpoint(run_dir: Path, cfg: Any = None) -> Path | None:
+    """The checkpoint to go on from, by the files' names and sizes. None where the run has no complete one yet."""
+    return next((path for path in candidates(folder(run_dir, cfg)) if manifest.problem(path) is None), None)
 
 
 def find(path: Path) -> Path | None:
@@ -27,7 +58,9 @@ def find(path: Path) -> Path | None:
 
 def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     """What of a model, task or optimiser is another than in the run that a checkpoint belongs to."""
-    file = checkpoint.parents[1] / "config.yaml"
+    run_dir = Path(cfg.run.dir)
+    own = checkpoint.parent == folder(run_dir, cfg)
+    file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"
     if not file.is_file():
         return []
     saved = OmegaConf.load(file)
@@ -52,22 +85,54 @@ def _flat(node: Any, path: str) -> dict[str, Any]:
 
 
 def problems(cfg: DictConfig) -> list[str]:
+    """What is wrong with `resume=`, before anything is read but names and sizes."""
     if cfg.resume in MODES:
         return []
-    path = Path(cfg.resume)
+    path = at(cfg.resume)
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
-    if find(path) is None:
+    if path.suffix == ".ckpt":
+        return [
+            f"resume={cfg.resume}: a single file, as Lightning writes it. Take its weights over with "
+            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000, and resume from there."
+        ]
+    checkpoint = find(path)
+    if checkpoint is None:
         return [
             f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
         ]
-    return []
+    return untrusted(checkpoint, trust=cfg.checkpoint.trust, how="checkpoint.trust=true")
+
+
+def untrusted(checkpoint: Path, *, trust: bool, how: str) -> list[str]:
+    """Why a checkpoint that somebody named is not loaded."""
+    problem = None if trust else manifest.problem(checkpoint)
+    if problem is None:
+        return []
+    return [f"{checkpoint}: {problem}. Load it only if you trust where it comes from: type {how}."]
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
-    """The checkpoint that this start of the run goes on from, also after a restart of its ranks."""
-    own = last_checkpoint(run_dir)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if cfg.resume == "never" and not restarted:
+    """The checkpoint that this start of the run goes on from, also after a restart of its ranks.
+
+    Raises:
+        ConfigError: where the run has checkpoints, but none that is complete: it must not silently start from scratch.
+    """
+    if cfg.resume == "never" and not restarted():
         return None
-    return own or (find(Path(cfg.resume)) if cfg.resume not in MODES else None)
+    own = last_checkpoint(run_dir, cfg)
+    if own is None and (there := candidates(folder(run_dir, cfg))):
+        raise ConfigError(none_is_sound({path: str(manifest.problem(path)) for path in there}))
+    return own or (find(at(cfg.resume)) if cfg.resume not in MODES else None)
+
+
+def restarted() -> bool:
+    """Whether these ranks were brought back after a failure."""
+    return any(int(os.environ.get(name, "0")) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def none_is_sound(found: dict[Path, str]) -> list[str]:
+    return [
+        *(f"{path}: {problem}." for path, problem in found.items()),
+        "None of the run's checkpoints is sound. Put one back, or type another run.name to start from step 0.",
+    ]

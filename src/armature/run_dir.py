@@ -10,8 +10,10 @@ outputs/<run.name>/
   tokenizer.json   of a language model
 """
 
+import hashlib
 import json
 import os
+import secrets
 import socket
 import time
 from pathlib import Path
@@ -76,11 +78,25 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
             f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
         )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    cfg.run.id = _id(run_dir)
     _replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
     _replace(typed, before + "".join(f"{override}\n" for override in overrides))
     return run_dir
+
+
+def _id(run_dir: Path) -> str:
+    """What loggers know a run by: made up at its first start, the same at every later one."""
+    file = run_dir / "config.yaml"
+    known = OmegaConf.select(OmegaConf.load(file), "run.id", default=None) if file.is_file() else None
+    return known or secrets.token_hex(6)
+
+
+def fingerprint(cfg: DictConfig) -> str:
+    """Of what is trained, and how: the same for every start of a run that was not changed."""
+    kept = {key: value for key, value in without_secrets(cfg).items() if key not in ("run", "launch", "resume")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def read(run_dir: Path) -> DictConfig:

@@ -1,9 +1,9 @@
 """Lightning's Trainer, with some of its habits changed that would break a promise of ours."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import Timer
 
 
 class _NoSignals:
@@ -27,10 +27,13 @@ class Trainer(L.Trainer):
 
     Attributes:
         parameter_count: parameters of the undivided model.
+        before_training: called once, when everything is set up and restored and no batch was asked for yet; also where
+            a resumed run has no step left.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.before_training: list[Callable[[], None]] = []
         self._signal_connector = _NoSignals()
         self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         validation_is_due = self.fit_loop.epoch_loop._should_check_val_fx
@@ -46,13 +49,34 @@ class Trainer(L.Trainer):
             log_metrics(metrics, step=self.global_step if step is None and "step" not in metrics else step)
 
         self._logger_connector.log_metrics = log_at_global_step
+        set_up_data = self.fit_loop.setup_data
+
+        def set_up_data_and_begin() -> None:
+            set_up_data()
+            # a checkpoint is of a step: the next validation is a whole one, not the rest of the one before
+            self.fit_loop.epoch_loop.val_loop.restarting = False
+            self.fit_loop.epoch_loop.val_loop.batch_progress.reset()
+            work, self.before_training = self.before_training, []
+            for call in work:
+                call()
+
+        self.fit_loop.setup_data = set_up_data_and_begin
+
+    def validate_now(self) -> None:
+        """The validation of a fit, outside of its loop over batches."""
+        self.validating = True
+        first_loop_iter = self._logger_connector._first_loop_iter
+        self.fit_loop.epoch_loop.val_loop.run()
+        self.training = True
+        self._logger_connector._first_loop_iter = first_loop_iter
 
     @property
     def parameter_count(self) -> int:
         count = getattr(self.strategy, "parameter_count", None)
         return count if count is not None else sum(p.numel() for p in self.lightning_module.parameters())
 
-    @property
-    def ran_out_of_time(self) -> bool:
-        timers = [c for c in self.callbacks if isinstance(c, Timer)]  # pyright: ignore[reportAttributeAccessIssue]
-        return any((timer.time_remaining() or 1.0) <= 0 for timer in timers if timer._duration is not None)
+
+def validates_now(trainer: L.Trainer) -> bool:
+    """Whether Lightning validates after the batch that has just ended: the very question that it asks next."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

@@ -1,18 +1,20 @@
 """One rank of a run: builds data, task, strategy, callbacks, loggers and Trainer, then fit, test, summary.
 
-`python -m armature.worker RUN_DIR` is what the elastic agent starts; a run of one process calls `run` directly.
+Under the elastic agent a rank calls `main` (`armature.rank`); a run of one process calls `run` directly.
 """
 
 import atexit
+import faulthandler
 import gc
 import logging
 import math
 import os
+import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,20 +23,23 @@ from typing import Any, NoReturn
 import lightning.pytorch as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature import resume, run_dir
+from armature import manifest, resume, run_dir
 from armature.callbacks.checkpointing import Checkpointing
 from armature.callbacks.count_on import CountOn
 from armature.callbacks.display import Display
+from armature.callbacks.heartbeat import Heartbeat
 from armature.callbacks.metrics_csv import MetricsCSV
 from armature.callbacks.step_log import StepLog
-from armature.callbacks.stop import StopOnSignal, StoppedBySignal
+from armature.callbacks.stop import StopOnSignal, StoppedBySignal, deadline_of_the_job
 from armature.data import batching
-from armature.parallel import process_group
+from armature.parallel import process_group, storage
 from armature.parallel.checkpoint import is_weights_only
 from armature.trainer import Trainer
+from armature.validation import resize
 from armature.validation.checks import data_size, world_size
 
 log = logging.getLogger(__name__)
@@ -42,7 +47,7 @@ log = logging.getLogger(__name__)
 
 def run(cfg: DictConfig) -> None:
     """Trains, tests and writes summary.json. Called on every rank, after its process group was made."""
-    stop = StopOnSignal()
+    stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=deadline_of_the_job())
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
@@ -67,7 +72,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
     task = instantiate(cfg.task, **factories)
     strategy = instantiate(cfg.strategy)
-    checkpoint = resume.checkpoint_for(cfg, directory)
+    checkpoint = _sound_checkpoint(cfg, directory)
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
     csv = MetricsCSV(directory)
@@ -79,9 +84,11 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         tokens_per_sample=data.tokens_per_sample,
     )
     display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
-    checkpointing = Checkpointing(directory / "checkpoints", step_log, **cfg.checkpoint)
+    policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
+    checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, **policy)
+    strategy.facts = {"config_hash": run_dir.fingerprint(cfg)}
     extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
-    callbacks = [_RecordError(), CountOn(), step_log, *extra, checkpointing, stop, display]
+    callbacks = [_RecordError(), Heartbeat(), CountOn(), step_log, *extra, checkpointing, stop, display]
     trainer = Trainer(
         strategy=strategy,
         accelerator=cfg.trainer.accelerator,
@@ -90,7 +97,6 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         precision=cfg.trainer.precision,
         max_epochs=-1,
         max_steps=total_steps,
-        max_time=cfg.trainer.max_time,
         accumulate_grad_batches=batches.accumulate,
         gradient_clip_val=cfg.trainer.gradient_clip_val,
         gradient_clip_algorithm=cfg.trainer.gradient_clip_algorithm,
@@ -104,23 +110,22 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         detect_anomaly=cfg.trainer.detect_anomaly,
         default_root_dir=directory,
         callbacks=callbacks,
-        logger=[csv, *(instantiate(node) for node in (cfg.logger or {}).values())],
+        logger=[csv, *_loggers(cfg, checkpoint)],
         profiler=_profiler(cfg, directory),
         reload_dataloaders_every_n_epochs=1,  # an epoch is a whole number of steps, but not always the same number
         use_distributed_sampler=False,
         enable_model_summary=False,
     )
+    trainer.before_training = [partial(step_log.go_on, trainer), partial(checkpointing.begin, trainer)]
     started = time.monotonic()
     gc.enable()
     try:
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics = {**_last_row(step_log), **metrics}
-        reason = _stop_reason(trainer, stop, total_steps)
-        if reason not in ("finished", "max_time") or not cfg.trainer.test_at_end:
-            tested = {}
-        else:
-            tested = trainer.test(task, datamodule=data, verbose=False)[0]
+        reason = stop.received or "finished"  # at the last step, or before it by a callback such as early stopping
+        test = reason == "finished" and cfg.trainer.test_at_end
+        tested = trainer.test(task, datamodule=data, verbose=False)[0] if test else {}
         metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(stop.received), _last_row(step_log)
@@ -135,7 +140,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
             "samples": step_log.samples_seen,
             "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "best_checkpoint": str(checkpointing.best) if checkpointing.best else None,
-            "strategy": _describe(trainer.strategy),
+            "strategy": strategy.layout,
             "world_size": trainer.world_size,
             "precision": str(cfg.trainer.precision),
             "parameters": trainer.parameter_count,
@@ -161,6 +166,35 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
     if cfg.trainer.max_epochs is not None:
         limits.append(math.ceil(cfg.trainer.max_epochs * data.train_size / data.global_batch_size))
     return min(limits)
+
+
+def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
+    """The checkpoint to go on from, whose files are what was saved; damaged ones are named and passed over."""
+    if resume.checkpoint_for(cfg, directory) is None:
+        return None
+    own = resume.candidates(resume.folder(directory, cfg))
+    if own:
+        return storage.first_sound(own, trust=cfg.checkpoint.trust)
+    named = resume.find(resume.at(cfg.resume))
+    return storage.first_sound([named] if named is not None else [], trust=cfg.checkpoint.trust)
+
+
+def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
+    """The configured ones. TensorBoard forgets what a killed process logged after the checkpoint."""
+    loggers = [instantiate(node) for node in (cfg.logger or {}).values()]
+    step = (manifest.read(checkpoint) or {}).get("step") if checkpoint is not None else None
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and step is not None:
+            logger._kwargs.setdefault("purge_step", step + 1)
+    return loggers
+
+
+def _seconds(max_time: str | None) -> float | None:
+    """Of DD:HH:MM:SS."""
+    if max_time is None:
+        return None
+    days, hours, minutes, seconds = map(int, max_time.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
@@ -205,8 +239,9 @@ def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer:
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
+    layout: str = trainer.strategy.layout  # pyright: ignore[reportAttributeAccessIssue]
     line = (
-        f"{_describe(trainer.strategy)} · {where}{machines} · {cfg.trainer.precision} · "
+        f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
@@ -217,22 +252,8 @@ def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer:
     return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
 
 
-def _describe(strategy: Any) -> str:
-    """The class, with a mesh's axes that are longer than 1."""
-    sizes = [f"{axis}={size}" for axis, size in getattr(strategy, "sizes", {}).items() if size > 1]
-    return " ".join([type(strategy).__name__, *sizes])
-
-
 def _last_row(step_log: StepLog) -> dict[str, float]:
     return {name: value for name, value in step_log.last.items() if name.startswith("train/")}
-
-
-def _stop_reason(trainer: Trainer, stop: StopOnSignal, total_steps: int) -> str:
-    if stop.received is not None:
-        return stop.received
-    if trainer.global_step >= total_steps:
-        return "finished"
-    return "max_time" if trainer.ran_out_of_time else "finished"  # finished: a callback such as early stopping ended it
 
 
 def _peak_memory(trainer: Trainer) -> int:
@@ -263,7 +284,7 @@ def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, pre
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Joins ranks that torchrun or srun started, and runs. Rank 0's configuration is everybody's."""
-    process_group.init(backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator)
+    _init_group(cfg)
     try:
         if process_group.rank() == 0:
             run_dir.write(cfg, overrides)
@@ -275,16 +296,18 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         process_group.destroy()
 
 
-def _die_with_parent() -> None:
-    """No orphan: this rank ends when the agent that started it is gone, however it went."""
-    parent = os.getppid()
+def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
+    """The process group, in which a collective that does not complete is an error after launch.hang_timeout.
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    Args:
+        later: seconds more, where a parent watches, who can tell which rank stands still.
+    """
+    seconds = cfg.launch.hang_timeout
+    process_group.init(
+        backend=OmegaConf.select(cfg, "strategy.backend") or "auto",
+        accelerator=cfg.trainer.accelerator,
+        timeout=timedelta(seconds=seconds + later) if seconds is not None else None,
+    )
 
 
 def _record(error: BaseException) -> None:
@@ -304,20 +327,19 @@ class _RecordError(L.Callback):
 
 def main() -> None:
     """A rank under the elastic agent. An error goes to the agent, which shows the one that came first."""
-    _die_with_parent()
     directory = Path(sys.argv[1])
     cfg = run_dir.read(directory)
+    resize.apply(cfg, os.environ.get("ARMATURE_RESIZED", ""))
     rank = int(os.environ["RANK"])
+    log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)  # asked for where a rank stands still
     if rank:  # rank 0 prints; the others write to their log
-        log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log_file, sys.stdout.fileno())
         os.dup2(log_file, sys.stderr.fileno())
     get_error_handler().initialize()
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
-        process_group.init(
-            backend=OmegaConf.select(cfg, "strategy.backend") or "auto", accelerator=cfg.trainer.accelerator
-        )
+        _init_group(cfg, later=60)
         run(cfg)
     except Exception as error:
         _record(error)
@@ -337,7 +359,3 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

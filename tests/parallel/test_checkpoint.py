@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from armature import manifest
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.parallel import checkpoint, convert
@@ -84,26 +86,33 @@ def test_another_optimisers_state_is_refused(saved: Path) -> None:
         checkpoint.load(saved, module, [sgd])
 
 
-def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(saved: Path) -> None:
+def full_disk(*args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(saved: Path, monkeypatch) -> None:
     module = Holder()
-
-    def full_disk(part: Path) -> None:
-        raise OSError("No space left on device")
-
+    monkeypatch.setattr(manifest, "write", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        save(saved, module, stepped(module, steps=2), seal=full_disk)
+        save(saved, module, stepped(module, steps=2))
     assert checkpoint.load(saved, Holder(), [])["global_step"] == 1
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step=1", "step=1.part"]
 
 
-def test_seal_sees_the_complete_directory_before_it_has_its_name(tmp_path: Path) -> None:
-    module, seen = Holder(), []
+def test_the_manifest_is_written_last_and_names_every_file(tmp_path: Path, monkeypatch) -> None:
+    module, seen, write = Holder(), [], manifest.write
 
-    def seal(part: Path) -> None:
-        seen.append((part.name, (tmp_path / "step=1").exists(), (part / ".metadata").exists()))
+    def watched(part: Path, files: dict, facts: dict) -> None:
+        seen.append(
+            (part.name, (tmp_path / "step=1").exists(), sorted(p.name for p in part.iterdir()) == sorted(files))
+        )
+        write(part, files, facts)
 
-    save(tmp_path / "step=1", module, stepped(module), seal=seal)
+    monkeypatch.setattr(manifest, "write", watched)
+    save(tmp_path / "step=1", module, stepped(module), facts={"step": 1})
     assert seen == [("step=1.part", False, True)]
+    assert manifest.problem(tmp_path / "step=1") is None
+    assert manifest.checksum_problem(tmp_path / "step=1") is None
 
 
 def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_path: Path) -> None:
@@ -121,11 +130,9 @@ def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_p
 def _fails_on_one_rank(folder: str) -> str:
     from armature.parallel import process_group
 
-    def seal(part: Path) -> None:
-        raise OSError("No space left on device")
-
+    manifest.write = full_disk
     try:
-        checkpoint.save(Path(folder) / "step=1", {"x": torch.ones(3)}, {}, seal=seal)
+        checkpoint.save(Path(folder) / "step=1", {"x": torch.ones(3)}, {})
     except OSError as error:
         return f"{process_group.rank()}: {error}"
     return "saved"
@@ -134,8 +141,8 @@ def _fails_on_one_rank(folder: str) -> str:
 @pytest.mark.slow
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     messages = on_ranks(_fails_on_one_rank, str(tmp_path), ranks=2)
-    assert messages[0] == "0: No space left on device"
-    assert "rank 0 failed: OSError: No space left" in messages[1]
+    assert messages[0] == "0: [Errno 28] No space left on device"
+    assert "rank 0 failed: OSError: [Errno 28] No space left" in messages[1]
 
 
 def test_initial_weights_depend_on_name_and_seed_alone() -> None:
@@ -180,14 +187,12 @@ def test_what_is_saved_in_the_background_is_the_moment_of_the_save(tmp_path: Pat
     assert on_ranks(_saves_in_background, str(tmp_path), ranks=2) == [[1.0, 2.0, 2], [1.0, 2.0, 0]]
 
 
-def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(tmp_path: Path, monkeypatch) -> None:
     from armature.parallel.background import BackgroundSaver
 
-    def full_disk(part: Path) -> None:
-        raise OSError("No space left on device")
-
+    monkeypatch.setattr(manifest, "write", full_disk)
     saver = BackgroundSaver()
-    saver.start(tmp_path / "step=1", {"weight": torch.ones(2)}, {}, seal=full_disk)
+    saver.start(tmp_path / "step=1", {"weight": torch.ones(2)}, {})
     with pytest.raises(OSError, match="No space left"):
         saver.finish()
     assert not (tmp_path / "step=1").exists()

@@ -5,12 +5,15 @@ undisturbed one. The newest row is held back until the next one comes, because v
 """
 
 import csv
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+log = logging.getLogger(__name__)
 
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
@@ -23,6 +26,7 @@ class MetricsCSV(Logger):
         self.file = run_dir / "metrics.csv"
         self.step = 0  # optimiser steps done; values that Lightning logs belong to this row
         self._columns: list[str] = []
+        self._unwritten: list[dict[str, Any]] = []  # rows that a full disk did not take
         self.held: dict[str, Any] = {}  # part of the checkpoint, since the file does not have it yet
 
     @property
@@ -58,9 +62,15 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def flush(self) -> None:
-        """Writes the row that is held back too."""
+        """Writes the row that is held back too.
+
+        Raises:
+            OSError: where rows are left that the disk does not take.
+        """
         held, self.held = self.held, {}
         self._append([held] if held else [])
+        if self._unwritten:
+            self._write(self._unwritten)
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
@@ -80,18 +90,35 @@ class MetricsCSV(Logger):
             self.flush()
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
+        rows = [*self._unwritten, *rows]
         if not rows:
             return
+        size = self.file.stat().st_size if self.file.exists() else 0
+        try:
+            self._write(rows)
+        except OSError as error:
+            if not self._unwritten:
+                log.error("%s could not be written (%s). Its rows are kept, and tried again.", self.file, error)
+            self._unwritten = rows
+            if self.file.exists():
+                os.truncate(self.file, size)  # no half row
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
         new = [name for row in rows for name in row if name not in self._columns]
         if new:
             have = read(self.file)[1] if self.file.exists() else []
             names = dict.fromkeys([*self._columns, *new])
             first = [name for name in FIRST_COLUMNS if name in names]
-            self._columns = [*first, *(name for name in names if name not in first)]
-            self._rewrite([*have, *rows])
-            return
-        with self.file.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerows(rows)
+            columns, self._columns = self._columns, [*first, *(name for name in names if name not in first)]
+            try:
+                self._rewrite([*have, *rows])
+            except OSError:
+                self._columns = columns
+                raise
+        else:
+            with self.file.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerows(rows)
+        self._unwritten = []
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         part = self.file.with_name(f".{self.file.name}.part")

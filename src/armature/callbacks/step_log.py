@@ -62,8 +62,11 @@ class StepLog(Callback):
         self.samples_seen = state_dict["samples_seen"]
         self.csv.held = dict(state_dict["row"])
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def go_on(self, trainer: Trainer) -> None:
+        """Once a checkpoint is restored: later rows are dropped."""
         self.csv.go_on_from(trainer.global_step)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._since = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -1,34 +1,48 @@
-"""Signals that end a run between two steps, on all ranks together."""
+"""Signals and deadlines that end a run between two steps, on all ranks together."""
 
+import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from armature.parallel.process_group import Vote
+
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+# why a run stops; where ranks have several reasons, the last in this list is the run's
+REASONS = ("", "max_time", "time_limit", "SIGTERM", "SIGUSR1", "SIGINT")
 
 
 class StoppedBySignal(Exception):
-    """Ends training, validation or test when a signal came; the ranks raise it together."""
+    """Ends training, validation or test when a signal or a deadline came; the ranks raise it together."""
 
 
 class StopOnSignal(Callback):
-    """A signal sets a flag and nothing else. The ranks agree on it after each batch and stop together.
+    """A signal sets a flag and nothing else. The ranks agree on it after each optimiser step and stop together.
 
-    What a handler does in the middle of a step can meet a collective that another rank never enters. A second Ctrl-C
-    ends the process at once.
+    What a handler does in the middle of a step can meet a collective that another rank never enters. Where there are
+    several ranks they stop one step after the signal, since a vote is read when the next one is cast and nobody waits
+    for it. A second Ctrl-C ends the process at once.
+
+    Args:
+        max_seconds: of training, over all restarts; None: no limit.
+        deadline: Unix time at which to stop, so many minutes before a scheduler would.
 
     Attributes:
-        received: the name of the signal that ends the run, on every rank once they agreed. None while there is none.
+        received: what ends the run, one of REASONS, on every rank once they agreed. None while nothing does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_seconds: float | None = None, deadline: float | None = None) -> None:
         self.received: str | None = None
+        self.max_seconds, self.deadline = max_seconds, deadline
         self._flag = 0
         self._previous: dict[int, Any] = {}
+        self._vote = Vote()
+        self._seconds_before = 0.0  # trained by the processes that this one goes on from
+        self._started: float | None = None
 
     def install(self) -> None:
         """Takes the handlers over. Called before the Trainer's own set-up, which is not to be torn apart either."""
@@ -44,32 +58,55 @@ class StopOnSignal(Callback):
         if number == signal.SIGINT and self._flag == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        self._flag = number
+        self._flag = self._flag or number  # the first: an agent passes a scheduler's USR1 on as a TERM
 
-    def agreed(self, trainer: Trainer) -> bool:
-        """Whether any rank was signalled. A collective where there is more than one rank."""
-        if self.received is None:
-            number = self._flag
-            if trainer.world_size > 1:
-                flag = torch.tensor(float(number), device=trainer.strategy.root_device)
-                number = int(trainer.strategy.reduce(flag, reduce_op="max"))
-            if number:
-                self.received = signal.Signals(number).name
-        return self.received is not None
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self._seconds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seconds_before = state_dict["seconds"]
+
+    def _seconds(self) -> float:
+        return self._seconds_before + (time.monotonic() - self._started if self._started is not None else 0.0)
+
+    def _own_reason(self) -> int:
+        if self._flag:
+            return REASONS.index(signal.Signals(self._flag).name)
+        if self.deadline is not None and time.time() >= self.deadline:
+            return REASONS.index("time_limit")
+        if self.max_seconds is not None and self._seconds() >= self.max_seconds:
+            return REASONS.index("max_time")
+        return 0
+
+    def _end_if_agreed(self) -> None:
+        if self.received is None and (reason := self._vote(self._own_reason())):
+            self._vote.finish()
+            self.received = REASONS[reason]
+        if self.received is not None:
+            raise StoppedBySignal(self.received)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.agreed(trainer):
-            raise StoppedBySignal(self.received)
+        self._started = time.monotonic()
+        self._end_if_agreed()
+        self._end_if_agreed()  # the second call knows what came during the start
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         # not should_stop: Lightning would validate before it stops
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 and self.agreed(trainer):
-            raise StoppedBySignal(self.received)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self._end_if_agreed()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._vote.finish()
 
     def _stop_evaluation(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.agreed(trainer):
-            raise StoppedBySignal(self.received)
+        self._end_if_agreed()
 
     on_validation_batch_end = on_test_batch_end = _stop_evaluation
+
+
+def deadline_of_the_job() -> float | None:
+    """When the launcher wants the run to stop, as Unix time."""
+    value = os.environ.get("ARMATURE_DEADLINE")
+    return float(value) if value else None

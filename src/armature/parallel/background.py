@@ -10,8 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from armature.parallel import checkpoint, process_group
+from armature.parallel import process_group, storage
 
 
 class BackgroundSaver:
@@ -30,22 +31,25 @@ class BackgroundSaver:
         tensors: dict[str, Any],
         meta: dict[str, Any],
         *,
-        seal: Callable[[Path], None] | None = None,
+        facts: dict[str, Any] | None = None,
         published: Callable[[Path], None] | None = None,
     ) -> None:
         """Copy this rank's part and return; all ranks call it. Waits for the save before, and raises its error.
 
         Args:
-            seal: called on rank 0 with the complete `.part` directory, just before the rename.
-            published: called on rank 0 with the directory, just after it; like `seal`, from another thread.
+            facts: what the manifest says beside files and world size.
+            published: called on rank 0 with the directory, just after the rename, from another thread.
         """
         self.finish()
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
-        part = checkpoint.prepare(directory)
-        with checkpoint.single_process_is_meant():
+        part = storage.prepare(directory, meta)
+        with storage.single_process_is_meant():
             upload = dcp.async_save(
-                tensors, checkpoint_id=part, process_group=self._group, no_dist=not dist.is_initialized()
+                tensors,
+                storage_writer=storage.writer(part),
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
             )
         pending: Future[None] = Future()
         self._pending = pending
@@ -53,11 +57,12 @@ class BackgroundSaver:
         def complete(uploaded: Future[Any]) -> None:
             try:
                 uploaded.result()  # all ranks' parts are on disk, or the error of one of them is raised on all
-                if process_group.rank() == 0:
-                    checkpoint.complete(part, directory, meta, seal=seal)
-                    if published is not None:
-                        published(directory)
+                storage.complete(part, directory, facts or {}, group=self._group)
+                if process_group.rank() == 0 and published is not None:
+                    published(directory)
                 pending.set_result(None)
+            except CheckpointException as error:
+                pending.set_exception(storage.failure(error))
             except BaseException as error:
                 pending.set_exception(error)
 
@@ -68,5 +73,4 @@ class BackgroundSaver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        with checkpoint.together():
-            pending.result()
+        storage.together(pending.result)

@@ -2,8 +2,9 @@
 
     step=000120/
       .metadata  __0_0.distcp …   each rank's part of the weights and optimiser state, keyed by undivided names
-      meta.pt                     the rest of Lightning's checkpoint: loops, callbacks, schedulers, data position;
-                                  tensors and plain types only
+      meta.pt                     the rest of Lightning's checkpoint: loops, callbacks, schedulers, data position, each
+                                  rank's random state; tensors and plain types only
+      manifest.json               names, sizes and checksums of the others, written last
 
 Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), optimiser state as
 "optimizer_states.<i>.<parameter name>.<key>", parameter groups in meta.pt as hyperparameters with parameter names.
@@ -12,11 +13,7 @@ Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), op
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-import os
-import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from armature.parallel import process_group
+from armature.parallel import process_group, storage
 
-META = "meta.pt"
 OPTIMIZER = "optimizer_states"
 EXTRA = "extra"  # what callbacks keep beside the weights, such as their average: "extra.ema.model.blocks.0.…"
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
@@ -124,7 +121,7 @@ def create_state(optimizer: Optimizer) -> None:
 
 # ---------------------------------------------------------------- directories
 def save(
-    directory: Path, tensors: dict[str, Any], meta: dict[str, Any], *, seal: Callable[[Path], None] | None = None
+    directory: Path, tensors: dict[str, Any], meta: dict[str, Any], *, facts: dict[str, Any] | None = None
 ) -> None:
     """Write a checkpoint aside as `<directory>.part`, and rename it when every rank's part is complete.
 
@@ -133,85 +130,15 @@ def save(
     Args:
         tensors: this rank's part of weights and optimiser state.
         meta: Lightning's remaining checkpoint; rank 0's is written.
-        seal: called on rank 0 with the complete `.part` directory, just before the rename.
+        facts: what the manifest says beside files and world size.
     """
-    part = prepare(directory)
-    with single_process_is_meant():
-        dcp.save(tensors, checkpoint_id=part, no_dist=not dist.is_initialized())
-    with together():
-        if process_group.rank() == 0:
-            complete(part, directory, meta, seal=seal)
-
-
-def prepare(directory: Path) -> Path:
-    """An empty `<directory>.part`, on all ranks."""
-    part = directory.with_name(f"{directory.name}.part")
-    with together():
-        if process_group.rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-    return part
-
-
-def complete(part: Path, directory: Path, meta: dict[str, Any], *, seal: Callable[[Path], None] | None) -> None:
-    """Write meta.pt beside the weights that all ranks have written, and give the directory its name."""
-    with (part / META).open("wb") as file:
-        torch.save(meta, file)
-        file.flush()
-        os.fsync(file.fileno())
-    if seal is not None:
-        seal(part)
-    publish(part, directory)
-
-
-@contextmanager
-def single_process_is_meant() -> Iterator[None]:
-    """torch warns of saving and loading without a process group, which is just what one process does."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def publish(part: Path, directory: Path) -> None:
-    """Give a complete directory its name. An older one of that name is gone only after it."""
-    old = directory.with_name(f"{directory.name}.old")
-    if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-    part.rename(directory)
-    descriptor = os.open(directory.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """A stretch of work that ends on all ranks when it ends on each, and whose error on one rank is raised on all."""
-    error: BaseException | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    messages = process_group.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise OSError(f"rank {rank} failed: {message}")
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """What lies in a checkpoint: names, sizes and types.
-
-    Raises:
-        FileNotFoundError: where the directory is no checkpoint.
-    """
-    if not (directory / ".metadata").is_file():
-        raise FileNotFoundError(f"{directory}: no checkpoint (it holds no .metadata).")
-    return dcp.FileSystemReader(directory).read_metadata()
+    part = storage.prepare(directory, meta)
+    with storage.single_process_is_meant():
+        try:
+            dcp.save(tensors, storage_writer=storage.writer(part), no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            raise storage.failure(error) from error
+    storage.complete(part, directory, facts or {})
 
 
 def load(
@@ -225,9 +152,9 @@ def load(
     Raises:
         ValueError: where names, sizes or the optimiser's kind differ, naming them.
     """
-    saved = read_metadata(directory).state_dict_metadata
+    saved = storage.read_metadata(directory).state_dict_metadata
     names = parameter_names(module)
-    meta = torch.load(directory / META, map_location="cpu", weights_only=True)
+    meta = storage.read_meta(directory)
     state: dict[str, Any] = dict(module_state(module))
     check_names(directory, saved, list(state))
     state |= {name: value for name, value in (extra or {}).items() if name in saved}
@@ -237,8 +164,7 @@ def load(
         _check_optimizer(directory, saved, own, index=index)
         state |= {name: value for name, value in own.items() if name in saved}
     _check_sizes(directory, saved, state)
-    with single_process_is_meant():
-        dcp.load(state, checkpoint_id=directory, no_dist=not dist.is_initialized())
+    storage.read_tensors(directory, state)
     for index, optimizer in enumerate(optimizers):
         for param in list(optimizer.state):
             prefix = f"{OPTIMIZER}.{index}.{names[param]}."
@@ -254,7 +180,7 @@ def load(
 
 def is_weights_only(directory: Path) -> bool:
     """Whether a checkpoint is no point of a run, but weights to begin one with."""
-    return "loops" not in torch.load(directory / META, map_location="cpu", weights_only=True)
+    return "loops" not in storage.read_meta(directory)
 
 
 def load_full_state_dict(directory: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
@@ -264,7 +190,7 @@ def load_full_state_dict(directory: Path | str, *, prefix: str = "") -> dict[str
         prefix: "" for the weights, "extra.ema." for the averaged ones; it is taken off the names.
     """
     directory = Path(directory)
-    saved = read_metadata(directory).state_dict_metadata
+    saved = storage.read_metadata(directory).state_dict_metadata
     wanted = [n for n in saved if (n.startswith(prefix) if prefix else not n.startswith(RESERVED))]
     return {name.removeprefix(prefix): value for name, value in load_tensors(directory, wanted, saved).items()}
 
@@ -277,8 +203,7 @@ def load_tensors(directory: Path, names: Iterable[str], saved: dict[str, Any]) -
         else None
         for name in names
     }
-    with single_process_is_meant():
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    storage.read_tensors(directory, state, alone=True)
     return state
 
 

@@ -84,17 +84,51 @@ def broadcast_object(obj: T, *, source: int = 0) -> T:
     return box[0]
 
 
-def all_gather_object(obj: T) -> list[T]:
+def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's plain object, in order of ranks, on every rank."""
     if not dist.is_initialized():
         return [obj]
     gathered: list[T] = [obj] * dist.get_world_size()
-    dist.all_gather_object(gathered, obj)
+    dist.all_gather_object(gathered, obj, group=group)
     return gathered
 
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class Vote:
+    """The largest of all ranks' numbers, told one call late, so that no rank waits for the others.
+
+    All ranks call it equally often. On GPUs too it is the CPUs that talk: the devices' queues are not waited for.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: tuple[torch.Tensor, dist.Work] | None = None
+
+    def __call__(self, number: int) -> int:
+        """This call's number takes part in the next call's result; one process gets its own at once."""
+        if not dist.is_initialized():
+            return number
+        result = self.finish()
+        box = torch.tensor([number])
+        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._under_way = box, work
+        return result
+
+    def finish(self) -> int:
+        """The result of the call before. Afterwards nothing is under way."""
+        if self._under_way is None:
+            return 0
+        box, work = self._under_way
+        self._under_way = None
+        work.wait()
+        return int(box)
 
 
 def destroy() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.parallel import apply, background, blocks, gradients, initialisation, process_group
+from armature.parallel import apply, background, blocks, gradients, initialisation, process_group, randomness
 from armature.parallel import checkpoint as ckpt
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class Common(_Base):
         grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
         data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
         initial_weights: a checkpoint to begin with instead of the seed's weights.
-        seal: called on rank 0 with a complete checkpoint directory, just before it gets its name.
-        published: called on rank 0 with a checkpoint's directory, just after that.
-        save_in_background: a save then costs the step a copy; `seal` and `published` run in another thread.
+        facts: what a checkpoint's manifest says of the run.
+        published: called on rank 0 with a checkpoint's directory, once it is complete and has its name.
+        save_in_background: a save then costs the step a copy; `published` runs in another thread.
         parameter_count: of the undivided model, whatever part of it is here.
         bubble_share: share of a step that the pipeline's schedule leaves idle; 0 without a pipeline.
     """
@@ -61,11 +61,12 @@ class Common(_Base):
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
         self.initial_weights: Path | None = None
-        self.seal: Callable[[Path], None] | None = None
+        self.facts: dict[str, Any] = {}
         self.published: Callable[[Path], None] | None = None
         self.save_in_background = False
         self._saver = background.BackgroundSaver()
         self.extra_state: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+        self._random: dict[str, Any] | None = None  # of this rank, from the checkpoint
         self.cluster_environment = process_group.RankEnvironment()
 
     @property
@@ -121,7 +122,7 @@ class Common(_Base):
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
         self.precision_plugin.clip_gradients = self.clip_gradients
         if trainer.state.fn == TrainerFn.FITTING:
-            torch.manual_seed(self.seed * 1_000_003 + self.stream)
+            randomness.begin(seed=self.seed, stream=self.stream)
 
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimisers are made."""
@@ -196,12 +197,15 @@ class Common(_Base):
             tensors |= state["tensors"]
             groups.append(ckpt.merge_groups(process_group.all_gather_object(state["groups"])))
         meta["param_groups"] = groups
+        meta["random"] = {"layout": self.layout, "ranks": process_group.all_gather_object(randomness.capture())}
+        directory = Path(filepath) if isinstance(filepath, str) else filepath
+        facts = {"step": meta.get("global_step"), "strategy": self.layout, **self.facts}
         if self.save_in_background:
-            self._saver.start(Path(filepath), tensors, meta, seal=self.seal, published=self.published)
+            self._saver.start(directory, tensors, meta, facts=facts, published=self.published)
             return
-        ckpt.save(Path(filepath), tensors, meta, seal=self.seal)
+        ckpt.save(directory, tensors, meta, facts=facts)
         if self.published is not None and process_group.rank() == 0:
-            self.published(Path(filepath))
+            self.published(directory)
 
     def finish_saves(self) -> None:
         """Wait for what is being saved in the background; all ranks call it."""
@@ -215,7 +219,33 @@ class Common(_Base):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimiser state in place, and give back the rest of Lightning's checkpoint."""
-        return ckpt.load(Path(checkpoint_path), self.module, self.optimizers, extra=self.extra_tensors())
+        directory = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
+        return self.note_random(ckpt.load(directory, self.module, self.optimizers, extra=self.extra_tensors()))
+
+    def note_random(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Keep this rank's random state of a checkpoint until `restore_random`; give back the rest.
+
+        Under another layout ranks draw other numbers anyway. They then begin streams of the checkpoint's step.
+        """
+        saved = meta.pop("random", None)
+        if saved is not None and saved["layout"] == self.layout and len(saved["ranks"]) == process_group.ranks():
+            self._random = saved["ranks"][process_group.rank()]
+        else:
+            randomness.begin(seed=self.seed, stream=self.stream, step=meta.get("global_step", 0))
+            self._random = randomness.capture()
+        return meta
+
+    def restore_random(self) -> None:
+        """Draw on where the checkpoint was saved. Called once, when nothing more will be drawn for the set-up."""
+        if self._random is not None:
+            randomness.restore(self._random)
+            self._random = None
+
+    @property
+    def layout(self) -> str:
+        """The class, with a mesh's axes that are longer than 1."""
+        sizes = [f"{axis}={size}" for axis, size in getattr(self, "sizes", {}).items() if size > 1]
+        return " ".join([type(self).__name__, *sizes])
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.parallel import checkpoint as ckpt
-from armature.parallel import ties
+from armature.parallel import storage, ties
 from armature.strategies.base import Common
 
 
@@ -181,9 +181,9 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        directory = Path(checkpoint_path)
-        saved = ckpt.read_metadata(directory).state_dict_metadata
-        meta = torch.load(directory / ckpt.META, map_location="cpu", weights_only=True)
+        directory = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
+        saved = storage.read_metadata(directory).state_dict_metadata
+        meta = storage.read_meta(directory)
         fitting = bool(self._groups)
         ckpt.check_names(directory, saved, list(self.module.state_dict()))
         shaped = self._create_state(directory, saved) if fitting else []
@@ -203,7 +203,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
             self.module.get_buffer(name).copy_(ckpt.load_tensors(directory, [name], saved)[name])
         if fitting:
             ckpt.restore_groups(self._zero.optimizer, self._groups, meta["param_groups"][0])
-        return meta
+        return self.note_random(meta)
 
     def _create_state(self, directory: Path, saved: dict[str, Any]) -> list[str]:
         """Empty optimiser state on the flat partitions, to be filled; the keys that have a value for each weight."""

@@ -32,6 +32,7 @@ CHOICES = {
     "trainer.gradient_clip_algorithm": ("norm", "value"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
+    "checkpoint.on_failure": ("continue", "stop"),
 }
 UNFIT = {  # task to model: the pairs of ours that do not go together
     "armature.tasks.language_modeling.LanguageModeling": "armature.models.vit.model.VisionTransformer",
@@ -62,7 +63,8 @@ def check(cfg: DictConfig) -> DictConfig:
     if not unsound:
         cfg = decide(cfg)
         problems += _model_problems(cfg)
-        problems += _layout_problems(cfg)
+        problems += layout_problems(cfg)
+        problems += _launch_problems(cfg)
     problems += _logger_problems(cfg)
     problems += _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
@@ -81,6 +83,8 @@ def decide(cfg: DictConfig) -> DictConfig:
         cfg.trainer.devices = max(1, hardware.gpu_count()) if cfg.trainer.accelerator == "gpu" else 1
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
+    if cfg.launch.max_restarts == "auto":
+        cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
     return cfg
 
 
@@ -154,7 +158,8 @@ def _range_problems(cfg: DictConfig) -> list[str]:
             "trainer.max_steps and trainer.max_epochs are both null: type trainer.max_steps=… or max_epochs=…."
         )
     positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
-    for key in [*(f"trainer.{k}" for k in positive), "checkpoint.every_n_steps", "checkpoint.every_n_minutes"]:
+    every = [f"checkpoint.{key}" for key in ("every_n_steps", "every_n_minutes", "keep_every_n_steps")]
+    for key in [*(f"trainer.{k}" for k in positive), *every]:
         value = OmegaConf.select(cfg, key)
         if value is not None and value <= 0:
             problems.append(f"{key}={value}: must be positive (null turns it off where it may be off).")
@@ -248,7 +253,7 @@ def _model_problems(cfg: DictConfig) -> list[str]:
     return module.problems(arguments) if module is not None else []
 
 
-def _layout_problems(cfg: DictConfig) -> list[str]:
+def layout_problems(cfg: DictConfig) -> list[str]:
     """Batch sizes, and what the strategy cannot do with this model, precision and number of processes."""
     plan = beside(cfg.model._target_, "plan")
     problems = parallel_checks.problems(plain(cfg), world_size=world_size(cfg), plan=plan.PLAN if plan else None)
@@ -257,6 +262,35 @@ def _layout_problems(cfg: DictConfig) -> list[str]:
             batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, data_size(cfg))
         except ConfigError as error:
             problems += error.problems
+    return problems
+
+
+def _launch_problems(cfg: DictConfig) -> list[str]:
+    """How ranks are brought back."""
+    launch, devices, problems = cfg.launch, cfg.trainer.devices, []
+    if not isinstance(launch.max_restarts, int) or isinstance(launch.max_restarts, bool) or launch.max_restarts < 0:
+        problems.append(f"launch.max_restarts={launch.max_restarts}: must be a number from 0, or auto.")
+    if launch.min_ranks is not None:
+        if not 1 <= launch.min_ranks <= devices:
+            problems.append(
+                f"launch.min_ranks={launch.min_ranks}: must be from 1 to trainer.devices={devices}, "
+                "or null for always as many."
+            )
+        elif cfg.trainer.num_nodes > 1 or launch.rdzv_endpoint:
+            problems.append(
+                f"launch.min_ranks={launch.min_ranks}: ranks on several machines cannot become fewer. "
+                "Type launch.min_ranks=null."
+            )
+        elif launch.max_restarts == 0:
+            problems.append(
+                f"launch.min_ranks={launch.min_ranks}, but launch.max_restarts=0: nothing is brought back. "
+                "Type launch.max_restarts=auto, or launch.min_ranks=null."
+            )
+    for key in ("hang_timeout", "stop_minutes_before_limit"):
+        if launch[key] is not None and launch[key] <= 0:
+            problems.append(f"launch.{key}={launch[key]}: must be positive, or null for never.")
+    if launch.grace_seconds < 0:
+        problems.append(f"launch.grace_seconds={launch.grace_seconds}: must not be negative.")
     return problems
 
 

@@ -78,10 +78,12 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         return f"{override}: {reason}."
     known = [*_keys(compose("train", overrides=sound)), *groups]
     group, _, name = key.partition(".")
-    for option in groups.get(group, []) if name else []:
-        file = OmegaConf.load(config_dir / group / f"{option}.yaml")
-        if isinstance(file, DictConfig) and name in list(file):  # "in file" leaves out required values
-            return f"{override}: there is no key '{key}' here, but {group}={option} has it."
+    files = {option: OmegaConf.load(config_dir / group / f"{option}.yaml") for option in groups.get(group, []) if name}
+    # "name in file" leaves out required values
+    having = [f"{group}={option}" for option, file in files.items() if isinstance(file, DictConfig) and name in [*file]]
+    if having:
+        have = "has" if len(having) == 1 else "have"
+        return f"{override}: there is no key '{key}' here, but {' and '.join(having)} {have} it."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
 
 

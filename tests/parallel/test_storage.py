@@ -1,0 +1,144 @@
+"""What a checkpoint is told by, and what is not loaded."""
+
+import io
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from armature import manifest, resume
+from armature.errors import ConfigError
+from armature.parallel import checkpoint, storage
+
+RAN: list[str] = []
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self):
+        return RAN.append, ("ran",)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two complete checkpoints, of steps 1 and 2; the later one is given."""
+    for step in (1, 2):
+        tensors = {"weight": torch.full((64,), float(step)), "count": step}
+        checkpoint.save(tmp_path / f"step=00000{step}", tensors, {"global_step": step}, facts={"step": step})
+    return tmp_path / "step=000002"
+
+
+def shard(directory: Path) -> Path:
+    return next(directory.glob("__*"))
+
+
+def truncate(directory: Path) -> str:
+    file = shard(directory)
+    file.write_bytes(file.read_bytes()[:-10])
+    return "__0_0.distcp has"
+
+
+def flip(directory: Path) -> str:
+    file = shard(directory)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    return "__0_0.distcp was changed"
+
+
+def lose(directory: Path) -> str:
+    shard(directory).unlink()
+    return "__0_0.distcp is missing"
+
+
+def lose_manifest(directory: Path) -> str:
+    (directory / manifest.NAME).unlink()
+    return "no readable manifest.json"
+
+
+def spoil_manifest(directory: Path) -> str:
+    (directory / manifest.NAME).write_text("{")
+    return "no readable manifest.json"
+
+
+def alter_meta(directory: Path) -> str:
+    torch.save({"global_step": 9}, directory / "meta.pt")
+    return "meta.pt"
+
+
+DAMAGES = [truncate, flip, lose, lose_manifest, spoil_manifest, alter_meta]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_passed_over(saved: Path, damage, caplog) -> None:
+    said = damage(saved)
+    found = storage.first_sound(resume.candidates(saved.parent))
+    assert found == saved.parent / "step=000001"
+    assert "step=000002 is passed over" in caplog.text
+    assert said in caplog.text
+
+
+def test_none_sound_is_an_error_that_names_each(saved: Path) -> None:
+    flip(saved)
+    truncate(saved.parent / "step=000001")
+    with pytest.raises(ConfigError) as error:
+        storage.first_sound(resume.candidates(saved.parent))
+    assert "step=000001" in str(error.value)
+    assert "step=000002" in str(error.value)
+
+
+def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
+    names = [path.name for path in resume.candidates(saved.parent)]
+    assert names == ["step=000002", "step=000001"]
+    (saved.parent / "last").write_text("step=000001\n")
+    assert [path.name for path in resume.candidates(saved.parent)] == ["step=000001", "step=000002"]
+    (saved.parent / "last").write_text("step=000099\n")  # gone: not a reason to start from scratch
+    assert [path.name for path in resume.candidates(saved.parent)] == names
+
+
+def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None:
+    shutil.copytree(saved, saved.with_name("step=000003.part"))
+    saved.rename(saved.with_name("step=000002.old"))  # killed between the two renames of a replacement
+    assert [path.name for path in resume.candidates(saved.parent)] == ["step=000001"]
+    storage.clear_unfinished(saved.parent)
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["step=000001", "step=000002"]
+
+
+def test_a_foreign_directory_is_taken_only_on_trust(saved: Path) -> None:
+    lose_manifest(saved)
+    with pytest.raises(ConfigError, match="not written by this program"):
+        storage.first_sound([saved])
+    assert storage.first_sound([saved], trust=True) == saved
+
+
+def test_code_in_meta_does_not_run(saved: Path) -> None:
+    torch.save({"global_step": Code()}, saved / "meta.pt")
+    with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
+        storage.read_meta(saved)
+    assert RAN == []
+
+
+def test_code_in_metadata_does_not_run(saved: Path) -> None:
+    metadata = storage.read_metadata(saved)
+    metadata.planner_data = Code()
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
+        checkpoint.load_full_state_dict(saved)
+    assert RAN == []
+
+
+def test_code_in_a_value_does_not_run(saved: Path) -> None:
+    metadata, file = storage.read_metadata(saved), shard(saved)
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "count")
+    code = io.BytesIO()
+    torch.save(Code(), code)
+    place.offset, place.length = file.stat().st_size, len(code.getvalue())
+    with file.open("ab") as stream:
+        stream.write(code.getvalue())
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ConfigError, match="count: refused"):
+        checkpoint.load_full_state_dict(saved)
+    assert RAN == []
