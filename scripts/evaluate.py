@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="change the run's configuration"
     )
+    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = parser.parse_args()
     try:
         evaluate(args)
@@ -34,7 +35,7 @@ def main() -> None:
 def evaluate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
-    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.set)
+    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.set, trust=args.trust)
 
     import lightning.pytorch as L
     from hydra.utils import instantiate

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
+    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = parser.parse_args()
     try:
         generate(args)
@@ -36,7 +37,7 @@ def main() -> None:
 def generate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
-    cfg, checkpoint = open_run(args.path, best=args.best)
+    cfg, checkpoint = open_run(args.path, best=args.best, trust=args.trust)
 
     import torch
     from tokenizers import Tokenizer
@@ -44,7 +45,7 @@ def generate(args: argparse.Namespace) -> None:
     from armature import generation
     from armature.loading import load_task
 
-    file = checkpoint.parents[1] / "tokenizer.json"
+    file = Path(cfg.run.dir) / "tokenizer.json"
     if not file.exists():
         raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
     tokenizer = Tokenizer.from_file(str(file))

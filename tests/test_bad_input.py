@@ -72,6 +72,7 @@ CASES = {
     "a rate that is not positive": (["optimizer.lr=-1"], ["optimizer.lr=-1", "positive"]),
     "model and task that do not go together": (["model=vit_tiny"], ["task=", "image_classification"]),
     "a sweep without -m": (["seed=0,1"], ["seed=0,1", "Type -m"]),
+    "an object store nobody knows": (["checkpoint.root=s4://bucket"], ["checkpoint.root=s4://bucket: ", "s4"]),
     "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
     "a precision by another name": (["trainer.precision=fp16"], ["trainer.precision=16-mixed"]),
     "nothing to go on from": (["resume=required", "run.name=new"], ["resume=required", "no complete checkpoint"]),

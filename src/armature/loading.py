@@ -8,18 +8,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import resume, run_dir
 from armature.errors import ConfigError
+from armature.parallel import storage
 from armature.parallel.checkpoint import load_full_state_dict
 
 
-def open_run(path: Path, *, best: bool = False, overrides: list[str] | None = None) -> tuple[DictConfig, Path]:
-    """The configuration of a run and the checkpoint meant.
+def open_run(
+    path: Path, *, best: bool = False, overrides: list[str] | None = None, trust: bool = False
+) -> tuple[DictConfig, Path]:
+    """The configuration of a run, with run.dir where it lies now, and the checkpoint meant, its files checked.
 
     Args:
         path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in it.
         overrides: `key=value`, laid over the run's configuration.
+        trust: take a checkpoint without a manifest as it is.
 
     Raises:
-        ConfigError: where there is no run or no checkpoint, or an override names no key.
+        ConfigError: where there is no run or no sound checkpoint, or an override names no key.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
@@ -31,12 +35,16 @@ def open_run(path: Path, *, best: bool = False, overrides: list[str] | None = No
         if OmegaConf.select(cfg, key, default=run_dir) is run_dir:
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         OmegaConf.update(cfg, key, OmegaConf.create({"value": _parse(value)}).value)
-    summary = run_dir.read_summary(directory)
-    if best and path == directory:
-        name = summary["best_checkpoint"] if summary else None
-        checkpoint = directory / "checkpoints" / Path(name).name if name else None
+    OmegaConf.update(cfg, "run.dir", str(directory))
+    folder = resume.folder(directory, cfg)
+    if path != directory:
+        named = [path]
+    elif best:
+        name = (run_dir.read_summary(directory) or {}).get("best_checkpoint")
+        named = [folder / Path(name).name] if name else []
     else:
-        checkpoint = resume.find(path)
+        named = resume.candidates(folder)
+    checkpoint = storage.first_sound(named, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
     return cfg, checkpoint

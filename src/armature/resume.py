@@ -85,9 +85,14 @@ def _flat(node: Any, path: str) -> dict[str, Any]:
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    """What is wrong with `resume=`, before anything is read but names and sizes."""
-    if cfg.resume in MODES:
-        return []
+    """What is wrong with `resume=` and `checkpoint.root=`, before anything is read but names and sizes."""
+    unreachable = [
+        problem
+        for key, value in (("checkpoint.root", cfg.checkpoint.root), ("resume", cfg.resume))
+        if value and (problem := _unreachable(key, value))
+    ]
+    if unreachable or cfg.resume in MODES:
+        return unreachable
     path = at(cfg.resume)
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
@@ -102,6 +107,18 @@ def problems(cfg: DictConfig) -> list[str]:
             f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
         ]
     return untrusted(checkpoint, trust=cfg.checkpoint.trust, how="checkpoint.trust=true")
+
+
+def _unreachable(key: str, value: str) -> str | None:
+    if "://" not in value:
+        return None
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(value.split("://")[0])
+    except (ValueError, ImportError) as error:
+        return f"{key}={value}: {error}."
+    return None
 
 
 def untrusted(checkpoint: Path, *, trust: bool, how: str) -> list[str]:

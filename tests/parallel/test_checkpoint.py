@@ -118,7 +118,7 @@ def test_the_manifest_is_written_last_and_names_every_file(tmp_path: Path, monke
 def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_path: Path) -> None:
     names = convert.to_safetensors(saved, tmp_path / "weights.safetensors")
     assert "blocks.0.attention.q.weight" in names
-    convert.from_safetensors(tmp_path / "weights.safetensors", tmp_path / "again")
+    convert.from_file(tmp_path / "weights.safetensors", tmp_path / "again")
     first, second = (checkpoint.load_full_state_dict(d) for d in (saved, tmp_path / "again"))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     with pytest.raises(ConfigError, match="no averaged weights"):

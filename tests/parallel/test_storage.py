@@ -10,7 +10,7 @@ import torch
 
 from armature import manifest, resume
 from armature.errors import ConfigError
-from armature.parallel import checkpoint, storage
+from armature.parallel import checkpoint, convert, storage
 
 RAN: list[str] = []
 
@@ -141,4 +141,18 @@ def test_code_in_a_value_does_not_run(saved: Path) -> None:
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ConfigError, match="count: refused"):
         checkpoint.load_full_state_dict(saved)
+    assert RAN == []
+
+
+def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"model.weight": torch.ones(2)}, "epoch": 3}, tmp_path / "a.ckpt")
+    assert convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000") == ["model.weight"]
+    assert checkpoint.load_full_state_dict(tmp_path / "step=000000")["model.weight"].tolist() == [1, 1]
+    assert checkpoint.is_weights_only(tmp_path / "step=000000")
+
+
+def test_code_in_a_ckpt_does_not_run(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "hyper_parameters": Code()}, tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=r"a.ckpt: refused"):
+        convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000")
     assert RAN == []

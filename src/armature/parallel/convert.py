@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from armature.errors import ConfigError
-from armature.parallel import checkpoint
+from armature.parallel import checkpoint, storage
 
 MODEL = "model."  # the attribute of the LightningModule, which a file for others does not name
 
@@ -43,12 +42,26 @@ def to_safetensors(directory: Path, file: Path, *, average: bool = False) -> lis
     return list(weights)
 
 
-def from_safetensors(file: Path, directory: Path) -> list[str]:
-    """Write a checkpoint that holds weights only: evaluate and generate read it, and training can start from it."""
+def from_file(file: Path, directory: Path) -> list[str]:
+    """Write a checkpoint that holds weights only: evaluate and generate read it, and training can start from it.
+
+    Args:
+        file: safetensors, with the model's own names; or Lightning's .ckpt, of which only tensors and plain values are
+            read, and only the weights are kept.
+
+    Raises:
+        ConfigError: where there is no such file, or it holds anything that would run as code.
+    """
     from safetensors.torch import load_file
 
     if not file.is_file():
         raise ConfigError(f"{file}: no such file.")
-    weights: dict[str, Tensor] = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
-    checkpoint.save(directory, weights, {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)})
+    if file.suffix == ".ckpt":
+        weights = storage.read_plain(file).get("state_dict")
+        if not weights:
+            raise ConfigError(f"{file}: it holds no state_dict, as Lightning's checkpoints do.")
+    else:
+        weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
+    meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
+    checkpoint.save(directory, weights, meta, facts={"step": 0, "strategy": f"converted from {file.name}"})
     return list(weights)

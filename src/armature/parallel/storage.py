@@ -223,16 +223,21 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
-    """What meta.pt holds: tensors and plain values.
+    """What meta.pt holds. Raises as `read_plain`."""
+    return read_plain(directory / META)
+
+
+def read_plain(file: Path) -> dict[str, Any]:
+    """Tensors and plain values that torch.save wrote.
 
     Raises:
-        ConfigError: where it holds anything else, which is not loaded and does not run.
+        ConfigError: where the file holds anything else, which is not loaded and does not run.
     """
     try:
-        with (directory / META).open("rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(f"{directory / META}: {_refusal(error)}") from None
+        with file.open("rb") as stream:
+            return torch.load(stream, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise ConfigError(f"{file}: {_refusal(error)}") from None
 
 
 def _refusal(error: Exception) -> str:
