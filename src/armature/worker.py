@@ -16,7 +16,6 @@ import traceback
 import warnings
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature import manifest, resume, run_dir
+from armature import manifest, report, resume, run_dir
 from armature.callbacks.checkpointing import Checkpointing
 from armature.callbacks.count_on import CountOn
 from armature.callbacks.display import Display
@@ -83,7 +82,9 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         train_size=data.train_size,
         tokens_per_sample=data.tokens_per_sample,
     )
-    display = Display(step_log, total_steps=total_steps, start_line=partial(_start_line, cfg, batches, checkpoint))
+    display = Display(
+        step_log, total_steps=total_steps, start_line=partial(report.start_line, cfg, batches, checkpoint)
+    )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, **policy)
     strategy.facts = {"config_hash": run_dir.fingerprint(cfg)}
@@ -133,29 +134,12 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     can_preview = hasattr(task, "preview") and getattr(strategy, "generates", True)
     preview = task.preview() if reason == "finished" and can_preview else None
     if trainer.is_global_zero:
-        summary = {
-            "stop_reason": reason,
-            "global_step": trainer.global_step,
-            "epochs": step_log.samples_seen / data.train_size,
-            "samples": step_log.samples_seen,
-            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
-            "best_checkpoint": str(checkpointing.best) if checkpointing.best else None,
-            "strategy": strategy.layout,
-            "world_size": trainer.world_size,
-            "precision": str(cfg.trainer.precision),
-            "parameters": trainer.parameter_count,
-            "seconds": time.monotonic() - started,
-            "samples_per_second": step_log.trained_samples / step_log.trained_seconds
-            if step_log.trained_seconds
-            else None,
-            "bubble_share": getattr(trainer.strategy, "bubble_share", 0.0),
-            "peak_memory_bytes": _peak_memory(trainer),
-            "versions": {"torch": torch.__version__, "lightning": version("lightning")},
-        }
-        if data.tokens_per_sample is not None and summary["samples_per_second"]:
-            summary["tokens_per_second"] = summary["samples_per_second"] * data.tokens_per_sample
+        summary = report.summarise(cfg, trainer, step_log, reason=reason, metrics=metrics, best=checkpointing.best)
+        summary["seconds"] = time.monotonic() - started
         run_dir.write_summary(directory, summary)
-        _report(cfg, display, summary, metrics, preview, data)
+        report.show(
+            cfg, display, summary, metrics=metrics, preview=preview, baselines=getattr(data, "baselines", list)()
+        )
 
 
 def _total_steps(cfg: DictConfig, data: Any) -> int:
@@ -232,54 +216,8 @@ def _profiler(cfg: DictConfig, directory: Path) -> Any:
     return PyTorchProfiler(dirpath=directory / "profile", filename="operators", export_to_chrome=True, row_limit=40)
 
 
-def _start_line(cfg: DictConfig, batches: Any, checkpoint: Path | None, trainer: L.Trainer) -> str:
-    """What runs where, on one line."""
-    assert isinstance(trainer, Trainer)
-    ranks = trainer.world_size
-    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
-    machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
-    layout: str = trainer.strategy.layout  # pyright: ignore[reportAttributeAccessIssue]
-    line = (
-        f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
-        f"{type(trainer.optimizers[0]).__name__} · "
-        f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
-        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
-        f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
-    )
-    if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
-        line += f"\nthe pipeline's schedule leaves each rank idle for {bubble:.0%} of a step"
-    return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
-
-
 def _last_row(step_log: StepLog) -> dict[str, float]:
     return {name: value for name, value in step_log.last.items() if name.startswith("train/")}
-
-
-def _peak_memory(trainer: Trainer) -> int:
-    """Peak bytes of this rank: allocated on its GPU, or resident on a CPU."""
-    if trainer.strategy.root_device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _report(cfg: DictConfig, display: Display, summary: dict, metrics: dict, preview: str | None, data: Any) -> None:
-    display.show_metrics(metrics)
-    for line in getattr(data, "baselines", list)():
-        display.print(line)
-    display.print(
-        f"{summary['stop_reason']} at step {summary['global_step']} after {summary['seconds']:.0f} s; "
-        f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
-    )
-    if preview:
-        display.print(preview)
-    if summary["stop_reason"] == "finished":
-        script = "generate" if (Path(cfg.run.dir) / "tokenizer.json").exists() else "evaluate"
-        display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
-    elif summary["stop_reason"] == "max_time":
-        display.print(f"go on: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
 
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:

@@ -1,0 +1,99 @@
+"""What a run says of itself: the line at its start, summary.json, and the last lines on the screen."""
+
+import math
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from omegaconf import DictConfig
+
+from armature import resume
+from armature.callbacks.display import Display
+from armature.callbacks.step_log import StepLog
+from armature.data.batching import Batches
+from armature.trainer import Trainer
+
+
+def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, trainer: L.Trainer) -> str:
+    """What runs where, on one line."""
+    assert isinstance(trainer, Trainer)
+    ranks = trainer.world_size
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
+    where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
+    machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
+    layout: str = trainer.strategy.layout  # pyright: ignore[reportAttributeAccessIssue]
+    line = (
+        f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
+        f"{type(trainer.optimizers[0]).__name__} · "
+        f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
+        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
+        f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
+    )
+    if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
+        line += f"\nthe pipeline's schedule leaves each rank idle for {bubble:.0%} of a step"
+    return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
+
+
+def summarise(
+    cfg: DictConfig, trainer: Trainer, step_log: StepLog, *, reason: str, metrics: dict[str, float], best: Path | None
+) -> dict[str, Any]:
+    """The contents of summary.json, but for the run's seconds.
+
+    Args:
+        reason: why the run ended, one of callbacks.stop.REASONS or "finished".
+        best: the checkpoint with the best score.
+    """
+    strategy: Any = trainer.strategy
+    rate = step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None
+    summary = {
+        "stop_reason": reason,
+        "global_step": trainer.global_step,
+        "epochs": step_log.samples_seen / step_log.train_size,
+        "samples": step_log.samples_seen,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        "best_checkpoint": str(best) if best else None,
+        "strategy": strategy.layout,
+        "world_size": trainer.world_size,
+        "precision": str(cfg.trainer.precision),
+        "parameters": trainer.parameter_count,
+        "samples_per_second": rate,
+        "bubble_share": strategy.bubble_share,
+        "peak_memory_bytes": _peak_memory(trainer),
+        "versions": {"torch": torch.__version__, "lightning": version("lightning")},
+    }
+    if step_log.tokens_per_sample is not None and rate:
+        summary["tokens_per_second"] = rate * step_log.tokens_per_sample
+    return summary
+
+
+def _peak_memory(trainer: Trainer) -> int:
+    """Peak bytes of this rank: allocated on its GPU, or resident on a CPU."""
+    if trainer.strategy.root_device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def show(
+    cfg: DictConfig, display: Display, summary: dict[str, Any], *, metrics: dict[str, float], preview: str | None,
+    baselines: list[str],
+) -> None:  # fmt: skip
+    """The last lines: metrics, what they are held against, where the checkpoint is, and what to type next."""
+    display.show_metrics(metrics)
+    for line in baselines:
+        display.print(line)
+    display.print(
+        f"{summary['stop_reason']} at step {summary['global_step']} after {summary['seconds']:.0f} s; "
+        f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
+    )
+    if preview:
+        display.print(preview)
+    if summary["stop_reason"] == "finished":
+        script = "generate" if (Path(cfg.run.dir) / "tokenizer.json").exists() else "evaluate"
+        display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
+    elif summary["stop_reason"] == "max_time":
+        display.print(f"go on: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
