@@ -202,46 +202,6 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, 
     assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(range(1, steps + 3))
 
 
-def test_killing_the_agent_leaves_no_orphan(corpus, tmp_path):
-    process = running.start(
-        "strategy=ddp", "trainer.devices=2", "run.name=run", "trainer.max_steps=100000", cwd=tmp_path, corpus=corpus
-    )
-    metrics = tmp_path / "outputs" / "run" / "metrics.csv"
-    running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
-    members = running.family(process)
-    assert len(members) >= 3
-    process.kill()
-    process.communicate()
-    running.wait_for(
-        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members),
-        seconds=10,
-        what="no orphan",
-    )
-
-
-def test_a_killed_rank_is_brought_back_from_the_last_checkpoint(corpus, tmp_path):
-    steps = 300
-    process = running.start(
-        "strategy=ddp",
-        "trainer.devices=2",
-        "run.name=run",
-        f"trainer.max_steps={steps}",
-        "trainer.val_every_n_steps=null",
-        "checkpoint.every_n_steps=10",
-        "launch.max_restarts=1",
-        cwd=tmp_path,
-        corpus=corpus,
-    )
-    run_dir = tmp_path / "outputs" / "run"
-    last = run_dir / "checkpoints" / "last"
-    running.wait_for(lambda: last.exists() or process.poll() is not None, seconds=120, what="the first checkpoint")
-    running.family(process)[-1].kill()
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
-    assert "going on from" in output
-    assert [int(row["step"]) for row in running.rows(run_dir)] == list(range(1, steps + 1))
-
-
 BROKEN = """
 from armature.tasks.language_modeling import LanguageModeling
 

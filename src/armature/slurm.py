@@ -1,8 +1,9 @@
-"""Joining the other ranks under `srun`, which names them in variables of its own."""
+"""Slurm: joining the other ranks under `srun`, which names them in variables of its own, and the job's time limit."""
 
 import os
 import socket
 import subprocess
+import time
 
 from omegaconf import DictConfig
 
@@ -47,6 +48,51 @@ def join(cfg: DictConfig) -> None:
     environ.setdefault("MASTER_PORT", str(_port()))
 
 
+def deadline() -> float | None:
+    """When the job will be ended, as Unix time; None outside of a job, and where it has no limit."""
+    return _times()[1]
+
+
+def stop_at(minutes: float | None) -> float | None:
+    """When a run should save and stop, as Unix time, so many minutes before the job is ended; None: never.
+
+    A job whose limit is less than twice as long stops when a quarter of it is left.
+    """
+    if minutes is None:
+        return None
+    begin, end = _times()
+    if end is None:
+        return None
+    whole = end - (begin if begin is not None else time.time())
+    margin = minutes * 60
+    return end - (margin if whole >= 2 * margin else whole / 4)
+
+
+def _times() -> tuple[float | None, float | None]:
+    """The job's begin and end, as Unix time. Slurm before 22.05 sets no variables: the controller is asked."""
+    environ = os.environ
+    if "SLURM_JOB_END_TIME" in environ:
+        begin = environ.get("SLURM_JOB_START_TIME")
+        return float(begin) if begin else None, float(environ["SLURM_JOB_END_TIME"])
+    if "SLURM_JOB_ID" not in environ or environ.get("RANK", "0") != "0":  # one question a job; the ranks agree
+        return None, None
+    try:
+        text = _scontrol("job", environ["SLURM_JOB_ID"])
+    except (OSError, subprocess.SubprocessError):  # a container without Slurm's programs
+        return None, None
+    fields = dict(field.split("=", 1) for field in text.split() if "=" in field)
+    if fields.get("TimeLimit") == "UNLIMITED":
+        return None, None
+    return _unix(fields.get("StartTime")), _unix(fields.get("EndTime"))
+
+
+def _unix(text: str | None) -> float | None:
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:  # Unknown
+        return None
+
+
 def _first_host() -> str:
     """The step's first node: its name, or the address that Slurm knows it by where the name is not in the DNS."""
     host = _scontrol("hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
@@ -59,7 +105,9 @@ def _first_host() -> str:
 
 
 def _scontrol(*what: str) -> str:
-    return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    command = ["scontrol", "show", *what]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=60).stdout
 
 
 def _port() -> int:

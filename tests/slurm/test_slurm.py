@@ -105,7 +105,13 @@ def limited(submit):
 
 
 @pytest.fixture(scope="module")
-def ranks(submit, limited):
+def unwarned(submit):
+    """The same without a signal that means anything; of a minute, a quarter is left to save in."""
+    return submit(["--time=1", "--signal=CONT@1"], slow_seconds=0.6)
+
+
+@pytest.fixture(scope="module")
+def ranks(submit, limited, unwarned):
     """Two nodes, a rank on each, started by srun; stopped by SIGUSR1."""
     job = submit(["--nodes=2"], "strategy=ddp")
     submit.wait_for_rows(job)
@@ -159,6 +165,12 @@ def test_a_mistake_is_not_requeued(submit):
 def test_the_time_limit_requeues_with_a_checkpoint(submit, limited):
     submit.assert_went_on_to_the_end(limited, world_size=1)
     assert "SIGUSR1 at step" in submit.log(limited)
+
+
+def test_a_job_stops_by_itself_before_the_time_limit(submit, unwarned):
+    submit.assert_went_on_to_the_end(unwarned, world_size=1)
+    assert "time_limit at step" in submit.log(unwarned)
+    assert "Stopped before the job's time limit after step" in submit.log(unwarned)
 
 
 def test_a_preempted_job_goes_on_after_the_urgent_one(submit):

@@ -1,0 +1,47 @@
+"""A sign of life for the process that watches the ranks (`armature.watch`)."""
+
+import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+INTERVAL = 1.0  # seconds between two beats at most: a beat is a system call
+
+
+class Heartbeat(Callback):
+    """Touches a file of this rank's own when a batch has ended or a save begins.
+
+    There is none before the first training batch has ended, so that imports, data and compiling may take as long as
+    they like. Where nobody watches (ARMATURE_HEARTBEATS is not set) it does nothing.
+    """
+
+    def __init__(self) -> None:
+        folder = os.environ.get("ARMATURE_HEARTBEATS")
+        self._file = Path(folder) / str(os.getpid()) if folder else None
+        self._next = 0.0 if folder else math.inf
+        self._begun = False
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if time.monotonic() >= self._next:
+            self._begun = True
+            self._beat()
+
+    def _beat(self) -> None:
+        self._next = time.monotonic() + INTERVAL
+        assert self._file is not None
+        with suppress(OSError):  # a beat that cannot be left is no reason to end
+            self._file.touch()
+
+    def _beat_if_due(self, *args: Any, **kwargs: Any) -> None:
+        if time.monotonic() >= self._next and self._begun:
+            self._beat()
+
+    on_validation_batch_end = on_test_batch_end = _beat_if_due
+    on_train_epoch_start = on_validation_start = on_test_start = on_fit_end = _beat_if_due
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._beat_if_due()

@@ -1,0 +1,358 @@
+"""Starts the ranks of this machine, and brings them back from the last checkpoint when one is lost.
+
+On one machine each attempt is a call of torch's elastic agent, and what comes next is decided here:
+
+a rank was killed or stands still     all of them start again, up to `launch.max_restarts` times
+a Python error in a rank              the same, if a checkpoint was saved since the attempt began; else the run ends
+two attempts without a checkpoint     the run ends: it would fail for ever
+a signal to this process              the run ends, also between two attempts
+
+Between several machines (`launch.rdzv_endpoint`) the agents agree on restarts among themselves.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from armature import hardware, resume
+from armature.errors import ConfigError, RunFailed
+from armature.validation import resize
+from armature.watch import MERCY, Watch
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+ATTEMPTS_WITHOUT_CHECKPOINT = 2
+CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # never because another rank was lost
+OF_A_LOST_RANK = ("by peer", "Broken pipe", "remote process exited")  # in errors of ranks that were talking to it
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended an attempt.
+
+    Attributes:
+        what: on one line, such as "rank 1 was killed by SIGKILL".
+        text: all that is known, with the traceback where there is one.
+        stopped_by: the signal, where it was one that ends a run and reached the rank before it listened for it.
+        problems: of the configuration, where that is what a rank complained of.
+    """
+
+    what: str
+    text: str
+    is_error: bool = False
+    stopped_by: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+def run(cfg: DictConfig) -> None:
+    """Trains in ranks of their own until the run ends.
+
+    Raises:
+        RunFailed: when it was stopped by a signal, or failed and is not brought back.
+        ConfigError: of a rank.
+    """
+    before = _summary_written(cfg)
+    with Stop(grace_seconds=cfg.launch.grace_seconds) as stop:
+        try:
+            with tempfile.TemporaryDirectory(prefix="armature-") as folder:
+                _Attempts(cfg, Path(folder), stop).run()
+        except Exception:
+            if stop.received is None:
+                raise
+            if _summary_written(cfg) == before:
+                raise stopped(cfg, stop.received.name) from None
+            # else the ranks came to an end, which the caller reads there
+
+
+def _summary_written(cfg: DictConfig) -> int:
+    file = Path(cfg.run.dir) / "summary.json"
+    return file.stat().st_mtime_ns if file.is_file() else 0
+
+
+def stopped(cfg: DictConfig, name: str, *, step: int | None = None) -> RunFailed:
+    """The error that a stopped run ends with. Its exit code tells a batch script whether to queue it again."""
+    after = f" after step {step}" if step is not None else ""
+    how = "Stopped before the job's time limit" if name == "time_limit" else f"Stopped by {name}"
+    go_on = f"The same command with run.name={cfg.run.name} goes on from the last checkpoint."
+    return RunFailed(f"{how}{after}. {go_on}", EXIT_CODES.get(name, 1))
+
+
+class Stop:
+    """While entered, the first signal is raised as an exception, and Ctrl-C after it ends all ranks at once.
+
+    Args:
+        grace_seconds: what the agent leaves the ranks before it kills them.
+
+    Attributes:
+        received: the first signal. Those that follow do not change what the ranks were told.
+        watch: of the attempt under way.
+    """
+
+    def __init__(self, *, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.received: signal.Signals | None = None
+        self.watch: Watch | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
+                if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            if number == signal.SIGINT and self.watch is not None:
+                self.watch.kill()
+            return
+        self.received = signal.Signals(number)
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        if self.watch is not None:
+            self.watch.expect_end(within=self.grace_seconds + MERCY)
+        if number == signal.SIGINT:  # not print(): what it writes into may be in use
+            os.write(2, b"\nEnding after this step. Ctrl-C again ends at once, without a checkpoint.\n")
+        raise SignalException(f"got {self.received.name}", sigval=self.received)
+
+
+class _Attempts:
+    def __init__(self, cfg: DictConfig, folder: Path, stop: Stop) -> None:
+        self.cfg, self.folder, self.stop = cfg, folder, stop
+        self.asked = cfg  # what the run directory says; cfg is what the next attempt runs
+
+    def run(self) -> None:
+        launch = self.cfg.launch
+        one_machine = not launch.rdzv_endpoint
+        first: Failure | None = None  # of the attempts without a checkpoint
+        barren = 0
+        for attempt in range(launch.max_restarts + 1 if one_machine else 1):
+            before = self._step()
+            failure = self.attempt(attempt, max_restarts=0 if one_machine else launch.max_restarts)
+            if failure is None:
+                return
+            progress = self._step() > before
+            barren, first = (0, None) if progress else (barren + 1, first or failure)
+            self._end_if_it_must(failure, progress=progress, left=launch.max_restarts - attempt)
+            if first is not None and barren == ATTEMPTS_WITHOUT_CHECKPOINT:
+                raise RunFailed(
+                    f"{first.text}\nno progress: {barren} attempts in a row ended without a new checkpoint, this one "
+                    f"first; in the last, {failure.what}."
+                )
+            change = self._resize(failure, progress=progress)
+            left = launch.max_restarts - attempt - 1
+            print(
+                f"restart {attempt + 1} of {launch.max_restarts}: {failure.what}; the run goes on from {self._where()}"
+                f"{change}; {left or 'no'} more restart{'s' * (left != 1)} after this one",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
+        """One call of the elastic agent; None when the ranks came to their end."""
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        agent_log = logging.getLogger("torch.distributed.elastic")  # of failures, which we tell in our words
+        agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
+        cfg, beats = self.cfg, self.folder / "heartbeats"
+        config = LaunchConfig(
+            min_nodes=cfg.trainer.num_nodes,
+            max_nodes=cfg.trainer.num_nodes,
+            nproc_per_node=cfg.trainer.devices,
+            run_id=Path(cfg.run.dir).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=cfg.launch.rdzv_endpoint or "localhost:0",
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
+            signals_to_handle="",  # they are ours, also when the agent has returned
+            local_addr=None if cfg.launch.rdzv_endpoint else "localhost",
+            shutdown_timeout=cfg.launch.grace_seconds,
+        )
+        oom_kills = _oom_kills()
+        watch = Watch(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
+        with _environment(self._variables(number, beats)), watch:
+            self.stop.watch = watch
+            try:
+                elastic_launch(config, sys.executable)("-u", "-m", "armature.rank", cfg.run.dir)
+            except ChildFailedError as error:
+                return describe(error.failures, watch, Path(cfg.run.dir), oom=_is_oom(oom_kills))
+            finally:
+                self.stop.watch = None
+        return None
+
+    def _variables(self, number: int, beats: Path) -> dict[str, str]:
+        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+        devices = self.cfg.trainer.devices
+        threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
+        return {
+            **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
+            # a restarted rank must not read the addresses that the failed attempt left in the agent's own store
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "ARMATURE_ATTEMPT": str(number),
+            "ARMATURE_HEARTBEATS": str(beats),
+            "ARMATURE_RESIZED": resize.difference(self.asked, self.cfg),
+        }
+
+    def _step(self) -> int:
+        """Of the last checkpoint; -1 where there is none."""
+        checkpoint = resume.last_checkpoint(Path(self.cfg.run.dir), self.cfg)
+        return int(checkpoint.name.partition("=")[2]) if checkpoint is not None else -1
+
+    def _where(self) -> str:
+        if (step := self._step()) >= 0:
+            return f"step {step}"
+        return "the start" if self.cfg.resume in resume.MODES else self.cfg.resume
+
+    def _end_if_it_must(self, failure: Failure, *, progress: bool, left: int) -> None:
+        if failure.stopped_by is not None:
+            raise stopped(self.cfg, failure.stopped_by)
+        if failure.problems:
+            raise ConfigError(list(failure.problems))
+        if left <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
+            raise RunFailed(f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: none is left.")
+        if left <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
+            raise RunFailed(failure.text)
+
+    def _resize(self, failure: Failure, *, progress: bool) -> str:
+        """Decides on how many ranks the next attempt runs; returns what to say of it."""
+        cfg, least = self.cfg, self.cfg.launch.min_ranks
+        there = _gpus_now() if cfg.trainer.accelerator == "gpu" else cfg.trainer.devices
+        if there < (least or cfg.trainer.devices):
+            key = "launch.min_ranks" if least else "trainer.devices"
+            asked = f"{key}={least or cfg.trainer.devices}"
+            raise RunFailed(f"{failure.text}\nThis machine shows {there} GPUs now, which is fewer than {asked}.")
+        if least is None or (progress and there >= cfg.trainer.devices):
+            return ""
+        found = resize.fewer(cfg, most=min(cfg.trainer.devices - 1, there), least=least)
+        if isinstance(found, str):
+            return f" (on as many ranks: {found})" if cfg.trainer.devices > least else ""
+        devices, self.cfg = cfg.trainer.devices, found
+        micro = found.data.micro_batch_size
+        kept = f", data.micro_batch_size={micro}" if micro != cfg.data.micro_batch_size else ""
+        return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
+
+
+def describe(failures: dict[int, Any], watch: Watch, folder: Path, *, oom: bool | None) -> Failure:
+    """What the rank that failed first failed of; the others failed because of it.
+
+    Args:
+        failures: the agent's, by rank.
+        oom: whether the system has ended processes for want of memory meanwhile; None: cannot be told.
+    """
+    if watch.hung:
+        return _hang(watch, folder)
+    rank, failure = min(failures.items(), key=lambda item: _order(item[0], item[1], watch))
+    log = f"its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
+    if _was_killed(failure):
+        name = signal.Signals(-failure.exitcode).name
+        guess = {True: ", since the machine ran out of memory", None: ", probably out of memory", False: ""}[oom]
+        what = f"rank {rank} was killed by {name}{guess if name == 'SIGKILL' else ''}"
+        return Failure(what, f"R{what[1:]}; {log}", stopped_by=name if name in SIGNALS else None)
+    message, text = _error(failure)
+    kind, _, rest = message.partition(": ")
+    return Failure(
+        f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
+        f"{text or failure.message}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",
+        is_error=True,
+        problems=tuple(rest.splitlines()) if kind == ConfigError.__name__ else (),
+    )
+
+
+def _hang(watch: Watch, folder: Path) -> Failure:
+    held = {rank: hang for rank, hang in watch.hung.items() if hang.stopped}
+    ranks = sorted(held or watch.hung)  # where one is held by a signal, the others wait for it
+    seconds = max(watch.hung[rank].seconds for rank in ranks)
+    several = len(ranks) > 1
+    log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
+    why = "held by a signal such as SIGSTOP" if held else f"{'their' if several else 'its'} stacks are in {log}"
+    what = f"rank{'s' * several} {', '.join(map(str, ranks))} made no step for {seconds:.0f} s ({why})"
+    return Failure(what, f"R{what[1:]}. launch.hang_timeout is what a step, a validation batch or a save may take.")
+
+
+def _order(rank: int, failure: Any, watch: Watch) -> tuple[bool, bool, float]:
+    """Sorts what may have failed first to the front.
+
+    A process that is killed has lost its connections before it is gone, so another's error about them can be older
+    than its death.
+    """
+    killed = _was_killed(failure)
+    crashed = killed and signal.Signals(-failure.exitcode).name in CRASHES and rank not in watch.ended
+    follows = not killed and any(words in _error(failure)[0] for words in OF_A_LOST_RANK)
+    return not crashed, follows, _failed_at(rank, failure, watch)
+
+
+def _was_killed(failure: Any) -> bool:
+    return failure.exitcode < 0 and not Path(failure.error_file).is_file()
+
+
+def _error(failure: Any) -> tuple[str, str | None]:
+    """Of a rank's Python error, `ArithmeticError: …` and the traceback; nothing where it left none."""
+    data = failure.error_file_data.get("message", {}) if isinstance(failure.error_file_data, dict) else {}
+    if not isinstance(data, dict):
+        return "", None
+    return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
+
+
+def _failed_at(rank: int, failure: Any, watch: Watch) -> float:
+    """The time of a failure, in seconds. The agent knows whole ones only, in which several ranks may fail."""
+    file = Path(failure.error_file)
+    if file.is_file():
+        return file.stat().st_mtime
+    return watch.deaths[rank].at if rank in watch.deaths else float(failure.timestamp)
+
+
+def _oom_kills() -> int | None:
+    """How many processes Linux has ended for want of memory since it started, in containers too."""
+    try:
+        fields = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(fields["oom_kill"])
+    except (OSError, KeyError):
+        return None
+
+
+def _is_oom(before: int | None) -> bool | None:
+    now = _oom_kills()
+    return None if before is None or now is None else now > before
+
+
+def _gpus_now() -> int:
+    """Asked of a new process: the driver tells one that is running what it told it at first."""
+    code = "from armature import hardware; print(hardware.gpu_count())"
+    with _environment({"PYTHONPATH": str(Path(__file__).parents[1])}):
+        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Variables for the ranks, and for nobody after them: a sweep's next trial starts in this process."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

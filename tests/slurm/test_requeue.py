@@ -1,0 +1,93 @@
+"""Which ends of a job train.sbatch answers with a requeue, with programs of Slurm's that are made up."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests import running
+
+SCRIPT = running.ROOT / "scripts" / "slurm" / "train.sbatch"
+
+
+@pytest.fixture
+def end(tmp_path):
+    """Runs the script once with ranks that end as told; returns whether the job was requeued, and its messages."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    answers = {
+        "srun": 'eval "$MEANWHILE"; exit "$CODE"',
+        "scontrol": '[ "$1" = show ] && echo "JobId=7 JobState=RUNNING " || echo "$*" >>requeued',
+        "python": "printf 'name: run\\nroot: outputs\\n'",
+    }
+    for name, answer in answers.items():
+        (programs / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+
+    def run(code: int, meanwhile: str = "") -> tuple[bool, str]:
+        script = tmp_path / "script"  # Slurm writes it anew for each start
+        script.write_text(SCRIPT.read_text())
+        os.utime(script, (0, 0))
+        for file in tmp_path.glob("outputs/run/**/*"):
+            os.utime(file, (-1, -1))
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        environment = {
+            **os.environ,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHON": "python",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "1",
+            "CODE": str(code),
+            "MEANWHILE": meanwhile,
+        }
+        environment.pop("SLURM_ARRAY_TASK_ID", None)
+        command = ["bash", str(script)]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert result.returncode == (0 if (tmp_path / "requeued").exists() else code % 200)
+        return (tmp_path / "requeued").exists(), result.stderr
+
+    return run
+
+
+SAVED = "mkdir -p outputs/run/checkpoints; echo step=000004 >outputs/run/checkpoints/last"
+
+
+def stopped_at(step: int) -> str:
+    return f"mkdir -p outputs/run; echo '  \"global_step\": {step},' >outputs/run/summary.json"
+
+
+@pytest.mark.parametrize("code", [138, 143])
+def test_a_stopped_run_with_a_checkpoint_is_requeued(code, end):
+    assert [end(code, SAVED)[0] for _ in range(5)] == [True] * 5
+
+
+@pytest.mark.parametrize("code", [138, 143])
+def test_so_is_one_that_got_further_with_its_checkpoints_elsewhere(code, end):
+    assert [end(code, stopped_at(step))[0] for step in (4, 8, 12, 16, 20)] == [True] * 5
+
+
+def test_a_limit_that_is_too_short_is_told(end):
+    requeued, told = end(138)
+    assert not requeued
+    assert "Raise --time" in told
+    assert end(138, stopped_at(4))[0]
+    assert not end(138, stopped_at(4))[0]
+
+
+def test_what_is_stopped_during_its_start_each_time_does_not_come_back_for_ever(end):
+    assert [end(143)[0] for _ in range(3)] == [True] * 3
+    requeued, told = end(143)
+    assert not requeued
+    assert "stopped 4 times in a row before the first checkpoint" in told
+
+
+def test_a_checkpoint_between_begins_the_count_anew(end):
+    assert [end(143)[0] for _ in range(3)] == [True] * 3
+    assert end(143, SAVED)[0]
+    assert [end(143)[0] for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("code", [137, 201])  # 201: one of the tasks failed with 1
+def test_a_failed_run_is_not_requeued(code, end):
+    assert not end(code, SAVED)[0]

@@ -1,0 +1,411 @@
+"""A run is brought back when a rank is lost, stands still or fails, and is not when that would be in vain."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from armature import config, supervise
+from armature.callbacks import heartbeat
+from armature.errors import ConfigError, RunFailed
+from armature.supervise import Failure, describe
+from armature.validation import checks, resize
+from armature.watch import Death
+from tests import running
+
+FAULTY = """
+import os
+import signal
+import time
+
+from lightning.pytorch import Callback
+
+
+class Fault(Callback):
+    def __init__(self, how, step, attempts=1):
+        self.how, self.step, self.attempts = how, step, attempts
+
+    def on_train_batch_start(self, trainer, *args):
+        attempt, rank = int(os.environ["ARMATURE_ATTEMPT"]), trainer.global_rank
+        if (trainer.global_step, rank) != (self.step, trainer.world_size - 1) or attempt >= self.attempts:
+            return
+        if self.how == "raise":
+            raise ArithmeticError("the deliberate mistake")
+        if self.how == "sleep":
+            time.sleep(600)
+        os.kill(os.getpid(), getattr(signal, self.how))
+"""
+DDP = ["strategy=ddp", "trainer.devices=2", "run.name=run", "trainer.max_steps=8", "checkpoint.every_n_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return running.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARMATURE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    running.train(*DDP, cwd=folder, corpus=corpus)
+    return folder / "outputs" / "run"
+
+
+def fault(how: str, *, step: int, folder, attempts: int = 1) -> list[str]:
+    """Overrides for a fault of the last rank before it trains a step, in the first so many attempts."""
+    (folder / "faulty").mkdir()
+    (folder / "faulty" / "__init__.py").write_text(FAULTY)
+    return [
+        "+callbacks.fault._target_=faulty.Fault",
+        f"+callbacks.fault.how={how}",
+        f"+callbacks.fault.step={step}",
+        f"+callbacks.fault.attempts={attempts}",
+        "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,faulty]",
+    ]
+
+
+def train(*overrides: str, folder, corpus, check: bool = True):
+    """Returns what was printed, and the run directory."""
+    result = running.train(*overrides, cwd=folder, corpus=corpus, check=check, PYTHONPATH=str(folder))
+    return result.stdout + result.stderr, folder / "outputs" / "run"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_comes_back_and_the_metrics_are_those_of_an_undisturbed_run(undisturbed, corpus, tmp_path):
+    output, run_dir = train(*DDP, *fault("SIGKILL", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus)
+    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run goes on from step 4; 2 more restarts" in output
+    assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, tmp_path):
+    single = ["run.name=run", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "launch.max_restarts=1"]
+    output, run_dir = train(*single, *fault("SIGSEGV", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus)
+    assert "restart 1 of 1: rank 0 was killed by SIGSEGV; the run goes on from step 4; no more restarts" in output
+    assert running.summary(run_dir)["world_size"] == 1
+    assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_and_brought_back(undisturbed, corpus, tmp_path):
+    overrides = [*DDP, "launch.hang_timeout=5", *fault("SIGSTOP", step=5, folder=tmp_path)]
+    output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
+    assert re.search(r"restart 1 of 3: rank 1 made no step for [5-9] s \(held by a signal such as SIGSTOP\)", output)
+    assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
+    overrides = [*DDP, "launch.hang_timeout=4", "launch.max_restarts=0", *fault("sleep", step=5, folder=tmp_path)]
+    output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus, check=False)
+    told = r"Ranks 0, 1 made no step for [4-9] s \(their stacks are in outputs/run/logs/rank_\*\.log\)"
+    assert re.search(told, output), output
+    stacks = [(run_dir / "logs" / f"rank_{rank:04d}.log").read_text() for rank in (0, 1)]
+    assert all("Current thread 0x" in text for text in stacks)
+    assert ["faulty/__init__.py" in text for text in stacks] == [False, True]
+
+
+@pytest.mark.slow
+def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_path):
+    faulty = fault("raise", step=5, folder=tmp_path, attempts=2)
+    output, run_dir = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
+    first, _, second = output.partition("restart 1 of 3: rank 1 failed with ArithmeticError: the deliberate mistake; ")
+    assert "Traceback" not in first
+    assert second.startswith("the run goes on from step 4")
+    assert "restart 2" not in output  # it fails at the same step again, without a newer checkpoint
+    assert "Rank 1 failed first (exit code 1)" in second
+    again, _ = train(*DDP, folder=tmp_path, corpus=corpus)
+    assert "step=000004, step 4" in again
+    assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
+
+
+@pytest.mark.slow
+def test_attempts_without_progress_end_the_run(corpus, tmp_path):
+    faulty = fault("SIGKILL", step=1, folder=tmp_path, attempts=9)
+    output, _ = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
+    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run goes on from the start" in output
+    assert "restart 2" not in output
+    assert "no progress: 2 attempts in a row ended without a new checkpoint" in output
+    assert "Rank 1 was killed by SIGKILL; its log is outputs/run/logs/rank_0001.log." in output
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
+    overrides = [*DDP, "launch.min_ranks=1", *fault("SIGKILL", step=1, folder=tmp_path)]
+    output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
+    assert "goes on from the start on 1 rank instead of 2, data.micro_batch_size=4" in output
+    assert "4 micro × 2 accumulation × 1 data rank" in output
+    assert running.summary(run_dir)["world_size"] == 1
+    assert OmegaConf.load(run_dir / "config.yaml").trainer.devices == 2
+    assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
+
+
+def alive(members: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_ctrl_c_between_two_attempts_ends_the_run(corpus, tmp_path):
+    faulty = fault("SIGKILL", step=1, folder=tmp_path, attempts=9)
+    process = running.start(*DDP, *faulty, cwd=tmp_path, corpus=corpus, PYTHONPATH=str(tmp_path))
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if "restart 1" in line)
+    process.send_signal(signal.SIGINT)
+    members = running.family(process)
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == 130, line + output
+    assert "restart" not in output
+    assert "Traceback" not in output
+    running.wait_for(lambda: not alive(members), seconds=2, what="no orphan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGINT twice", "the parent is killed"])
+def test_all_processes_end_at_once(how, corpus, tmp_path):
+    endless = [*DDP, "trainer.max_steps=100000", "scheduler=constant", "data.num_workers=1"]
+    process = running.start(*endless, cwd=tmp_path, corpus=corpus)
+    metrics = tmp_path / "outputs" / "run" / "metrics.csv"
+    running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
+    members = running.family(process)
+    assert len(members) >= 5  # the parent, two ranks and a data loader worker each
+    (stopped,) = (p for p in members if p.environ().get("RANK") == "1" and p.ppid() == process.pid)
+    stopped.send_signal(signal.SIGSTOP)  # so that the other waits for it in a collective
+    time.sleep(0.5)
+    if how == "SIGINT twice":
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    else:
+        process.kill()
+    running.wait_for(lambda: not alive(members), seconds=2.5, what="no orphan")
+    process.communicate()
+    assert process.returncode == (130 if how == "SIGINT twice" else -9)
+
+
+# ------------------------------------------------------------ the rules, without processes
+@pytest.fixture
+def composed(corpus, monkeypatch, tmp_path):
+    """Composes a checked configuration of 4 ranks."""
+    monkeypatch.chdir(tmp_path)
+
+    def compose_checked(*overrides: str):
+        config.register()
+        with initialize_config_dir(version_base="1.3", config_dir=str(running.ROOT / "configs")):
+            typed = [*running.TINY, f"data.path={corpus}", "trainer.devices=4", *overrides]
+            return checks.check(compose("train", overrides=typed))
+
+    return compose_checked
+
+
+@pytest.fixture
+def attempts(composed, monkeypatch, tmp_path):
+    """Runs the loop over attempts that are made up: for each, the checkpoint it leaves and how it ends."""
+    cfg = composed("strategy=ddp", "run.name=run")
+    cfg.run.dir = str(tmp_path / "run")
+
+    def run(*outcomes):
+        made = []
+
+        def attempt(self, number, *, max_restarts):
+            made.append(number)
+            step, failure = outcomes[number]
+            monkeypatch.setattr(supervise.resume, "last_checkpoint", lambda *_: tmp_path / f"step={step:06d}")
+            return failure() if callable(failure) else failure
+
+        monkeypatch.setattr(supervise.resume, "last_checkpoint", lambda *_: None)
+        monkeypatch.setattr(supervise._Attempts, "attempt", attempt)
+        try:
+            supervise.run(cfg)
+        finally:
+            run.made = made
+
+    return run
+
+
+KILLED = Failure("rank 1 was killed", "Rank 1 was killed.")
+WRONG = Failure("rank 1 failed with an error", "Traceback\nRank 1 failed", is_error=True)
+
+
+def test_a_rank_that_is_lost_comes_back_as_often_as_was_asked_for(attempts, capsys):
+    attempts((2, KILLED), (4, WRONG), (6, KILLED), (8, None))
+    assert attempts.made == [0, 1, 2, 3]
+    with pytest.raises(RunFailed, match=r"Rank 1 was killed\.\nlaunch.max_restarts=3: none is left"):
+        attempts((2, KILLED), (4, KILLED), (6, KILLED), (8, KILLED))
+
+
+def test_two_attempts_must_follow_each_other_to_end_a_run(attempts):
+    attempts((2, KILLED), (2, KILLED), (4, KILLED), (6, None))
+    with pytest.raises(RunFailed, match="no progress: 2 attempts in a row"):
+        attempts((2, KILLED), (2, KILLED), (2, KILLED))
+
+
+def test_an_error_without_progress_ends_the_run(attempts):
+    with pytest.raises(RunFailed, match="Rank 1 failed"):
+        attempts((2, KILLED), (2, WRONG))
+    assert attempts.made == [0, 1]
+
+
+def test_a_mistake_in_the_configuration_is_not_retried(attempts):
+    with pytest.raises(ConfigError, match="another thing"):
+        attempts((2, Failure("rank 0 failed", "Traceback", is_error=True, problems=("one thing", "another thing"))))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_signal_between_two_attempts_ends_the_run(name, code, attempts):
+    def fail_while_a_signal_comes():
+        os.kill(os.getpid(), getattr(signal, name))
+        return KILLED
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunFailed, match=f"Stopped by {name}") as raised:
+        attempts((2, fail_while_a_signal_comes), (4, None))
+    assert raised.value.exit_code == code
+    assert attempts.made == [0]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_that_was_told_to_stop_before_it_listened_stops_the_run(attempts):
+    with pytest.raises(RunFailed, match="Stopped by SIGUSR1") as raised:
+        attempts((-1, Failure("rank 0 was killed by SIGUSR1", "…", stopped_by="SIGUSR1")))
+    assert raised.value.exit_code == 138
+
+
+def failure(folder, *, rank: int, code: int, at: float, error: str | None = None):
+    file = folder / f"{rank}.json"
+    if error is not None:
+        file.write_text("{}")
+        os.utime(file, (at, at))
+    data = {"message": {"message": error, "extraInfo": {"py_callstack": f"Traceback\n{error}"}}}
+    return SimpleNamespace(exitcode=code, error_file=str(file), error_file_data=data, timestamp=int(at), message="…")
+
+
+LOST = "RuntimeError: Connection reset by peer"
+WRONG_SUM = "ArithmeticError: wrong"
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "after", "expected"),
+    [
+        (LOST, signal.SIGKILL, 0.1, "rank 1 was killed by SIGKILL"),  # gone a little later than its connections
+        (LOST, signal.SIGABRT, 0.1, "rank 1 was killed by SIGABRT"),
+        (LOST, signal.SIGTERM, 0.1, "rank 1 was killed by SIGTERM"),
+        (WRONG_SUM, signal.SIGABRT, 0.1, "rank 0 failed with ArithmeticError: wrong"),
+        (WRONG_SUM, signal.SIGABRT, -0.1, "rank 1 was killed by SIGABRT"),
+        (WRONG_SUM, signal.SIGTERM, 0.1, "rank 0 failed with ArithmeticError: wrong"),
+    ],
+)
+def test_what_came_first_is_told(error, number, after, expected, tmp_path):
+    deaths = {1: Death(100.4 + after, -number), 0: Death(101.0, 1)}
+    watch = SimpleNamespace(hung={}, ended=set(), deaths=deaths)
+    failures = {
+        0: failure(tmp_path, rank=0, code=1, at=100.4, error=error),
+        1: failure(tmp_path, rank=1, code=-number, at=100.4 + after),
+    }
+    assert describe(failures, watch, tmp_path, oom=False).what == expected
+
+
+def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
+    watch = SimpleNamespace(hung={}, ended={1}, deaths={1: Death(105.0, -9)})
+    failures = {
+        0: failure(tmp_path, rank=0, code=1, at=100.0, error=WRONG_SUM),
+        1: failure(tmp_path, rank=1, code=-9, at=105.0),
+    }
+    assert describe(failures, watch, tmp_path, oom=None).what == "rank 0 failed with ArithmeticError: wrong"
+
+
+@pytest.mark.parametrize(
+    ("oom", "words"), [(None, ", probably out of memory"), (True, "ran out of memory"), (False, "")]
+)
+def test_memory_is_named_where_it_can_be_the_reason(oom, words, tmp_path):
+    watch = SimpleNamespace(hung={}, ended=set(), deaths={})
+    told = describe({0: failure(tmp_path, rank=0, code=-9, at=1.0)}, watch, tmp_path, oom=oom).what
+    assert told.startswith("rank 0 was killed by SIGKILL")
+    assert told.endswith(words or "SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "micro", "accumulate"),
+    [
+        (["data.global_batch_size=12", "data.micro_batch_size=3"], 2, 3, 2),
+        (["data.global_batch_size=12", "data.micro_batch_size=auto"], 3, 2, 2),
+        (["data.global_batch_size=24", "data.micro_batch_size=6", "trainer.devices=4"], 3, 4, 2),
+        (["strategy=fsdp_tensor", "strategy.tensor=2"], 2, 4, 2),
+    ],
+)
+def test_fewer_ranks_see_the_same_batch(overrides, devices, micro, accumulate, composed):
+    cfg = composed("strategy=ddp", *overrides)
+    found = resize.fewer(cfg, most=2 if micro == 3 else 3, least=1)
+    assert not isinstance(found, str), found
+    assert (found.trainer.devices, found.data.micro_batch_size) == (devices, micro)
+    assert found.data.global_batch_size == cfg.data.global_batch_size == micro * accumulate * checks.data_size(found)
+    again = cfg.copy()
+    resize.apply(again, resize.difference(cfg, found))
+    assert again == found
+    assert json.loads(resize.difference(cfg, cfg)) == {}
+
+
+def test_a_fixed_axis_says_that_the_ranks_cannot_become_fewer(composed):
+    cfg = composed("strategy=fsdp", "strategy.shard=4")
+    assert resize.fewer(cfg, most=3, least=1) == "strategy.shard=4 is fixed, type strategy.shard=auto"
+
+
+BAD = {
+    "launch.max_restarts=often": "launch.max_restarts=often: must be a number from 0, or auto",
+    "launch.max_restarts=-1": "launch.max_restarts=-1",
+    "launch.min_ranks=5": r"launch.min_ranks=5: must be from 1 to trainer.devices=4",
+    "launch.min_ranks=0": "launch.min_ranks=0",
+    "launch.hang_timeout=0": "launch.hang_timeout=0.0: must be positive",
+    "launch.stop_minutes_before_limit=-1": "launch.stop_minutes_before_limit=-1.0: must be positive",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_a_bad_value_is_refused(override, composed):
+    with pytest.raises(ConfigError, match=BAD[override]):
+        composed("strategy=ddp", override)
+
+
+def test_auto_brings_several_ranks_back_and_leaves_one_in_this_process(composed):
+    assert composed("strategy=ddp").launch.max_restarts == 3
+    assert composed("trainer.devices=1").launch.max_restarts == 0
+
+
+def test_a_heart_beats_once_a_second_from_the_first_batch_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARMATURE_HEARTBEATS", str(tmp_path))
+    now = 100.0
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    beats, file = heartbeat.Heartbeat(), tmp_path / str(os.getpid())
+    beats.on_validation_batch_end()
+    assert not file.exists()
+    beats.on_train_batch_end()
+    os.utime(file, (0, 0))
+    now = 100.9
+    beats.on_train_batch_end()
+    assert file.stat().st_mtime == 0
+    now = 101.1
+    beats.on_validation_batch_end()
+    assert file.stat().st_mtime > 0
+    shutil.rmtree(tmp_path)
+    now = 103.0
+    beats.on_train_batch_end()  # a folder that is gone ends nothing
+
+
+def test_without_a_parent_that_watches_there_is_no_beat(monkeypatch, tmp_path):
+    monkeypatch.delenv("ARMATURE_HEARTBEATS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    heartbeat.Heartbeat().on_train_batch_end()
+    assert list(tmp_path.iterdir()) == []
