@@ -38,6 +38,27 @@ test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 parity: $(VENV)/.installed-dev ## Compare every layout with one process, and every checkpoint under every layout
 	$(BIN)/python scripts/parity.py --resume $(ARGS)
 
+resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with the run that was not stopped
+	$(BIN)/python scripts/resume_proof.py $(ARGS)
+
+# transformers would slow down every start of Lightning's in .venv, so what training is compared with lives beside it
+.venv-bench/.installed: requirements-bench.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv .venv-bench
+	@echo '*' > .venv-bench/.gitignore
+	.venv-bench/bin/pip install --quiet --requirement requirements-bench.txt "$(TORCH)"
+	@touch $@
+
+bench: $(VENV)/.installed .venv-bench/.installed ## Measure training beside a bare PyTorch loop and others (docs/benchmarks.md)
+	$(BIN)/python scripts/benchmark.py --all $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev ## With a GPU: its tests, then the benchmark of gpt2_124m
+	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python scripts/benchmark.py --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
+		data.global_batch_size=16 strategy.compile=block $(ARGS)
+
+faults: $(VENV)/.installed-dev ## Break runs in every way that is known, under every strategy (docs/faults.md)
+	$(BIN)/python scripts/faults.py $(ARGS)
+
 checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,4 +74,4 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast parity checks format clean
+.PHONY: help setup train test test-fast test-gpu parity resume-proof bench faults checks format clean

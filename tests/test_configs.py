@@ -16,6 +16,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/*.yaml"))
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
+    "data/streamed": ["data.path=text/*.txt"],
+    "experiment/gpt2_124m": ["data.path=text/*.txt"],
     "logger/wandb": ["logger.wandb.offline=true"],
     "model/vit_tiny": ["task=image_classification", "data=digits"],
     "task/image_classification": ["model=vit_tiny", "data=digits"],

@@ -21,6 +21,26 @@ def test_validation_joins_the_row_of_its_step(tmp_path):
     assert [row["val/loss"] for row in rows] == ["", "", "0.5", "", ""]
 
 
+def test_a_value_that_comes_before_its_row_joins_it(tmp_path):
+    """`self.log` of a step arrives at once, the rows of several steps together."""
+    log = MetricsCSV(tmp_path)
+    for step in (2, 4):
+        log.step = step
+        log.log_metrics({"mine": step / 10})
+    write(log, 1, 5)
+    log.flush()
+    _, rows = read(tmp_path / "metrics.csv")
+    assert [(row["step"], row["mine"]) for row in rows] == [("1", ""), ("2", "0.2"), ("3", ""), ("4", "0.4"), ("5", "")]
+
+
+def test_a_value_whose_row_never_comes_has_one_of_its_own(tmp_path):
+    log = MetricsCSV(tmp_path)
+    log.step = 7
+    log.log_metrics({"test/loss": 0.5})
+    log.flush()
+    assert read(tmp_path / "metrics.csv")[1] == [{"step": "7", "test/loss": "0.5"}]
+
+
 def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 4)

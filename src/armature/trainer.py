@@ -29,11 +29,14 @@ class Trainer(L.Trainer):
         parameter_count: parameters of the undivided model.
         before_training: called once, when everything is set up and restored and no batch was asked for yet; also where
             a resumed run has no step left.
+        step_ended: called after each optimiser step, when every hook of its last micro-batch has run and its values are
+            logged: what is saved here is all of the step. Validation, where it is due, comes next.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.before_training: list[Callable[[], None]] = []
+        self.step_ended: list[Callable[[], None]] = []
         self._signal_connector = _NoSignals()
         self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         validation_is_due = self.fit_loop.epoch_loop._should_check_val_fx
@@ -49,6 +52,15 @@ class Trainer(L.Trainer):
             log_metrics(metrics, step=self.global_step if step is None and "step" not in metrics else step)
 
         self._logger_connector.log_metrics = log_at_global_step
+        log_step = self._logger_connector.update_train_step_metrics
+
+        def log_step_and_end_it() -> None:
+            log_step()
+            if self.fit_loop.epoch_loop._accumulated_batches_reached():
+                for call in self.step_ended:
+                    call()
+
+        self._logger_connector.update_train_step_metrics = log_step_and_end_it
         set_up_data = self.fit_loop.setup_data
 
         def set_up_data_and_begin() -> None:
@@ -61,6 +73,14 @@ class Trainer(L.Trainer):
                 call()
 
         self.fit_loop.setup_data = set_up_data_and_begin
+        start_epoch = self.fit_loop.on_advance_start
+
+        def start_epoch_as_it_was() -> None:
+            strategy: Any = self.strategy
+            strategy.restore_random()  # after on_train_start of everybody, which runs once a process
+            start_epoch()
+
+        self.fit_loop.on_advance_start = start_epoch_as_it_was
 
     def validate_now(self) -> None:
         """The validation of a fit, outside of its loop over batches."""

@@ -256,5 +256,12 @@ def test_another_number_of_samples_on_resume_is_told(caplog):
     assert data.samples_seen == 8
 
 
+def test_another_seed_on_resume_is_told(caplog):
+    state = NumbersData().state_dict()
+    with caplog.at_level("WARNING"):
+        NumbersData(seed=6).load_state_dict(state)
+    assert "in the order of data.seed=5, and go on in that of data.seed=6" in caplog.text
+
+
 def test_state_is_plain_numbers():
-    assert NumbersData().state_dict() == {"samples_seen": 0, "step": 0, "train_size": 21}
+    assert NumbersData().state_dict() == {"samples_seen": 0, "step": 0, "train_size": 21, "seed": 5}

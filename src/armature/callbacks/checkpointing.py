@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from armature import manifest
 from armature.callbacks.step_log import StepLog
@@ -90,16 +89,10 @@ class Checkpointing(Checkpoint):
             strategy.restore_random()
             self.step_log.go_on(trainer)
             trainer.validate_now()
+            strategy.hold_random()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy: Any = trainer.strategy
-        strategy.restore_random()  # once: what the set-up drew is forgotten
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
-            return
+    def step_ended(self, trainer: Trainer) -> None:
+        """Not on_train_batch_end: there, hooks of others are still to come that may change what a checkpoint holds."""
         step = trainer.global_step
         self._due = (
             self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)

@@ -28,6 +28,7 @@ class MetricsCSV(Logger):
         self._columns: list[str] = []
         self._unwritten: list[dict[str, Any]] = []  # rows that a full disk did not take
         self.held: dict[str, Any] = {}  # part of the checkpoint, since the file does not have it yet
+        self._early: dict[int, dict[str, Any]] = {}  # by step, what came before the row that it belongs to
 
     @property
     def name(self) -> str:
@@ -44,7 +45,9 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
-        if values:
+        if values and self.step > self.held.get("step", 0):  # StepLog brings that row later, with several others
+            self._early.setdefault(self.step, {}).update(values)
+        elif values:
             self.write_rows([{"step": self.step, **values}])
 
     @rank_zero_only
@@ -57,7 +60,7 @@ class MetricsCSV(Logger):
                 continue
             if self.held:
                 ready.append(self.held)
-            self.held = dict(row)
+            self.held = {**row, **self._early.pop(row["step"], {})}
         self._append(ready)
 
     @rank_zero_only
@@ -67,8 +70,9 @@ class MetricsCSV(Logger):
         Raises:
             OSError: where rows are left that the disk does not take.
         """
-        held, self.held = self.held, {}
-        self._append([held] if held else [])
+        held, self.held, early, self._early = self.held, {}, self._early, {}
+        rows = [held] if held else []
+        self._append([*rows, *({"step": step, **values} for step, values in early.items())])
         if self._unwritten:
             self._write(self._unwritten)
 

@@ -7,7 +7,6 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from armature.parallel.process_group import Vote
 
@@ -90,12 +89,9 @@ class StopOnSignal(Callback):
         self._end_if_agreed()
         self._end_if_agreed()  # the second call knows what came during the start
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
-        # not should_stop: Lightning would validate before it stops
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self._end_if_agreed()
+    def step_ended(self) -> None:
+        """Not should_stop: Lightning would validate before it stops."""
+        self._end_if_agreed()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._vote.finish()

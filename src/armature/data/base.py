@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from collections.abc import Sized
@@ -11,19 +10,20 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from armature.data.batching import Batches, plan_batches
-from armature.data.sampler import PADDING, EvalSampler, TrainSampler
+from armature.data.prefetch import Prefetched
+from armature.data.sampler import EvalSampler, TrainSampler
+from armature.data.samples import IGNORED, Batch, Samples
+from armature.data.stream import Stream
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-IGNORED = -100  # a target that counts neither in a loss nor in a metric
 Split = Literal["train", "val", "test"]
-Batch = dict[str, Tensor]
+__all__ = ["IGNORED", "Batch", "DataModule", "Split", "Stream"]
 
 
 class DataModule(L.LightningDataModule):
@@ -54,16 +54,17 @@ class DataModule(L.LightningDataModule):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.seed, self.train_limit = seed, train_limit
-        self._datasets: dict[Split, Dataset[Any]] = {}
+        self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
         self._resumed = (0, 0)  # (samples, optimiser steps) seen when this run began
 
-    def dataset(self, split: Split) -> Dataset[Any]:
-        """A map-style dataset of {"inputs": Tensor, "targets": Tensor}. Called once a split.
+    def dataset(self, split: Split) -> Dataset[Any] | Stream:
+        """A map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once a split.
 
-        It may define `batch(indices) -> {"inputs", "targets"}`, which serves a whole batch at once, and
-        `augment(sample, generator) -> sample`, which is called on training samples with a generator that depends on
-        (seed, epoch, index) alone: the same under any number of ranks and workers, and after any resume.
+        It may define `batch(indices) -> {"inputs", "targets"}`, which serves a whole batch at once and draws no random
+        numbers, and `augment(sample, generator) -> sample`, which is called on training samples with a generator that
+        depends on (seed, epoch, index) alone: the same under any number of ranks and workers, and after any resume.
+        So is what `__getitem__` draws from the global generators.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
 
@@ -109,7 +110,12 @@ class DataModule(L.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples_seen": self.samples_seen, "step": self._steps(), "train_size": self.train_size}
+        return {
+            "samples_seen": self.samples_seen,
+            "step": self._steps(),
+            "train_size": self.train_size,
+            "seed": self.seed,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -122,9 +128,16 @@ class DataModule(L.LightningDataModule):
                 state_dict["train_size"],
                 self.train_size,
             )
+        if state_dict.get("seed", self.seed) != self.seed:
+            log.warning(
+                "The checkpoint's samples were in the order of data.seed=%s, and go on in that of data.seed=%s: until "
+                "the epoch ends, some will come twice and some not at all.",
+                state_dict["seed"],
+                self.seed,
+            )
 
     @override
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self) -> DataLoader[Any] | Prefetched:
         """The same loader at each call (its workers live on), for the epoch that the position is in by then."""
         rank, ranks = self._rank_and_ranks()
         batches = self.batches
@@ -141,44 +154,47 @@ class DataModule(L.LightningDataModule):
             rank=rank,
             position=lambda: self.samples_seen,
             epoch=self._epoch,
+            shuffled=not isinstance(self._dataset("train"), Stream),
         )
         return self._loader("train", sampler, key=(rank, ranks))
 
     @override
-    def val_dataloader(self) -> DataLoader[Any]:
+    def val_dataloader(self) -> DataLoader[Any] | Prefetched:
         return self._evaluation_loader("val")
 
     @override
-    def test_dataloader(self) -> DataLoader[Any]:
+    def test_dataloader(self) -> DataLoader[Any] | Prefetched:
         return self._evaluation_loader("test")
 
-    def _evaluation_loader(self, split: Split) -> DataLoader[Any]:
+    def _evaluation_loader(self, split: Split) -> DataLoader[Any] | Prefetched:
         rank, ranks = self._rank_and_ranks()
         size = len(cast(Sized, self._dataset(split)))
         sampler = EvalSampler(size, batch_size=self.eval_batch_size, rank=rank, ranks=ranks)
         return self._loader(split, sampler, key=(rank, ranks))
 
-    def _loader(self, split: Split, sampler: TrainSampler | EvalSampler, *, key: tuple[int, int]) -> DataLoader[Any]:
-        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+    def _loader(
+        self, split: Split, sampler: TrainSampler | EvalSampler, *, key: tuple[int, int]
+    ) -> DataLoader[Any] | Prefetched:
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        pin = device.type == "cuda"
         if (split, *key, pin) not in self._loaders:
             if pin and self.num_workers:
                 # It warns of loaders that are made anew each epoch. Ours is made once.
                 warnings.filterwarnings("ignore", message="The combination of `DataLoader")
             self._loaders[split, *key, pin] = DataLoader(
-                _Samples(
-                    self._dataset(split),
-                    size=self.train_size if split == "train" else None,
-                    augment_seed=self.seed if split == "train" else None,
-                ),
+                Samples(self._dataset(split), size=sampler.size, seed=self.seed, training=split == "train"),
                 batch_sampler=sampler,
                 num_workers=self.num_workers,
+                # else each start of its workers would draw from the generator that the model draws from
+                generator=torch.Generator().manual_seed(self.seed),
                 collate_fn=_as_it_is,
                 pin_memory=pin,
                 persistent_workers=self.num_workers > 0,
             )
-        return self._loaders[split, *key, pin]
+        loader = self._loaders[split, *key, pin]
+        return Prefetched(loader, device) if pin else loader
 
-    def _dataset(self, split: Split) -> Dataset[Any]:
+    def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:
             self._datasets[split] = self.dataset(split)
         return self._datasets[split]
@@ -204,37 +220,5 @@ class DataModule(L.LightningDataModule):
         return epoch - 1 if closing else epoch
 
 
-class _Samples(Dataset[Batch]):
-    """Serves the samplers' keys as finished batches: decodes the epoch, augments, and blanks padding."""
-
-    def __init__(self, dataset: Dataset[Any], *, size: int | None, augment_seed: int | None) -> None:
-        self.dataset, self.size, self.augment_seed = dataset, size, augment_seed
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self.dataset)) if self.size is None else self.size
-
-    @override
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
-
-    def __getitems__(self, keys: list[int]) -> Batch:
-        epochs_and_indices = [divmod(max(key, 0), len(self)) for key in keys]
-        if self.augment_seed is not None and hasattr(self.dataset, "augment"):
-            generator = torch.Generator()
-            batch = default_collate([self._augmented(epoch, index, generator) for epoch, index in epochs_and_indices])
-        elif hasattr(self.dataset, "batch"):
-            batch = cast(Any, self.dataset).batch([index for _, index in epochs_and_indices])
-        else:
-            batch = default_collate([self.dataset[index] for _, index in epochs_and_indices])
-        if PADDING in keys:
-            batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
-        return batch
-
-    def _augmented(self, epoch: int, index: int, generator: torch.Generator) -> Batch:
-        digest = hashlib.blake2b(f"{self.augment_seed}/{epoch}/{index}".encode(), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        return cast(Any, self.dataset).augment(self.dataset[index], generator)
-
-
 def _as_it_is(batch: Any) -> Any:
-    return batch  # `_Samples` has collated it
+    return batch  # `Samples` has collated it

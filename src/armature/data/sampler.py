@@ -32,6 +32,7 @@ class TrainSampler:
         rank: r.
         position: where the stream stands, in samples. Asked at each `iter`, so that a resume may restore it late.
         epoch: the epoch to serve, for a caller that counts epochs itself; by default the one that holds `position`.
+        shuffled: false for a stream, whose samples come in the order in which they are read.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class TrainSampler:
         rank: int,
         position: Callable[[], int],
         epoch: Callable[[], int] | None = None,
+        shuffled: bool = True,
     ) -> None:
-        self.size, self.seed, self.batches, self.rank = size, seed, batches, rank
+        self.size, self.seed, self.batches, self.rank, self.shuffled = size, seed, batches, rank, shuffled
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
@@ -70,6 +72,8 @@ class TrainSampler:
             position += steps * step
 
     def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.shuffled:
+            return positions  # epoch × N + place, and the place is the index
         epochs, places = np.divmod(positions, self.size)
         keys = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -96,7 +100,7 @@ class EvalSampler:
             yield [i if i < self.size else PADDING for i in range(start, start + self.batch_size)]
 
 
-def permuted(places: NDArray[np.int64], *, size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def permuted(places: NDArray[np.int64], *, size: int, seed: int | str, epoch: int) -> NDArray[np.int64]:
     """What stands at `places` of the permutation of [0, size) that belongs to (seed, epoch).
 
     A Feistel network over the next power of two, walked until it falls below `size` (Black and Rogaway 2002, "Ciphers

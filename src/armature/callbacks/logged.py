@@ -1,0 +1,74 @@
+"""What `self.log(..., on_epoch=True)` has gathered in the epoch under way, for a resume in its middle or at its end.
+
+Lightning keeps it in objects that no checkpoint of its own holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+Gathered = dict[str, dict[str, Any]]
+_META = ("fx", "name", "prog_bar", "logger", "on_step")
+
+
+def gathered(results: Any) -> Gathered:
+    """By key: a sum (with the number of samples), maximum or minimum of this rank, and how it was logged."""
+    return {
+        key: {name: getattr(metric.meta, name) for name in _META}
+        | {
+            "value": float(metric.value),
+            "samples": int(getattr(metric, "cumulated_batch_size", 0)),
+            "reduce_fx": metric.meta.reduce_fx.__name__,
+            "sync": metric.meta.sync.should,
+            "rank_zero_only": metric.meta.sync.rank_zero_only,
+        }
+        for key, metric in results.items()
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+    }
+
+
+def own_share(of_ranks: list[Gathered], *, rank: int, ranks: int) -> Gathered:
+    """What a rank had. Under another number of ranks each takes the first rank's figures for those of all."""
+    if len(of_ranks) == ranks:
+        return of_ranks[rank]
+    return of_ranks[0] if of_ranks else {}
+
+
+def go_on(results: Any, before: Gathered) -> None:
+    """Each value begins where it was, when it is logged for the first time since the resume."""
+    update, left = results.update_metrics, dict(before)
+
+    def update_from_there(key: str, value: Any, batch_size: int) -> None:
+        if key in left:
+            _restore(results[key], left.pop(key))
+        update(key, value, batch_size)
+
+    results.update_metrics = update_from_there
+
+
+def put_back(results: Any, before: Gathered, *, reduce: Callable[..., Any], device: torch.device) -> None:
+    """As if logged already: where no batch is left, the end of the epoch finds them."""
+    for key, facts in before.items():
+        meta = _Metadata(**{name: facts[name] for name in _META}, on_epoch=True, reduce_fx=facts["reduce_fx"])
+        meta.sync = _Sync(fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"])
+        metric = _ResultMetric(meta, is_tensor=True).to(device)
+        _restore(metric, facts)
+        metric._update_count = 1
+        results[key] = metric
+
+
+def forget(results: Any, before: Gathered) -> None:
+    """Once their epoch has ended, values are logged anew, with the caller's own settings."""
+    vars(results).pop("update_metrics", None)
+    for key in before:
+        results.pop(key, None)
+
+
+def _restore(metric: Any, facts: dict[str, Any]) -> None:
+    metric.value = torch.full_like(metric.value, facts["value"])
+    if metric.meta.is_mean_reduction:
+        metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])

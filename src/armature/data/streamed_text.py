@@ -1,0 +1,274 @@
+"""Text that is read and tokenized while it trains: a Stream over files, for a corpus too large to be prepared first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from armature.data import cache, sources, tokenizer
+from armature.data.base import Batch, DataModule, Split
+from armature.data.corpus import TOKENIZER_FILE
+from armature.data.sampler import permuted
+from armature.data.sources import SourceFile
+from armature.data.stream import Stream
+from armature.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1  # of the index
+Window = NDArray[np.uint16]  # (context + 1,) token ids
+
+
+@dataclass(frozen=True)
+class Part:
+    """Windows [first, first + count) of a file."""
+
+    file: SourceFile
+    first: int
+    count: int
+
+
+class Shards:
+    """Files of text as windows of `context` byte tokens, counted once: the index says how many windows each file has.
+
+    A window crosses the ends of documents, never that of a file. The first windows of the first files are held out.
+
+    Args:
+        path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz.
+        field: where a record of JSONL has its text.
+        context: tokens a sample.
+        vocab_size: what the model has room for; at least the 256 bytes and the end of a text.
+        held_out: windows for val, and as many again for test.
+        block: windows in a row that are shuffled among each other; files come in another order each epoch, too.
+        cache_dir: where the index is kept; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+    """
+
+    def __init__(
+        self,
+        path: str | Sequence[str],
+        *,
+        context: int,
+        field: str = "text",
+        vocab_size: int = tokenizer.SMALLEST_VOCABULARY,
+        held_out: int = 64,
+        block: int = 1024,
+        cache_dir: str | None = None,
+    ) -> None:
+        self.path = path if isinstance(path, str) else list(path)
+        self.context, self.field, self.vocab_size = context, field, vocab_size
+        self.held_out, self.block, self.cache_dir = held_out, block, cache_dir
+        self._index: list[Part] | None = None
+
+    def check(self) -> list[SourceFile]:
+        """The part of `prepare` that takes no time.
+
+        Raises:
+            ConfigError: for a path that names nothing, or settings out of range.
+        """
+        least = {"context": 1, "held_out": 1, "block": 1, "vocab_size": tokenizer.SMALLEST_VOCABULARY}
+        problems = [
+            f"data.source.{name}={getattr(self, name)}: at least {smallest} is needed."
+            for name, smallest in least.items()
+            if getattr(self, name) < smallest
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return sources.find(self.path)
+
+    def prepare(self) -> None:
+        """Counts the windows of each file, once. Safe in several processes at once.
+
+        Raises:
+            ConfigError: for files that are no text, or too little of it.
+        """
+        if self._index is not None:
+            return
+        files = self.check()
+        key = hashlib.sha256(json.dumps([_VERSION, self.field, self.context]).encode())
+        for file in files:
+            key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
+        folder = cache.root(self.cache_dir) / f"index-{key.hexdigest()[:16]}"
+        counts = cache.prepared(folder, lambda part: self._count(files))["windows"]
+        if sum(counts) <= 2 * self.held_out:
+            raise ConfigError(
+                f"data.path={self.path} has {sum(counts)} windows of {self.context} bytes, of which "
+                f"data.source.held_out={self.held_out} are for val and as many for test. Name more text, or lower "
+                "held_out or context."
+            )
+        self._index = [Part(file, 0, count) for file, count in zip(files, counts, strict=True)]
+
+    @property
+    def index(self) -> list[Part]:
+        self.prepare()
+        assert self._index is not None
+        return self._index
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same windows in the same files, wherever they lie."""
+        facts = [self.field, self.context, self.held_out, [(part.file.name, part.count) for part in self.index]]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Of bytes: it has no merges, so it needs no text to be trained on."""
+        return tokenizer.train([], vocab_size=tokenizer.SMALLEST_VOCABULARY)
+
+    def parts(self, split: Split) -> list[Part]:
+        """What belongs to a split, in the order of the files."""
+        total = sum(part.count for part in self.index)
+        bounds = {"val": (0, self.held_out), "test": (self.held_out, 2 * self.held_out)}
+        start, end = bounds.get(split, (2 * self.held_out, total))
+        found, place = [], 0
+        for part in self.index:
+            first, last = max(start - place, 0), min(end - place, part.count)
+            if first < last:
+                found.append(Part(part.file, first, last - first))
+            place += part.count
+        return found
+
+    def windows(self, part: Part, start: int) -> Iterator[Window]:
+        """The windows of a part from its `start`-th on. A file is read from its beginning, without being tokenized."""
+        skipped = (part.first + start) * self.context
+        held = np.empty(0, np.uint16)
+        left = part.count - start
+        for tokens in self._tokens(part.file):
+            held = np.concatenate([held, tokens])
+            drop = min(skipped, len(held))
+            held, skipped = held[drop:], skipped - drop
+            while left and len(held) > self.context:
+                yield held[: self.context + 1]
+                held, left = held[self.context :], left - 1
+            if not left:
+                return
+
+    def _tokens(self, file: SourceFile) -> Iterator[Window]:
+        end = np.zeros(1, np.uint16)  # END_OF_TEXT
+        for piece in sources.pieces(file, field=self.field, piece_bytes=sources.PIECE_BYTES):
+            tokens = self._ids[np.frombuffer(piece.text.encode(), np.uint8)]
+            yield np.concatenate([end, tokens]) if piece.starts else tokens
+
+    @cached_property
+    def _ids(self) -> NDArray[np.uint16]:
+        """The token of each byte; what is no byte of UTF-8 has none."""
+        ids = np.zeros(256, np.uint16)
+        for code in [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]:
+            character = chr(code)
+            ids[list(character.encode())] = self.tokenizer.encode(character).ids
+        return ids
+
+    def _count(self, files: list[SourceFile]) -> dict[str, Any]:
+        log.info("Counting the samples of %d files in %s.", len(files), self.path)
+        sources.check_heads(files)
+        sizes = [
+            sum(
+                len(piece.text.encode()) + piece.starts
+                for piece in sources.pieces(file, field=self.field, piece_bytes=sources.PIECE_BYTES)
+            )
+            for file in files
+        ]
+        return {"windows": [max(size - 1, 0) // self.context for size in sizes]}
+
+
+class StreamedWindows(Stream):
+    """The windows of one split. In training the files come in another order each epoch."""
+
+    def __init__(self, shards: Shards, split: Split, *, seed: int) -> None:
+        self.shards, self.parts, self.block = shards, shards.parts(split), shards.block
+        self.seed = seed if split == "train" else None
+
+    @override
+    def __len__(self) -> int:
+        return sum(part.count for part in self.parts)
+
+    @override
+    def records(self, epoch: int, start: int) -> Iterator[Window]:
+        order = np.arange(len(self.parts))
+        if self.seed is not None:
+            order = permuted(order, size=len(order), seed=f"{self.seed}/files", epoch=epoch)
+        for number in order.tolist():
+            part = self.parts[number]
+            if start < part.count:
+                yield from self.shards.windows(part, start)
+            start = max(start - part.count, 0)
+
+    @override
+    def sample(self, record: Window) -> Batch:
+        tokens = torch.from_numpy(record.astype(np.int64))
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+
+class StreamedTextData(DataModule):
+    """Next-token prediction on bytes, read from files in the order in which they lie there.
+
+    Args:
+        source: the files, with the same context.
+        context: tokens a sample.
+        path: what `source` was told to read; here so that it can be typed as data.path.
+    """
+
+    def __init__(
+        self,
+        source: Shards,
+        *,
+        context: int,
+        global_batch_size: int,
+        micro_batch_size: int | str = "auto",
+        eval_batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+        train_limit: int | None = None,
+        path: str | list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            train_limit=train_limit,
+        )
+        self.source, self.context, self.tokens_per_sample, self.path = source, context, context, path
+
+    @override
+    def prepare_data(self) -> None:
+        self.source.prepare()
+
+    @override
+    def dataset(self, split: Split) -> Stream:
+        return StreamedWindows(self.source, split, seed=self.seed)
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        self.tokenizer.save(str(run_dir / TOKENIZER_FILE))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.source.tokenizer
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "corpus": self.source.fingerprint}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["corpus"] != self.source.fingerprint:
+            raise ConfigError(
+                f"The checkpoint was made with other files ({state_dict['corpus']}) than data.path names now "
+                f"({self.source.fingerprint}). Bring back what it was trained on, or type resume=never."
+            )
+        super().load_state_dict(state_dict)

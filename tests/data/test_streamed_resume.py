@@ -1,0 +1,284 @@
+"""A position is all that a stream needs to go on: each sample comes once, whatever the workers, ranks, batch sizes."""
+
+import gzip
+import json
+import random
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from armature.data.base import IGNORED, DataModule
+from armature.data.stream import Stream
+from armature.data.streamed_text import Shards, StreamedTextData
+from armature.errors import ConfigError
+
+
+class Counted(Stream):
+    """Record (epoch, i) is epoch × 1000 + i."""
+
+    def __init__(self, size: int, *, block: int = 1, ends_at: int | None = None) -> None:
+        self.size, self.block, self.ends_at = size, block, ends_at
+        self.opened: list[tuple[int, int]] = []
+
+    def __len__(self):
+        return self.size
+
+    def records(self, epoch, start):
+        self.opened.append((epoch, start))
+        yield from (epoch * 1000 + i for i in range(start, self.ends_at or self.size))
+
+    def sample(self, record):
+        noise = torch.rand(1) if record < 10_000 else torch.zeros(1)
+        return {"inputs": noise, "targets": torch.tensor(record)}
+
+
+class CountedData(DataModule):
+    def __init__(self, size=21, *, block=1, ends_at=None, rank=0, ranks=1, **settings):
+        super().__init__(**{"global_batch_size": 4, "eval_batch_size": 4, "seed": 5, **settings})
+        self.stream = Counted(size, block=block, ends_at=ends_at)
+        self.layout = rank, ranks
+
+    def dataset(self, split):
+        return self.stream
+
+    def _rank_and_ranks(self):
+        return self.layout
+
+
+def steps(data: DataModule, *, epochs: int = 3, start: int = 0) -> list[list[int]]:
+    """The targets of each micro-batch, in order, with the position moved on as training would."""
+    position, found = start, []
+    accumulate = data.batches.accumulate
+    while position < epochs * data.train_size:
+        data.samples_seen = position
+        batches = [batch["targets"].tolist() for batch in data.train_dataloader()]
+        found += batches
+        position += len(batches) // accumulate * data.global_batch_size
+    close(data)
+    return found
+
+
+def close(data: DataModule) -> None:
+    """Ends the loaders' processes, as the Trainer does; the garbage collector would wait for them."""
+    for loader in data._loaders.values():
+        if loader.num_workers:
+            loader._iterator._shutdown_workers()
+
+
+def test_a_stream_comes_in_its_own_order():
+    assert [*chain(*steps(CountedData(), epochs=1))] == [*range(21), 1000, 1001, 1002]
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 100])
+def test_every_sample_comes_once_an_epoch(block):
+    seen = [*chain(*steps(CountedData(block=block), epochs=4))]
+    assert sorted(seen) == [epoch * 1000 + i for epoch in range(4) for i in range(21)]
+    if block > 1:
+        assert seen != sorted(seen)
+        blocks = [{i // block for i in seen[at : at + block]} for at in range(0, 21 - block + 1, block)]
+        assert all(len(numbers) == 1 for numbers in blocks)
+
+
+def test_blocks_are_shuffled_anew_each_epoch():
+    seen = [*chain(*steps(CountedData(block=100), epochs=4))]
+    orders = {tuple(i % 1000 for i in seen[at : at + 21]) for at in range(0, 84, 21)}
+    assert len(orders) == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("block", [1, 5])
+def test_resume_at_any_step_goes_on_as_if_never_stopped(workers, block):
+    straight = steps(CountedData(block=block), epochs=2)
+    for step in range(len(straight)) if workers == 0 else (0, 3, 6):
+        resumed = CountedData(block=block, num_workers=workers)
+        assert steps(resumed, epochs=2, start=4 * step) == straight[step:], step
+
+
+def test_ranks_and_micro_batches_share_the_same_stream():
+    alone = steps(CountedData(block=3))
+    parts = [steps(CountedData(block=3, rank=rank, ranks=2, micro_batch_size=1)) for rank in range(2)]
+    together = [[*chain(*(part[i + j] for j in range(2) for part in parts))] for i in range(0, len(parts[0]), 2)]
+    assert together == alone
+
+
+def test_reading_goes_forward_only():
+    data = CountedData(block=4)
+    steps(data, epochs=2)
+    assert data.stream.opened == [(0, 0), (1, 0), (2, 0)]  # the last step straddles into the third epoch
+
+
+def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
+    def noise(**settings):
+        data = CountedData(**settings)
+        drawn = torch.cat([batch["inputs"] for batch in data.train_dataloader()])
+        close(data)
+        return drawn
+
+    assert torch.equal(noise(), noise(num_workers=2, micro_batch_size=1))
+    assert not torch.equal(noise(), noise(seed=6))
+
+
+def test_fewer_samples_than_promised_are_told():
+    with pytest.raises(ValueError, match=r"Counted ended at record 9 of epoch 0, but len\(\) says that it has 21"):
+        steps(CountedData(ends_at=9), epochs=1)
+
+
+def test_train_limit_gives_the_same_samples_each_epoch():
+    seen = steps(CountedData(train_limit=4, block=3), epochs=3)
+    assert [sorted(batch) for batch in seen] == [[0, 1, 2, 3]] * 3
+
+
+def test_held_out_samples_come_in_order_and_padding_does_not_count():
+    (a, b, c) = (batch["targets"].tolist() for batch in CountedData(size=10, block=5).val_dataloader())
+    assert (a, b, c) == ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9, IGNORED, IGNORED])
+
+
+def test_a_stream_without_end_trains():
+    data = CountedData(size=2**40)
+    data.samples_seen = 400
+    first = next(iter(data.train_dataloader()))
+    assert first["targets"].tolist() == [400, 401, 402, 403]
+
+
+# ---------------------------------------------------------------- text in shards
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    made = tmp_path / "shards"
+    made.mkdir()
+    for shard in range(4):
+        lines = [json.dumps({"text": f"shard {shard}, record {i}: naïve – " + "ab" * (i % 7)}) for i in range(12)]
+        with gzip.open(made / f"{shard}.jsonl.gz", "wt") as file:
+            file.write("\n".join(lines) + "\n")
+    return made
+
+
+def text_data(folder, **settings) -> StreamedTextData:
+    shards = {name: settings.pop(name) for name in ("held_out", "block") if name in settings}
+    source = Shards(str(folder), context=16, **{"held_out": 3, "block": 4, **shards})
+    data = StreamedTextData(source, context=16, **{"global_batch_size": 4, "eval_batch_size": 1, "seed": 5, **settings})
+    data.prepare_data()
+    return data
+
+
+def windows(folder) -> list[list[int]]:
+    """All windows, made in another way: each file's bytes at once, byte b as token of its own, 0 before each text."""
+    found = []
+    for path in sorted(folder.glob("*.gz")):
+        with gzip.open(path, "rt") as file:
+            texts = [json.loads(line)["text"] for line in file]
+        tokenizer = Shards(str(folder), context=16).tokenizer
+        tokens = [id for text in texts for id in [0, *tokenizer.encode(text).ids]]
+        found += [tokens[i : i + 17] for i in range(0, len(tokens) - 16, 16)]
+    return found
+
+
+def served(batches) -> list[list[int]]:
+    found = []
+    for batch in batches:
+        for inputs, targets in zip(batch["inputs"].tolist(), batch["targets"].tolist(), strict=True):
+            assert inputs[1:] == targets[:-1]
+            found.append([*inputs, targets[-1]])
+    return found
+
+
+def test_windows_are_those_of_the_tokenized_files(folder):
+    expected = windows(folder)
+    data = text_data(folder)
+    assert served(data.val_dataloader()) == expected[:3]
+    assert served(data.test_dataloader()) == expected[3:6]
+    assert data.train_size == len(expected) - 6
+    trained = served(islice(data.train_dataloader(), data.train_size // 4))
+    assert len({map(str, trained)}) <= len(expected)
+    assert all(window in expected[6:] for window in trained)
+    assert len(data.tokenizer.decode(trained[0])) > 10
+
+
+def test_files_come_in_another_order_each_epoch(folder):
+    data = text_data(folder, block=1)
+    size = data.train_size
+    stream = data.dataset("train")
+    epochs = [[record.tolist() for record in stream.records(epoch, 0)] for epoch in range(4)]
+    assert all(sorted(epoch) == sorted(windows(folder)[6:]) for epoch in epochs)
+    assert len({str(epoch) for epoch in epochs}) > 1
+    for start in range(0, size, 7):
+        assert [record.tolist() for record in stream.records(1, start)] == epochs[1][start:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_text_resumes_where_it_was(folder, workers):
+    def batches(data, start, number):
+        data.samples_seen = start
+        found = served(islice(data.train_dataloader(), number))
+        close(data)
+        return found
+
+    straight = batches(text_data(folder), 0, 12)
+    assert batches(text_data(folder, num_workers=workers), 20, 7) == straight[20:48]
+
+
+def test_other_files_than_the_checkpoints_are_refused(folder):
+    state = text_data(folder).state_dict()
+    with gzip.open(folder / "9.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "more text than there was " * 4}) + "\n")
+    with pytest.raises(ConfigError, match="made with other files"):
+        text_data(folder).load_state_dict(state)
+
+
+def test_too_little_text_and_settings_out_of_range_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"of which data.source.held_out=1000 are for val and as many for test"):
+        text_data(folder, held_out=1000)
+    with pytest.raises(ConfigError, match=r"data.source.block=0: at least 1 is needed"):
+        text_data(folder, block=0)
+
+
+# ---------------------------------------------------------------- what a dataset of one's own draws
+class Noisy(Dataset):
+    """Draws from each global generator, as many an image library does."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        drawn = torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
+        return {"inputs": drawn, "targets": torch.tensor(index)}
+
+
+class NoisyData(DataModule):
+    def dataset(self, split):
+        return Noisy()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_global_generators_are_a_samples_own(split):
+    def inputs(workers):
+        data = NoisyData(global_batch_size=4, eval_batch_size=4, num_workers=workers)
+        drawn = torch.cat([batch["inputs"] for batch in getattr(data, f"{split}_dataloader")()])
+        close(data)
+        return drawn
+
+    first = inputs(0)
+    assert len(first.unique()) == first.numel()
+    assert torch.equal(first, inputs(2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_leaves_the_models_generators_alone(workers):
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def seeded(between):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        first = drawn()
+        between()
+        return first, drawn()
+
+    def load():
+        data = NoisyData(global_batch_size=4, num_workers=workers)
+        list(data.train_dataloader())
+        close(data)
+
+    assert seeded(load) == seeded(lambda: None)

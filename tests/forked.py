@@ -1,0 +1,123 @@
+"""Starts train.py many times, cheaply: each start is a fork of one process that has everything imported.
+
+It is the whole command with its own process, command line, exit code and signals; what it spares are the imports.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = (
+    "lightning.pytorch",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "armature.worker",
+    "armature.cli",
+    "armature.validation.checks",
+    "armature.strategies.single",
+    "armature.strategies.ddp",
+    "tests.resume_parts",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of one start ended; a signal's number is negative."""
+
+    codes: list[int]
+    output: str
+
+
+class Forks:
+    """A context manager: `forks.train("run.name=a", ranks=2)`."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+
+    def __enter__(self) -> "Forks":
+        from tests import running
+
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked"],
+            cwd=self.cwd,
+            env=running.environment(PYTHONPATH=path),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *error) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.stdout.close()
+        self._server.wait(timeout=20)
+
+    def train(self, *overrides: str, ranks: int = 1, expect: int = 0) -> Ended:
+        """Runs train.py to its end, as `ranks` ranks that a launcher has started."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps({"overrides": overrides, "ranks": ranks}) + "\n")
+        self._server.stdin.flush()
+        ended = Ended(**json.loads(self._server.stdout.readline()))
+        assert ended.codes[0] == expect, f"{ended.codes}\n{ended.output[-5000:]}"
+        return ended
+
+
+def serve() -> None:
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in IMPORTED:
+        __import__(name)
+    with contextlib.suppress(ModuleNotFoundError):
+        __import__("wandb")
+    log = Path("output.log")
+    for line in requests:
+        job = json.loads(line)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        log.write_text("")
+        pids = [_fork(job["overrides"], rank, job["ranks"], port, log) for rank in range(job["ranks"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        answers.write(json.dumps({"codes": codes, "output": log.read_text()}) + "\n")
+        answers.flush()
+
+
+def _fork(overrides: list[str], rank: int, ranks: int, port: int, log: Path) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if ranks > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            )  # fmt: skip
+        sys.argv = [str(ROOT / "train.py"), *overrides]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,169 @@
+"""A model with dropout, data with random augmentation, and a task that writes down which samples it was given."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
+from torch.utils.data import Dataset
+
+from armature.data.base import DataModule
+from armature.data.stream import Stream
+from armature.tasks.base import Task
+
+
+class DropoutMLP(nn.Module):
+    def __init__(self, *, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
+
+    def forward(self, inputs, targets=None):
+        outputs = self.layers(inputs)
+        if targets is None:
+            return outputs
+        total = F.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum")
+        return total / (targets != -100).sum().clamp(min=1)
+
+
+class Recording(Task):
+    """Writes `rank step id id …` to seen.txt for every micro-batch that is trained on."""
+
+    def training_step(self, batch, batch_idx):
+        line = f"{self.global_rank} {self.global_step} {' '.join(map(str, batch['ids'].tolist()))}\n"
+        with (Path(self.trainer.default_root_dir) / "seen.txt").open("a") as file:
+            os.write(file.fileno(), line.encode())
+        return super().training_step(batch, batch_idx)
+
+
+class Hooks(Callback):
+    """Writes down what is called when, but for what each start of a process calls."""
+
+    def note(self, trainer, name):
+        if trainer.is_global_zero:
+            with (Path(trainer.default_root_dir) / "hooks.txt").open("a") as file:
+                file.write(f"{name} at step {trainer.global_step} of epoch {trainer.current_epoch}\n")
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.note(trainer, "epoch starts")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.note(trainer, "epoch ends")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.note(trainer, f"batch {batch_idx}")
+
+    def on_validation_end(self, trainer, pl_module):
+        self.note(trainer, "validated")
+
+
+class Plateau(Recording):
+    """Halves the rate at the end of each epoch, since its metric never falls."""
+
+    def configure_optimizers(self):
+        assert self.model is not None
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        schedule = ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+
+class Epochwise(Recording):
+    """Lightning's default: the schedule moves on at the end of each epoch."""
+
+    def configure_optimizers(self):
+        assert self.model is not None
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.5)}
+
+
+class Averaging(Recording):
+    """Logs as Lightning's users do: a value a step, its mean over the epoch, and a callback's maximum."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mine/loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["inputs"]))
+        self.log("mine/largest", batch["inputs"].max(), on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+
+class Drawing(Recording):
+    """Draws where a process starts and in each transfer, and keeps a state that its last hook of a step moves on."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("slow", torch.zeros(()))
+
+    def on_train_start(self):
+        self.started = torch.rand(3), np.random.rand(3)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        noise = torch.randn_like(batch["inputs"]) + random.random() + float(np.random.rand())
+        return {**batch, "inputs": batch["inputs"] + 0.1 * noise}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.slow.mul_(0.9).add_(0.1 * outputs["loss"])
+        self.log("mine/slow", self.slow, on_step=True, on_epoch=False)
+
+
+class Estimating(Recording):
+    """A schedule that asks the Trainer for its length."""
+
+    def configure_optimizers(self):
+        assert self.model is not None
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        total = self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, lambda step: 1 - 0.9 * step / total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def sample(index: int, noise: torch.Tensor):
+    base = torch.randn(8, generator=torch.Generator().manual_seed(index))
+    return {"inputs": base + 0.3 * noise, "targets": torch.tensor(index % 4), "ids": torch.tensor(index)}
+
+
+class Mapped(Dataset):
+    def __init__(self, samples: int, own: np.random.Generator | None) -> None:
+        self.samples, self.own = samples, own
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        noise = torch.randn(8) if self.own is None else torch.tensor(self.own.normal(size=8), dtype=torch.float32)
+        return sample(index, noise)
+
+
+class Streamed(Stream):
+    block = 3
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def records(self, epoch, start):
+        order = list(range(self.samples))
+        yield from (order[::-1] if epoch % 2 else order)[start:]
+
+    def sample(self, record):
+        return sample(record, torch.randn(8))
+
+
+class RecordedData(DataModule):
+    """With `own_generator`, augmentation draws from a generator that no checkpoint knows: the mistake to be found."""
+
+    def __init__(self, *, samples: int, streamed: bool, own_generator: bool, **loader) -> None:
+        super().__init__(**loader)
+        self.samples, self.streamed, self.own_generator = samples, streamed, own_generator
+
+    def dataset(self, split):
+        if self.streamed:
+            return Streamed(self.samples)
+        return Mapped(self.samples, np.random.default_rng(7) if self.own_generator else None)

@@ -1,0 +1,366 @@
+"""A run that is stopped and goes on writes the very metrics.csv of the run that was not stopped."""
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from armature.callbacks.stop_at import StopAt
+from scripts import resume_proof
+from tests import running
+from tests.forked import Forks
+
+pytestmark = pytest.mark.slow
+CONFIGS = Path(__file__).parent / "resume_configs"
+STEPS = 12
+BASE = [
+    "--config-dir",
+    str(CONFIGS),
+    "model=dropout_mlp",
+    "data=recorded",
+    "task=recording",
+    "optimizer=adamw",
+    "scheduler=cosine",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_every_n_steps=3",
+    "trainer.log_every_n_steps=4",
+    "trainer.test_at_end=false",
+    "logger=none",
+    "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
+]
+DDP = ["strategy=ddp", "trainer.devices=2"]
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("runs")) as started:
+        yield started
+
+
+class Runs:
+    """Runs of one set of overrides, in directories of their own; straight ones are made once."""
+
+    def __init__(self, forks: Forks) -> None:
+        self.forks = forks
+        self.known: dict[tuple[str, ...], Path] = {}
+
+    def straight(self, *overrides: str, ranks: int = 1) -> Path:
+        if overrides not in self.known:
+            self.known[overrides] = self.new()
+            self.go(self.known[overrides], *overrides, ranks=ranks)
+        return self.known[overrides]
+
+    def stopped(self, *overrides: str, at: list[int], signal: str = "SIGTERM", ranks: int = 1) -> Path:
+        """Stopped at each of the steps, and resumed after each."""
+        run_dir = self.new()
+        for step in at:
+            self.stop(run_dir, *overrides, at=step, signal=signal, ranks=ranks)
+        self.go(run_dir, *overrides, ranks=ranks)
+        return run_dir
+
+    def stop(self, run_dir: Path, *overrides: str, at: int, signal: str = "SIGTERM", ranks: int = 1) -> None:
+        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal}:{at}}}}}"
+        self.go(run_dir, *overrides, stop, ranks=ranks, expect={"SIGTERM": 143, "SIGKILL": -9}[signal])
+
+    def go(self, run_dir: Path, *overrides: str, ranks: int = 1, expect: int = 0) -> None:
+        self.forks.train(*BASE, f"run.name={run_dir.name}", *overrides, ranks=ranks, expect=expect)
+
+    def new(self) -> Path:
+        self.count = getattr(self, "count", 0) + 1
+        return self.forks.cwd / "outputs" / f"{self.count:03d}"
+
+
+@pytest.fixture(scope="module")
+def runs(forks):
+    return Runs(forks)
+
+
+def assert_equal(straight: Path, resumed: Path) -> None:
+    difference, _ = resume_proof.compare(straight, resumed)
+    assert difference is None, difference.text
+    assert (straight / "metrics.csv").read_bytes() == (resumed / "metrics.csv").read_bytes()
+
+
+def assert_close(straight: Path, resumed: Path) -> None:
+    for row, other in zip(running.rows(straight), running.rows(resumed), strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert bool(value) == bool(other[name]), (row["step"], name)
+            if value:
+                assert float(other[name]) == pytest.approx(float(value), rel=1e-5), (row["step"], name)
+
+
+def seen(run_dir: Path) -> list[str]:
+    return (run_dir / "seen.txt").read_text().splitlines()
+
+
+def samples(run_dir: Path) -> list[int]:
+    """The ids of the samples that were trained on, in order, micro-batch for micro-batch."""
+    return [int(word) for line in seen(run_dir) for word in line.split()[2:]]
+
+
+def assert_every_sample_once_an_epoch(run_dir: Path, *, size: int = 20) -> None:
+    ids = samples(run_dir)
+    for start in range(0, len(ids) - size + 1, size):
+        assert sorted(ids[start : start + size]) == list(range(size)), start
+
+
+# ---------------------------------------------------------------- the same layout: bit for bit
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["mapped", "streamed"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(runs, workers, kind, accumulate):
+    """With dropout and augmentation; epochs of 5 steps; validation at 3, 6, …; stops at 3, 5 and 6."""
+    data = [f"data.streamed={kind == 'streamed'}".lower(), f"data.micro_batch_size={4 // accumulate}"]
+    straight = runs.straight(*data)
+    resumed = runs.stopped(*data, f"data.num_workers={workers}", at=[3, 5, 6])
+    assert_equal(straight, resumed)
+    assert seen(resumed) == seen(straight)
+    assert_every_sample_once_an_epoch(resumed)
+
+
+def test_a_stop_at_every_step_leaves_no_trace(runs):
+    """Epochs end within steps (21 samples, 4 a step); validation at the end of each."""
+    odd = ["data.samples=21", "trainer.val_every_n_steps=null"]
+    straight = runs.straight(*odd)
+    assert [bool(row["val/loss"]) for row in running.rows(straight)] == [step in (6, 11, 12) for step in range(1, 13)]
+    resumed = runs.stopped(*odd, at=list(range(1, STEPS)))
+    assert_equal(straight, resumed)
+    assert seen(resumed) == seen(straight)
+    assert_every_sample_once_an_epoch(resumed, size=21)
+
+
+def test_text_that_is_tokenized_as_it_is_read_goes_on_where_it_was(runs, tmp_path):
+    """configs/data/streamed.yaml over compressed shards, across the end of an epoch."""
+    for shard in range(3):
+        with gzip.open(tmp_path / f"{shard}.txt.gz", "wt") as file:
+            file.write("".join(f"line {i} of shard {shard} counts to {i * shard}\n" for i in range(10)))
+    text = [
+        "data=streamed",
+        f"data.path={tmp_path}/*.gz",
+        f"data.source.cache_dir={tmp_path}",
+        "data.context=16",
+        "data.source.held_out=8",
+        "data.source.block=5",
+        "data.global_batch_size=4",
+        "task=language_modeling",
+        "task.preview_tokens=0",
+        "model=gpt_nano",
+        "model.width=32",
+        "model.layers=2",
+    ]
+    straight = runs.straight(*text)
+    assert 1 < float(running.rows(straight)[-1]["epoch"]) < 1.2
+    assert_equal(straight, runs.stopped(*text, "data.num_workers=2", at=[4, 11]))
+
+
+def test_a_killed_run_repeats_the_steps_after_its_checkpoint(runs):
+    saving = ["checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1"]
+    straight = runs.straight(*saving)
+    resumed = runs.stopped(*saving, at=[3, 7], signal="SIGKILL")
+    assert_equal(straight, resumed)
+    lines = seen(resumed)
+    assert lines[:3] + lines[4:8] + lines[9:] == seen(straight)  # 3 was made anew, and 7
+
+
+def test_validation_that_was_due_is_run_after_the_resume(runs):
+    run_dir = runs.new()
+    runs.stop(run_dir, at=3)
+    assert "val/loss" not in running.rows(run_dir)[-1]
+    runs.stop(run_dir, at=4)
+    values = [row["val/loss"] for row in running.rows(run_dir)]
+    straight = [
+        row["val/loss"] for row in running.rows(runs.straight("data.streamed=false", "data.micro_batch_size=4"))
+    ]
+    assert values[2]
+    assert values == straight[:4]
+
+
+@pytest.mark.parametrize("samples", [20, 21, 3])
+def test_hooks_are_called_when_they_would_have_been(runs, samples):
+    """Epochs of five steps; of five or six; and one in which each step is more than an epoch."""
+    hooked = [
+        "+callbacks.hooks={_target_:tests.resume_parts.Hooks}",
+        f"data.samples={samples}",
+        f"trainer.val_every_n_steps={'3' if samples == 3 else 'null'}",
+    ]
+    straight = runs.straight(*hooked)
+    resumed = runs.stopped(*hooked, at=[3, 5, 6, 10, 11])
+    assert_equal(straight, resumed)
+    assert (resumed / "hooks.txt").read_text() == (straight / "hooks.txt").read_text()
+
+
+def rates(run_dir: Path) -> list[float]:
+    return [float(row["lr"]) for row in running.rows(run_dir)]
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("estimating", [0.1 * (1 - 0.9 * step / STEPS) for step in range(STEPS)]),
+        ("epochwise", [0.1] * 5 + [0.05] * 5 + [0.025] * 2),
+        ("plateau", None),
+    ],
+)
+@pytest.mark.parametrize("at", [[5], [10], [2, 8], [5, 6, 10]])
+def test_schedules_go_on(runs, task, expected, at):
+    """One asks the Trainer for the run's length, one moves on an epoch, one follows a metric (of steps 3, 6, …)."""
+    straight = runs.straight(f"task={task}")
+    if expected is not None:
+        assert rates(straight) == pytest.approx(expected)
+    assert len(set(rates(straight))) > 1
+    assert_equal(straight, runs.stopped(f"task={task}", at=at))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_averages_over_an_epoch_hold_what_came_before_the_stop(runs, ranks):
+    logged = ["task=averaging", *(DDP if ranks > 1 else [])]
+    straight = runs.straight(*logged, ranks=ranks)
+    columns = {name: [row["step"] for row in running.rows(straight) if row[name]] for name in running.rows(straight)[0]}
+    assert columns["mine/loss_epoch"] == columns["mine/largest"] == ["5", "10", "12"]
+    assert columns["mine/loss_step"] == ["4", "8", "12"]
+    assert_equal(straight, runs.stopped(*logged, at=[3, 5, 8] if ranks == 1 else [2, 4, 7], ranks=ranks))
+
+
+def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
+    straight = runs.straight("task=drawing")
+    assert_equal(straight, runs.stopped("task=drawing", at=[3, 4, 5, 7]))
+    saved = ["task=drawing", "checkpoint.every_n_steps=2"]
+    assert_equal(runs.straight(*saved), runs.stopped(*saved, at=[5, 9], signal="SIGKILL"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["callbacks=ema", "callbacks.ema.decay=0.8"], ["checkpoint.background=true", "checkpoint.every_n_steps=1"]],
+    ids=["ema", "background saves"],
+)
+def test_what_else_is_kept(runs, overrides):
+    assert_equal(runs.straight(*overrides), runs.stopped(*overrides, at=[3, 8]))
+
+
+def test_patience_and_best_so_far_go_on(runs):
+    """The loss falls, which `mode: max` takes for no progress: two validations later it stops."""
+    early = [
+        "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss,mode:max,patience:2}",
+        "trainer.val_every_n_steps=2",
+        "optimizer.lr=1e-4",
+    ]
+    straight = runs.straight(*early)
+    assert len(running.rows(straight)) == 6
+    assert_equal(straight, runs.stopped(*early, at=[6]))
+    resumed = runs.stopped(*early, at=[2, 3, 5])
+    assert_equal(straight, resumed)
+    states = [torch.load(d / "checkpoints" / "step=000006" / "meta.pt", weights_only=True) for d in (straight, resumed)]
+    (name,) = (key for key in states[0]["callbacks"] if "EarlyStopping" in key)
+    assert states[0]["callbacks"][name] == states[1]["callbacks"][name]
+    assert running.summary(resumed)["best_checkpoint"].endswith(Path(running.summary(straight)["best_checkpoint"]).name)
+
+
+def test_two_ranks_go_on_with_each_ranks_own_random_numbers(runs):
+    straight = runs.straight(*DDP, ranks=2)
+    resumed = runs.stopped(*DDP, at=[3, 7], ranks=2)
+    assert_equal(straight, resumed)
+    assert sorted(seen(resumed)) == sorted(seen(straight))
+
+
+# ---------------------------------------------------------------- another layout: within the parity tolerance
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(DDP, ["data.micro_batch_size=1"], id="two ranks, then one with accumulation"),
+        pytest.param(["data.micro_batch_size=2"], DDP, id="accumulation, then two ranks"),
+        pytest.param(["data.micro_batch_size=1"], ["data.num_workers=2"], id="accumulation, then workers"),
+    ],
+)
+def test_another_layout_makes_the_same_steps(runs, first, then):
+    plain = ["model.dropout=0.0"]
+    straight = runs.straight(*plain)
+    run_dir = runs.new()
+    runs.stop(run_dir, *plain, *first, at=5, ranks=2 if first is DDP else 1)
+    runs.go(run_dir, *plain, *then, ranks=2 if then is DDP else 1)
+    assert_close(straight, run_dir)
+    steps = [
+        sorted(line.split()[1] + " " + word for line in seen(d) for word in line.split()[2:])
+        for d in (straight, run_dir)
+    ]
+    assert steps[0] == steps[1]
+
+
+# ---------------------------------------------------------------- loggers
+def test_tensorboard_has_each_step_once_in_one_directory(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged = ["logger=tensorboard", "checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1"]
+    values = []
+    for run_dir in (runs.straight(*logged), runs.stopped(*logged, at=[5, 9], signal="SIGKILL")):
+        events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+        events.Reload()
+        values.append([(event.step, event.value) for event in events.Scalars("train/loss")])
+        assert [event.step for event in events.Scalars("val/loss")] == [3, 6, 9, 12]
+    assert [step for step, _ in values[1]] == list(range(1, STEPS + 1))
+    assert values[0] == values[1]
+
+
+def test_wandb_goes_on_in_the_same_run(runs):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    run_dir = runs.stopped("logger=wandb", "logger.wandb.offline=true", at=[5])
+    names = [path.name for path in (run_dir / "wandb").glob("offline-run-*")]
+    assert len({name.rsplit("-", 1)[1] for name in names}) == 1
+    assert names
+
+
+# ---------------------------------------------------------------- scripts/resume_proof.py
+def proof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{running.ROOT / 'src'}:{running.ROOT}"
+    command = [sys.executable, str(running.ROOT / "scripts" / "resume_proof.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=running.environment(PYTHONPATH=path), capture_output=True, text=True)
+
+
+def test_the_proof_finds_a_generator_that_no_checkpoint_knows(tmp_path):
+    result = proof("--steps", "5", *BASE, "data.own_generator=true", cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "NOT equal: step 3, train/loss:" in result.stdout
+    assert "numpy.random.default_rng()" in result.stdout
+    assert len(list((tmp_path / "outputs").glob("resume-proof-*/straight/metrics.csv"))) == 1
+
+
+def test_the_proof_of_an_experiment_that_is_sound(tmp_path):
+    result = proof("--steps", "5", *BASE, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "equal, bit for bit: 5 rows" in result.stdout
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_the_proof_passes_a_mistake_on(tmp_path):
+    result = proof("experiment=digit", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "Did you mean 'digits'?" in result.stderr
+    assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
+
+
+ROWS = [{"step": "1", "train/loss": "5.5"}, {"step": "2", "train/loss": "5.25"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (ROWS[:1], "metrics.csv has one row of step 2 straight, no row resumed"),
+        ([*ROWS, ROWS[1]], "metrics.csv has one row of step 2 straight, 2 rows resumed"),
+        ([ROWS[0], {"step": "2", "train/loss": "5.26"}], "step 2, train/loss: 5.25 straight, 5.26 resumed"),
+        ([ROWS[0], {"step": "2", "train/loss": ""}], "step 2, train/loss: 5.25 straight, nothing resumed"),
+    ],
+)
+def test_the_first_difference_is_said_in_words(rows, text):
+    found = resume_proof.compare_rows((list(ROWS[0]), ROWS), (list(ROWS[0]), rows))
+    assert found is not None
+    assert found.text == text
+
+
+def test_a_signal_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="Got SIGNOTHING"):
+        StopAt({"SIGNOTHING": 3})
