@@ -1,0 +1,139 @@
+"""Breaks runs in every way that is listed, under every strategy, and tells what became of them.
+
+    python scripts/faults.py                                     the whole table
+    python scripts/faults.py --only sigkill_rank,hang --strategy ddp,fsdp
+    python scripts/faults.py --write                             and puts it into docs/faults.md
+    python scripts/faults.py --kills 40 --sigterms 60 --layouts  random moments, and other numbers of ranks, instead
+
+Ends with exit code 1 where a cell of ours fails. What a stock Lightning script does is shown beside it, and not judged.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).absolute().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.faults import matrix as local
+from tests.faults import over_network, report, trials, under_slurm
+from tests.faults.cells import COLUMNS, Column, Session
+from tests.faults.matrix import Cell, Fault, cell
+
+FAULTS = (*local.FAULTS, *under_slurm.FAULTS, *over_network.FAULTS)
+
+
+def names(known: list[str]):
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := set(chosen) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=names([fault.name for fault in FAULTS]), metavar="FAULT,…", help="these rows")
+    parser.add_argument("--strategy", type=names(list(COLUMNS)), metavar="STRATEGY,…", help="these columns")
+    parser.add_argument("--kills", type=int, metavar="N", help="SIGKILL one process at N random moments")
+    parser.add_argument("--sigterms", type=int, metavar="N", help="SIGTERM to a random rank at N random moments")
+    parser.add_argument("--layouts", action="store_true", help="resume on other numbers of ranks")
+    parser.add_argument("--seed", type=int, default=None, help="of the random moments")
+    parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/faults.md")
+    parser.add_argument("--tail", type=int, default=1500, help="characters of a failed cell's output to show")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave everything that the runs wrote there")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell do not hear Ctrl-C
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    session = Session(folder)
+    others = args.kills or args.sigterms or args.layouts
+    try:
+        ended_well = random_moments(args, session) if others else matrix(args, session)
+        return 0 if ended_well else 1
+    finally:
+        if args.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def random_moments(args: argparse.Namespace, session: Session) -> bool:
+    """Kills, signals and layouts, as far as they were asked for, and a look for secrets in what they wrote."""
+    seed = random.randrange(10**6) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    asked = {
+        "kills": args.kills and (lambda: trials.kills(session, args.kills, seed=seed, jobs=args.jobs)),
+        "sigterms": args.sigterms and (lambda: trials.sigterms(session, args.sigterms, seed=seed, jobs=args.jobs)),
+        "layouts": args.layouts and (lambda: trials.layouts(session)),
+        "secrets": lambda: trials.with_secret(session),
+    }
+    ended_well = True
+    for section, make in asked.items():
+        if not make:
+            continue
+        started = time.monotonic()
+        summary = make()
+        seconds = time.monotonic() - started
+        print("\n".join(["", *summary.problems, str(summary), f"{seconds / 60:.1f} min"]), flush=True)
+        ended_well = ended_well and not summary.problems
+        if args.write and section != "secrets":
+            report.write(section, f"{report.heading(seconds)}\n\n{summary}")
+    return ended_well
+
+
+def matrix(args: argparse.Namespace, session: Session) -> bool:
+    """The table."""
+    faults = [fault for fault in FAULTS if args.only is None or fault.name in args.only]
+    columns = [column for name, column in COLUMNS.items() if args.strategy is None or name in args.strategy]
+    started, lock, done = time.monotonic(), threading.Lock(), []
+
+    def one(pair: tuple[Fault, Column]) -> Cell:
+        result = cell(*pair, session)
+        with lock:
+            done.append(result)
+            print(
+                f"{len(done):4} {result.seconds:6.1f} s  {result.fault:20} {result.column:14} {result.text}", flush=True
+            )
+            if not result.ok and not COLUMNS[result.column].stock:
+                print(textwrap.indent(result.output[-args.tail :], "     | "), flush=True)
+        return result
+
+    # what waits for a scheduler or a cable has threads of its own, and runs beside the rest
+    lanes = {"": args.jobs, "slurm": 2, "network": 1}
+    with ExitStack() as stack:
+        stack.callback(under_slurm.SLURM.close)
+        pools = {name: stack.enter_context(ThreadPoolExecutor(threads)) for name, threads in lanes.items()}
+        futures = [pools[fault.lane].submit(one, (fault, column)) for fault in faults for column in columns]
+        try:
+            cells = [future.result() for future in futures]
+        except BaseException:  # Ctrl-C above all: every cell under way still unmounts and unplugs what it has made
+            for future in futures:
+                future.cancel()
+            session.end()
+            raise
+    table, secret = report.table(cells, faults, columns), trials.with_secret(session)
+    seconds = time.monotonic() - started
+    ours = [result for result in cells if not COLUMNS[result.column].stock]
+    held = sum(result.ok for result in ours)
+    print(f"\n{table}\n\n{secret}\n\n{held} of {len(ours)} cells of ours held, {seconds / 60:.1f} min")
+    if args.write:
+        report.write("matrix", f"{report.heading(seconds)}\n\n{table}")
+        report.write("secrets", str(secret))
+    return held == len(ours) and not secret.problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

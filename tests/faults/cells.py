@@ -1,0 +1,380 @@
+"""A cell of the fault matrix: a run that is disturbed once, goes on, and is compared with the undisturbed one."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from armature import manifest, resume
+from tests import running
+from tests.faults.inject import note_strike
+
+STEPS = 10
+EVERY = 2  # optimiser steps between two checkpoints
+WITHIN = 60.0  # seconds from a fault to the first step beyond it, on two busy cores
+LIMIT = 90.0  # seconds for one command, after which it is taken for stuck and killed
+STOCK_LIMIT = 30.0  # the same of a stock script
+ORPHANS_WITHIN = 5.0  # seconds after the command's end
+STOCK_SCRIPT = running.ROOT / "tests" / "faults" / "stock_lightning.py"
+
+OVERRIDES = [
+    *running.TINY,
+    f"trainer.max_steps={STEPS}",
+    "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1",
+    "task.preview_tokens=0",
+    "model.dropout=0.1",  # so that the random state matters
+    "model.tied=false",  # a pipeline's ends cannot share a parameter
+    f"checkpoint.every_n_steps={EVERY}",
+    "checkpoint.keep_last=3",
+]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A strategy of ours, or a stock Lightning script."""
+
+    name: str
+    ranks: int = 2
+    stock: bool = False
+
+    @property
+    def victim(self) -> int:
+        """The rank that is struck: not the first, where there is another."""
+        return self.ranks - 1
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a command is taken for stuck and killed."""
+        return STOCK_LIMIT if self.stock else LIMIT
+
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        Column("single", 1),
+        *(Column(name) for name in ("ddp", "fsdp", "tensor", "pipeline", "deepspeed")),
+        Column("stock single", 1, stock=True),
+        Column("stock ddp", 2, stock=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the cells share: the corpus, the cache of its tokens, undisturbed runs, and a folder for all of it."""
+
+    folder: Path
+    corpus: Path = field(init=False)
+    secret: str = field(default_factory=lambda: secrets.token_hex(16), init=False)
+    ending: threading.Event = field(default_factory=threading.Event, init=False)
+    _made: dict[str, Any] = field(default_factory=dict, init=False)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict, init=False)
+    _lock: Any = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "corpus", running.write_corpus(self.folder / "corpus"))
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """The result of `make`, or its error, which is called once for each name, whichever thread asks first."""
+        with self._lock:
+            lock = self._locks.setdefault(name, threading.Lock())
+        with lock:
+            if name not in self._made:
+                try:
+                    self._made[name] = make()
+                except Exception as error:
+                    self._made[name] = error
+        if isinstance(self._made[name], Exception):
+            raise self._made[name]
+        return self._made[name]
+
+    def reference(self, column: Column) -> "Run":
+        """The undisturbed run."""
+
+        def make() -> Run:
+            run = Run(self, column, f"undisturbed {column.name}")
+            code = run.start().wait(5 * LIMIT)  # DeepSpeed compiles something first
+            run.kill()
+            if code != 0:
+                raise RuntimeError(f"the undisturbed run ended with {code}: {run.output()[-1000:]}")
+            return run
+
+        return self.once(f"undisturbed {column.name}", make)
+
+    def end(self) -> None:
+        """Ends everything that runs for any cell; none starts after it."""
+        self.ending.set()
+        for process in psutil.process_iter():
+            if _belongs(process, self.folder):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+
+class Run:
+    """One run directory of a column, and the commands that are typed for it."""
+
+    def __init__(self, session: Session, column: Column, name: str, *, copy_of: "Run | None" = None) -> None:
+        self.session, self.column = session, column
+        self.folder = session.folder / name.replace(" ", "-").replace("/", "-")
+        self.commands: list[Command] = []
+        self.environment: dict[str, str] = {}
+        self.overrides: list[str] = []
+        self.strategy, self.ranks = column.name, column.ranks
+        self.fault, self.at_step, self.rank, self.pause = "none", 0, 0, 0.0
+        if copy_of is not None:
+            shutil.copytree(copy_of.folder, self.folder)
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / ".env").write_text(f"WANDB_API_KEY={session.secret}-of-a-file\n")
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "outputs" / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def words(self) -> list[str]:
+        """What is typed, the same each time."""
+        script = STOCK_SCRIPT if self.column.stock else running.ROOT / "train.py"
+        # a number of restarts has an agent watch a single process, too
+        launch = [] if self.column.stock else [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
+        return [sys.executable, str(script), *self.arguments(), *launch, *self.overrides]
+
+    def arguments(self) -> list[str]:
+        """What follows the script's name, but for how the ranks are started."""
+        if self.column.stock:
+            own = {"corpus": self.session.corpus, "run_dir": self.directory, "ranks": self.ranks}
+            return [f"--{name.replace('_', '-')}={value}" for name, value in (own | self._injection()).items()]
+        return [*OVERRIDES, f"data.path={self.session.corpus}", f"strategy={self.strategy}", *self.common()]
+
+    def common(self) -> list[str]:
+        """Where our run is, what happens to it, and a reference to a secret."""
+        return [
+            f"run.root={self.folder / 'outputs'}",
+            "run.name=run",
+            "++data.source.field=${oc.env:FAULTS_SECRET}",
+            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
+            "+callbacks.inject._target_=tests.faults.inject.Inject",
+            *(f"+callbacks.inject.{name}={value}" for name, value in self._injection().items()),
+        ]
+
+    def _injection(self) -> dict[str, Any]:
+        what = {"fault": self.fault, "at_step": self.at_step, "rank": self.rank, "pause": self.pause}
+        return {**what, "folder": self.folder}
+
+    def variables(self) -> dict[str, str]:
+        extra = {
+            "ARMATURE_CACHE": str(self.session.folder / "cache"),
+            "PYTHONPATH": os.pathsep.join([str(running.ROOT / "src"), str(running.ROOT)]),
+            "FAULTS_SECRET": self.session.secret,
+            "FAULTS_FOLDER": str(self.folder),  # by which the run's processes are known
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(self.session.folder / "extensions"),  # DeepSpeed compiles something, once
+            **self.environment,
+        }
+        variables = running.environment(**extra)
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # every start would compile everything again
+        return variables
+
+    def start(self, words: Sequence[str] | None = None, **variables: str) -> "Command":
+        """Type the command.
+
+        Args:
+            words: of another command than `self.words()`.
+        """
+        if self.session.ending.is_set():
+            raise RuntimeError("interrupted")
+        output = self.folder / f"output.{len(self.commands)}.txt"
+        self.commands.append(Command(words or self.words(), self.folder, self.variables() | variables, output))
+        return self.commands[-1]
+
+    def output(self) -> str:
+        """Of all commands, and of the ranks that write to files of their own."""
+        files = [*sorted(self.folder.glob("output.*.txt")), *sorted(self.directory.glob("logs/*.log"))]
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
+    # ------------------------------------------------------------ the journal
+    def journal(self) -> dict[int, list[tuple[float, str, int, int]]]:
+        """By rank: (time, start or step, step, process id)."""
+        found = {}
+        for file in self.folder.glob("journal.*"):
+            lines = [line.split() for line in file.read_text().splitlines()]
+            entries = [(float(t), kind, int(step), int(pid)) for t, kind, step, pid in lines]
+            found[int(file.suffix[1:])] = entries
+        return found
+
+    def pids(self) -> list[int]:
+        """The newest process of each rank."""
+        return [entries[-1][3] for entries in self.journal().values()]
+
+    def living_ranks(self) -> list[int]:
+        return [p.pid for p in self.processes() if p.pid in self.pids()]
+
+    def repeated(self) -> int:
+        """Steps that a rank did more than once, the most of any rank."""
+        of_ranks = [[step for _, kind, step, _ in entries if kind == "step"] for entries in self.journal().values()]
+        return max((len(steps) - len(set(steps)) for steps in of_ranks), default=0)
+
+    def struck_at(self) -> float | None:
+        """When the fault was; seconds since 1970."""
+        with suppress(OSError, ValueError):
+            return float((self.folder / "struck").read_text().split()[0])
+        return None
+
+    def at_stake(self) -> int:
+        """Steps that were done since the last checkpoint when the fault came."""
+        struck = self.struck_at()
+        if struck is None:
+            return 0
+        name = (self.folder / "struck").read_text().split()[1]
+        steps = [
+            (when, step) for of_rank in self.journal().values() for when, kind, step, _ in of_rank if kind == "step"
+        ]
+        return max(step for when, step in steps if when <= struck) - int(name.removeprefix("step="))
+
+    def recovered_after(self) -> float | None:
+        """Seconds from the fault to the first step that had not been done yet, by processes that came after it.
+
+        Where none came, since the run went on, to the next step.
+        """
+        struck = self.struck_at()
+        entries = [entry for of_rank in self.journal().values() for entry in of_rank]
+        if struck is None:
+            return None
+        old = {pid for when, kind, _, pid in entries if kind == "start" and when <= struck}
+        steps = [(when, step, pid) for when, kind, step, pid in entries if kind == "step"]
+        came_after = any(pid not in old for _, _, pid in steps)
+        done = max((step for when, step, pid in steps if pid in old and (came_after or when <= struck)), default=0)
+        beyond = [when for when, step, pid in steps if step > done and when > struck]
+        return min(beyond) - struck if beyond else None
+
+    def note_strike(self, *, seconds_ago: float = 0.0) -> None:
+        """The fault comes from outside."""
+        note_strike(self.folder, self.checkpoints, seconds_ago=seconds_ago)
+
+    def release(self) -> None:
+        """A rank that waited for the fault goes on."""
+        (self.folder / "acted").touch()
+
+    # ------------------------------------------------------------ what is left
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs for this run, wherever it was started."""
+        return [process for process in psutil.process_iter() if _belongs(process, self.folder)]
+
+    def orphans(self) -> list[psutil.Process]:
+        """What has not ended a few seconds after the commands."""
+        end = time.monotonic() + ORPHANS_WITHIN
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def kill(self) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        for command in self.commands:
+            command.process.wait()
+
+    def half_checkpoints(self) -> list[str]:
+        """What is in the checkpoints' folder and no sound checkpoint."""
+        if self.column.stock:
+            return []
+        found = [path.name for path in self.checkpoints.iterdir() if path.name.endswith((".part", ".old"))]
+        for path in resume.candidates(self.checkpoints):
+            problem = manifest.problem(path) or manifest.checksum_problem(path)
+            if problem is not None:
+                found.append(f"{path.name}: {problem}")
+        return found
+
+    def difference(self, other: "Run") -> str | None:
+        """What of the last checkpoint, or of metrics.csv, is not bit for bit the other's; None where all is equal."""
+        if self.column.stock:
+            return stock_difference(self.directory, other.directory)
+        here, there = (final_tensors(run.checkpoints) for run in (self, other))
+        if here.keys() != there.keys():
+            return f"other tensors: {sorted(here.keys() ^ there.keys())[:3]}"
+        unequal = [name for name in here if not torch.equal(here[name], there[name])]
+        if unequal:
+            only_state = all(name.startswith("optimizer_states.") for name in unequal)
+            return f"{'optimiser state differs' if only_state else 'weights differ'}"
+        files = [(run.directory / "metrics.csv").read_bytes() for run in (self, other)]
+        return None if files[0] == files[1] else "metrics.csv differs"
+
+
+class Command:
+    """One start of a run, with everything it prints in a file."""
+
+    def __init__(self, words: Sequence[str], folder: Path, variables: dict[str, str], output: Path) -> None:
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                words, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.started = time.time()
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code; None where it has not ended in time. It goes on then."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        return None
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Whether a condition came true while the command was running."""
+        return wait_until(lambda: condition() or self.process.poll() is not None, seconds) and condition()
+
+    def send(self, number: signal.Signals, *, group: bool = False) -> None:
+        with suppress(ProcessLookupError):
+            (os.killpg if group else os.kill)(self.process.pid, number)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether a condition came true in that time."""
+    end = time.monotonic() + seconds
+    while not (true := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return true
+
+
+def _belongs(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process was started for a cell in a folder."""
+    try:
+        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        cell = process.environ().get("FAULTS_FOLDER")
+        return cell is not None and Path(cell).is_relative_to(folder)
+    except (psutil.Error, OSError):
+        return False
+
+
+def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
+    """Weights and optimiser state of the last checkpoint, undivided."""
+    from armature.parallel import checkpoint, storage
+
+    directory = checkpoints / (checkpoints / "last").read_text().strip()
+    saved = storage.read_metadata(directory).state_dict_metadata
+    tensors = checkpoint.load_tensors(directory, list(saved), saved)
+    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def stock_difference(run: Path, other: Path) -> str | None:
+    """The same of a stock Lightning run: its last.ckpt."""
+    file = run / "checkpoints" / "last.ckpt"
+    if not file.is_file():
+        return "no last checkpoint"
+    loaded = [torch.load(d / "checkpoints" / "last.ckpt", weights_only=False) for d in (run, other)]
+    here, there = (checkpoint["state_dict"] for checkpoint in loaded)
+    unequal = [name for name in there if name not in here or not torch.equal(here[name], there[name])]
+    return "weights differ" if unequal else None

@@ -1,0 +1,177 @@
+"""Breaks a run once, at an exact step, and keeps a journal of every step that was done. For plain Lightning, too.
+
+The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and optimiser step.
+`struck` holds the time of the fault and the last checkpoint then; whoever finds it there does not strike again.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+EVERY_RANK = -1
+LONGEST_HOLD = 150.0  # seconds
+
+
+def note_strike(folder: Path, checkpoints: Path, *, seconds_ago: float = 0.0) -> None:
+    """Leaves the time and the name of the last checkpoint."""
+    pointer = checkpoints / "last"
+    name = pointer.read_text().strip() if pointer.is_file() else "step=0"
+    part = folder / f"struck.{os.getpid()}"
+    part.write_text(f"{time.time() - seconds_ago:.3f} {name}\n")
+    part.replace(folder / "struck")
+
+
+class Inject(Callback):
+    """Keeps the journal, and does one thing from inside the run.
+
+    Args:
+        fault: name of a method below; `none` keeps the journal only.
+        at_step: optimiser steps that are done when it strikes.
+        rank: whom it strikes; -1: every rank.
+        folder: of the cell.
+        pause: seconds that each step is made longer by, so that something from outside can meet it.
+    """
+
+    def __init__(self, *, fault: str, at_step: int, rank: int, folder: str, pause: float = 0.0) -> None:
+        self.fault, self.at_step, self.rank, self.pause = fault, at_step, rank, pause
+        self.folder = Path(folder)
+        self.over = (self.folder / "struck").exists()  # in an earlier process of this run
+        self._filler: Path | None = None
+        self._signalled = False
+
+    # ------------------------------------------------------------ Lightning's hooks
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note(trainer, "start", trainer.global_step)
+        if self._is_mine(trainer) and self.fault.startswith("in_"):
+            getattr(self, self.fault)(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        self._note(trainer, "step", step)
+        if self._filler is not None and step > self.at_step + 1:
+            self._filler.unlink(missing_ok=True)  # somebody makes room
+            self._filler = None
+        if step == self.at_step and self._is_mine(trainer) and self.fault.startswith("at_"):
+            getattr(self, self.fault)(trainer)
+        time.sleep(self.pause)
+
+    # ------------------------------------------------------------ when a step is done
+    def at_kill(self, trainer: Trainer) -> None:
+        self._strike(trainer)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def at_stop(self, trainer: Trainer) -> None:
+        self._strike(trainer)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def at_terminate(self, trainer: Trainer) -> None:
+        self._strike(trainer)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def at_hang(self, trainer: Trainer) -> None:
+        """Never enters what the other ranks do together next."""
+        self._strike(trainer)
+        while True:
+            time.sleep(1)
+
+    def at_hold(self, trainer: Trainer) -> None:
+        """Waits until whoever strikes from outside has done so."""
+        self._strike(trainer)
+        self._wait(lambda: (self.folder / "acted").exists())
+
+    def at_signalled(self, trainer: Trainer) -> None:
+        """Waits until this process has got a scheduler's signal, or its time is up."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            self._listen(number)
+        deadline = float(os.environ.get("ARMATURE_DEADLINE", "inf"))
+        self._strike(trainer)
+        self._wait(lambda: self._signalled or time.time() > deadline)
+        self._strike(trainer)
+
+    def at_full_disk(self, trainer: Trainer) -> None:
+        """Fills the file system of the run directory, but for what a few lines of a log need."""
+        self._strike(trainer)
+        root = Path(trainer.default_root_dir)
+        status = os.statvfs(root)
+        self._filler = self.folder / "outputs" / "filler"
+        with self._filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - 65536)
+
+    # ------------------------------------------------------------ in the middle of something
+    def in_training_step(self, trainer: Trainer, module: LightningModule) -> None:
+        usual = module.training_step
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if trainer.global_step == self.at_step and self._is_mine(trainer):
+                self._strike(trainer)
+                raise ArithmeticError("the deliberate mistake")
+            return usual(*args, **kwargs)
+
+        module.training_step = failing  # pyright: ignore[reportAttributeAccessIssue]
+
+    def in_save(self, trainer: Trainer, module: LightningModule) -> None:
+        """Dies when all files are written, and the directory does not have its name yet."""
+        from armature.parallel import storage
+
+        storage.publish = self._dies_instead_of(storage.publish, trainer)
+
+    def in_pointer(self, trainer: Trainer, module: LightningModule) -> None:
+        """Dies when the directory has its name, and `last` does not name it yet."""
+        from armature.callbacks import checkpointing
+
+        checkpointing.write_pointer = self._dies_instead_of(checkpointing.write_pointer, trainer)
+
+    def in_stock_save(self, trainer: Trainer, module: LightningModule) -> None:
+        """The same moment in Lightning's own saving: written aside, not moved to its name yet."""
+        import fsspec.implementations.local as local
+
+        local.shutil.move = self._dies_instead_of(local.shutil.move, trainer)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def in_stock_pointer(self, trainer: Trainer, module: LightningModule) -> None:
+        """The same moment in Lightning's own saving: the step's file is there, last.ckpt is the one before."""
+        callback: Any = trainer.checkpoint_callback
+        callback._save_last_checkpoint = self._dies_instead_of(callback._save_last_checkpoint, trainer)
+
+    # ------------------------------------------------------------ parts
+    def _is_mine(self, trainer: Trainer) -> bool:
+        return self.rank in (trainer.global_rank, EVERY_RANK) and not self.over
+
+    def _strike(self, trainer: Trainer) -> None:
+        note_strike(self.folder, Path(trainer.default_root_dir) / "checkpoints")
+
+    def _note(self, trainer: Trainer, kind: str, step: int) -> None:
+        with (self.folder / f"journal.{trainer.global_rank}").open("a") as file:
+            file.write(f"{time.time():.3f} {kind} {step} {os.getpid()}\n")
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        end = time.monotonic() + LONGEST_HOLD
+        while not until() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _listen(self, number: int) -> None:
+        usual = signal.getsignal(number)
+
+        def heard(received: int, frame: Any) -> None:
+            self._signalled = True
+            if callable(usual):
+                usual(received, frame)
+
+        signal.signal(number, heard)
+
+    def _dies_instead_of(self, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            if trainer.global_step == self.at_step and self._is_mine(trainer):
+                self._strike(trainer)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(*args, **kwargs)
+
+        return dying

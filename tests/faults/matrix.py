@@ -1,0 +1,348 @@
+"""The faults, and what each cell of their table does and demands."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests import running
+from tests.faults.cells import STEPS, WITHIN, Column, Command, Run, Session
+
+HANG_TIMEOUT = 6  # seconds without a step, after which the ranks are taken for hung
+
+
+@dataclass
+class Cell:
+    """What became of one fault under one column."""
+
+    fault: str
+    column: str
+    text: str
+    ok: bool = True
+    seconds: float = 0.0
+    output: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the table.
+
+    Args:
+        inject: what tests/faults/inject.py does at `at_step`; `stock` where it is another thing in a stock script.
+        codes: exit codes that the first command may have; 0 where the run is to end by itself.
+        lost: steps that may be done again; None: those since the last checkpoint.
+        act: strikes from outside, once a rank waits for that.
+        overrides: further ones, of ours.
+        flow: the whole course of the cell, where it is not the usual one.
+        without: columns that the fault has no meaning for, with the reason.
+        within: seconds from the fault to the first step beyond it.
+        lane: cells of one lane share a number of threads.
+    """
+
+    name: str
+    title: str
+    inject: str = "none"
+    stock: str | None = None
+    at_step: int = 5
+    every_rank: bool = False
+    first_rank: bool = False
+    codes: tuple[int, ...] = (0,)
+    lost: int | None = None
+    act: Callable[[Run, Command], None] | None = None
+    overrides: tuple[str, ...] = ()
+    flow: "Callable[[Fault, Run], Cell] | None" = None
+    without: dict[str, str] = field(default_factory=dict)
+    within: float = WITHIN
+    lane: str = ""
+
+    def arm(self, run: Run) -> None:
+        """Have the run break as this fault says."""
+        run.fault = self.stock if run.column.stock and self.stock else self.inject
+        run.at_step = self.at_step
+        run.rank = -1 if self.every_rank else 0 if self.first_rank else run.column.victim
+        run.overrides = [] if run.column.stock else [*run.overrides, *self.overrides]
+
+
+def cell(fault: Fault, column: Column, session: Session) -> Cell:
+    """Run one cell. Whatever goes wrong in it is what it says."""
+    if column.name in fault.without:
+        return Cell(fault.name, column.name, f"– {fault.without[column.name]}")
+    started = time.monotonic()
+    run = Run(session, column, f"{fault.name} {column.name}")
+    try:
+        session.reference(column)
+        result = (fault.flow or usual)(fault, run)
+    except Exception as error:
+        result = Cell(fault.name, column.name, f"{type(error).__name__}: {str(error)[-2000:]}", ok=False)
+    finally:
+        run.kill()
+    result.seconds = time.monotonic() - started
+    result.output = "" if result.ok else run.output()
+    return result
+
+
+# ---------------------------------------------------------------- the course of a cell
+def usual(fault: Fault, run: Run) -> Cell:
+    """Start, be struck, and go on: by itself, or when the same command is typed again."""
+    fault.arm(run)
+    command = run.start()
+    if fault.act is not None:
+        if not command.wait_until(lambda: run.struck_at() is not None, run.column.limit):
+            return judge(fault, run, ["ended or was stuck before the fault"])
+        fault.act(run, command)
+    return go_on(fault, run, command)
+
+
+def go_on(fault: Fault, run: Run, command: Command) -> Cell:
+    """The end of the first command, and a second one where it did not bring the run to its end."""
+    remarks = []
+    code = command.wait(run.column.limit)
+    if code is None:
+        remarks.append(f"stuck, killed after {run.column.limit:.0f} s")
+        run.kill()
+    elif not run.column.stock and code not in fault.codes:
+        remarks.append(f"exit code {code} instead of {' or '.join(map(str, fault.codes))}")
+    if left := run.orphans():
+        remarks.append(f"{len(left)} orphan{'s' * (len(left) > 1)}")
+        run.kill()
+    return judge(fault, run, remarks) if code == 0 and finished(run) else type_again(fault, run, remarks)
+
+
+def type_again(fault: Fault, run: Run, remarks: list[str]) -> Cell:
+    again = run.start()
+    code = again.wait(run.column.limit)
+    if code is None:
+        remarks.append(f"stuck when typed again, killed after {run.column.limit:.0f} s")
+        run.kill()
+    elif code != 0:
+        remarks.append(f"typed again: exit code {code}, {last_line(again, run)}")
+    return judge(fault, run, remarks)
+
+
+def finished(run: Run) -> bool:
+    if run.column.stock:
+        return any(step == STEPS for entries in run.journal().values() for _, _, step, _ in entries)
+    summary = running.summary(run.directory) if (run.directory / "summary.json").exists() else {}
+    return (summary.get("stop_reason"), summary.get("global_step")) == ("finished", STEPS)
+
+
+def last_line(command: Command, run: Run) -> str:
+    lines = (run.folder / f"output.{run.commands.index(command)}.txt").read_text(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("[rank0]: ").partition(". ")[0][:80] if lines else "without a word"
+
+
+def judge(fault: Fault, run: Run, remarks: list[str]) -> Cell:
+    """What the cell says, from what went wrong, the weights, the time it took and the steps that were done twice."""
+    if left := run.orphans():
+        remarks.append(f"{len(left)} orphan{'s' * (len(left) > 1)}")
+    repeated, recovered = run.repeated(), run.recovered_after()
+    if not finished(run):
+        remarks.append("did not come to its end")
+    else:
+        difference = run.difference(run.session.reference(run.column))
+        if difference is not None:
+            remarks.append(difference)
+        remarks += run.half_checkpoints()
+    starts = [step for entries in run.journal().values() for _, kind, step, _ in entries if kind == "start"]
+    if starts.count(0) > run.column.ranks:
+        remarks.append("trains from step 0")
+    elif not run.column.stock and repeated > (lost := run.at_stake() if fault.lost is None else fault.lost):
+        remarks.append(f"{repeated} steps done again instead of {lost}")
+    if recovered is not None and recovered > fault.within:
+        remarks.append(f"{recovered:.0f} s")
+    figures = f"{recovered:.1f} s, {repeated}" if recovered is not None else ""
+    if not remarks:
+        return Cell(fault.name, run.column.name, f"= {figures}")
+    said = [*remarks, figures] if run.column.stock and figures else remarks
+    return Cell(fault.name, run.column.name, "; ".join(said), ok=False)
+
+
+# ---------------------------------------------------------------- strikes from outside
+def kill_agent(run: Run, command: Command) -> None:
+    """The ranks wait on: what they still did would be done again."""
+    run.note_strike()
+    command.send(signal.SIGKILL)
+
+
+def signal_all(run: Run, command: Command) -> None:
+    run.note_strike()
+    for pid in {command.process.pid, *run.pids()}:
+        os.kill(pid, signal.SIGUSR1)
+    run.release()
+
+
+def press_ctrl_c(run: Run, command: Command) -> None:
+    run.note_strike()
+    command.send(signal.SIGINT, group=True)
+    run.release()
+
+
+# ---------------------------------------------------------------- damage
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was stopped after step 5 or 6 and has a checkpoint of that step and one of step 4 (stock: only that).
+
+    Attributes:
+        code: exit code of the command; None where it was stuck.
+        left: processes that were left.
+        seconds: from the fault to the command's end.
+    """
+
+    run: Run
+    code: int | None
+    left: int
+    seconds: float
+
+    def copy_to(self, run: Run) -> None:
+        """Everything but the commands; the fault is as long ago as it was at the end."""
+        shutil.rmtree(run.folder)
+        shutil.copytree(self.run.folder, run.folder)
+        run.fault, run.at_step, run.rank = self.run.fault, self.run.at_step, self.run.rank
+        run.note_strike(seconds_ago=self.seconds)
+
+
+def stopped(session: Session, column: Column) -> Stopped:
+    """Made once for each column; cells copy it."""
+
+    def make() -> Stopped:
+        run = Run(session, column, f"stopped {column.name}")
+        BY_NAME["sigkill_rank" if column.stock else "sigterm_rank"].arm(run)
+        code = run.start().wait(column.limit)
+        struck, ended = run.struck_at(), time.time()
+        assert struck is not None, f"{column.name}: not stopped\n{run.output()[-3000:]}"
+        left = len(run.orphans())
+        run.kill()
+        return Stopped(run, code, left, ended - struck)
+
+    return session.once(f"stopped {column.name}", make)
+
+
+def terminated(fault: Fault, run: Run) -> Cell:
+    """The first half of this cell is what the cells with damaged files begin with, and is run once for all."""
+    if run.column.stock:
+        return usual(fault, run)
+    before = stopped(run.session, run.column)
+    remarks = [] if before.code in fault.codes else [f"exit code {before.code} instead of {fault.codes[0]}"]
+    if before.left:
+        remarks.append(f"{before.left} orphans")
+    before.copy_to(run)
+    return type_again(fault, run, remarks)
+
+
+def damaged(harm: Callable[[Path, bool], None]) -> Callable[[Fault, Run], Cell]:
+    """The course of a cell in which a file of the newest checkpoint is harmed while nothing runs."""
+
+    def flow(fault: Fault, run: Run) -> Cell:
+        stopped(run.session, run.column).copy_to(run)
+        if run.column.stock:
+            newest = run.checkpoints / "last.ckpt"
+        else:
+            newest = run.checkpoints / (run.checkpoints / "last").read_text().strip()
+        harm(newest, run.column.stock)
+        run.note_strike()
+        command = run.start()
+        code = command.wait(run.column.limit)
+        remarks = []
+        if code is None:
+            remarks.append(f"stuck, killed after {run.column.limit:.0f} s")
+            run.kill()
+        elif code != 0:
+            if run.column.stock:
+                return Cell(fault.name, run.column.name, f"crash at load: {last_line(command, run)}", ok=False)
+            remarks.append(f"exit code {code}, {last_line(command, run)}")
+        elif not run.column.stock and f"{newest.name} is passed over" not in run.output():
+            remarks.append(f"did not say that it passed {newest.name} over")
+        return judge(fault, run, remarks)
+
+    return flow
+
+
+def _shard(checkpoint: Path, stock: bool) -> Path:
+    return checkpoint if stock else sorted(checkpoint.glob("*.distcp"))[-1]
+
+
+def truncate(checkpoint: Path, stock: bool) -> None:
+    file = _shard(checkpoint, stock)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_byte(checkpoint: Path, stock: bool) -> None:
+    """One bit in the middle of a file."""
+    file = _shard(checkpoint, stock)
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 0x10]))
+
+
+def remove_shard(checkpoint: Path, stock: bool) -> None:
+    _shard(checkpoint, stock).unlink()
+
+
+# ---------------------------------------------------------------- a full disk
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    place.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "faults", str(place)], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True, capture_output=True)
+
+
+def on_a_small_disk(fault: Fault, run: Run) -> Cell:
+    """The disk fills up before a save. Somebody makes room two steps later, or when the command has ended."""
+    outputs = run.folder / "outputs"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(small_disk(outputs))
+        except (OSError, subprocess.CalledProcessError):
+            return Cell(fault.name, run.column.name, "– no mount here")
+        fault.arm(run)
+        command = run.start()
+        command.wait(run.column.limit)
+        (outputs / "filler").unlink(missing_ok=True)
+        result = go_on(fault, run, command)
+        if result.ok and "could not be saved" not in run.output():
+            result.ok, result.text = False, "did not say that a checkpoint could not be saved"
+        shutil.copytree(outputs, run.folder / "kept")
+        return result
+
+
+FAULTS = (
+    Fault("sigkill_rank", "SIGKILL a rank", "at_kill"),
+    Fault("sigstop_rank", "SIGSTOP a rank", "at_stop", overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",)),
+    Fault("sigkill_agent", "SIGKILL the agent", "at_hold", every_rank=True, codes=(-9,), act=kill_agent),
+    Fault("sigterm_rank", "SIGTERM one rank", "at_terminate", codes=(143,), lost=0, flow=terminated),
+    Fault("sigusr1_all", "SIGUSR1 all", "at_hold", every_rank=True, codes=(138,), lost=0, act=signal_all),
+    Fault("ctrl_c", "Ctrl-C", "at_hold", every_rank=True, codes=(130,), lost=0, act=press_ctrl_c),
+    Fault("kill_in_save", "killed in the middle of a save", "in_save", "in_stock_save", 4, first_rank=True),
+    Fault(
+        "kill_before_pointer",
+        "killed between save and pointer",
+        "in_pointer",
+        "in_stock_pointer",
+        4,
+        first_rank=True,
+    ),
+    Fault("truncated", "truncated file", lost=2, flow=damaged(truncate)),
+    Fault("flipped_byte", "flipped byte", lost=2, flow=damaged(flip_byte)),
+    Fault("missing_shard", "missing shard", lost=2, flow=damaged(remove_shard)),
+    Fault(
+        "full_disk",
+        "full disk",
+        "at_full_disk",
+        first_rank=True,
+        codes=(0, 1),
+        flow=on_a_small_disk,
+    ),
+    Fault("hang", "hang in a collective", "at_hang", overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",)),
+    Fault("exception", "exception on one rank", "in_training_step"),
+)
+BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -1,0 +1,125 @@
+"""Cells under a real Slurm of two nodes on this machine: a requeue, and the time limit."""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from tests import running
+from tests.faults.cells import LIMIT, STOCK_SCRIPT, Run, Session, wait_until
+from tests.faults.matrix import Cell, Fault, judge
+from tests.slurm import cluster
+
+# what a user of plain Lightning would submit: it saves and requeues itself on SIGUSR1
+STOCK_BATCH = """\
+#!/usr/bin/env bash
+#SBATCH --requeue
+#SBATCH --open-mode=append
+srun "$PYTHON" -u "$@"
+"""
+
+
+class Slurm:
+    """Started when the first cell asks for it, and ended by `close`."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def of(self, session: Session) -> cluster.Cluster:
+        def make() -> cluster.Cluster:
+            folder = session.folder / "slurm"
+            folder.mkdir()
+            return self._stack.enter_context(cluster.start(folder))
+
+        return session.once("slurm", make)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+SLURM = Slurm()
+
+
+def under_slurm(
+    options: list[str], strike: Callable[[cluster.Cluster, str, Run], None]
+) -> Callable[[Fault, Run], Cell]:
+    """The course of a cell in which a scheduler stops the run and brings it back.
+
+    Args:
+        options: of sbatch.
+        strike: called once every rank waits for a signal.
+    """
+
+    def flow(fault: Fault, run: Run) -> Cell:
+        if (reason := cluster.missing()) is not None:
+            return Cell(fault.name, run.column.name, f"– {reason}")
+        slurm = SLURM.of(run.session)
+        fault.arm(run)
+        job = submit(slurm, run, options)
+        wait_until(lambda: run.struck_at() is not None, LIMIT)
+        strike(slurm, job, run)
+        remarks = []
+        limit = 60 + run.column.limit  # Slurm takes its time, too
+        end = time.monotonic() + limit
+        while (found := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+            if time.monotonic() > end:
+                slurm.run("scancel", job, check=False)
+                run.kill()
+                return judge(fault, run, [f"stuck, cancelled after {limit:.0f} s"])
+            time.sleep(0.3)
+        if found["JobState"] != "COMPLETED":
+            remarks.append(f"{found['JobState']}, exit code {found['ExitCode']}, restarted {found['Restarts']} times")
+        elif found["Restarts"] == "0":
+            remarks.append("not requeued")
+        return judge(fault, run, remarks)
+
+    return flow
+
+
+def submit(slurm: cluster.Cluster, run: Run, options: list[str]) -> str:
+    """The id of the job: a rank on each node."""
+    script, arguments = running.ROOT / "scripts" / "slurm" / "train.sbatch", [*run.arguments(), *run.overrides]
+    if run.column.stock:
+        script = run.folder / "stock.sbatch"
+        script.write_text(STOCK_BATCH)
+        nodes = [f"--nodes={run.column.ranks}", "--ranks=1"]
+        arguments = [str(STOCK_SCRIPT), *run.arguments(), *nodes]
+    command = ["sbatch", "--parsable", f"--nodes={run.column.ranks}", "--ntasks-per-node=1"]
+    command += [f"--output={run.folder / 'output.0.txt'}", *options, str(script), *arguments]
+    own = {name: slurm.environment[name] for name in ("PATH", "SLURM_CONF")}
+    return slurm.run(*command, check=True, **run.variables() | own, PYTHON=sys.executable).strip()
+
+
+def requeue(slurm: cluster.Cluster, job: str, run: Run) -> None:
+    """As an administrator does, or a preemption."""
+    run.note_strike()
+    slurm.run("scontrol", "requeue", job)
+
+
+def wait_for_the_limit(slurm: cluster.Cluster, job: str, run: Run) -> None:
+    """Nothing to do: the ranks wait."""
+
+
+FAULTS = (
+    Fault(
+        "slurm_requeue",
+        "requeue by Slurm",
+        "at_signalled",
+        every_rank=True,
+        lost=0,
+        flow=under_slurm([], requeue),
+        within=120,
+        lane="slurm",
+    ),
+    Fault(
+        "slurm_limit",
+        "Slurm time limit",
+        "at_signalled",
+        every_rank=True,
+        lost=0,
+        overrides=("launch.stop_minutes_before_limit=1",),
+        flow=under_slurm(["--time=2", "--signal=USR1@10"], wait_for_the_limit),
+        within=120,
+        lane="slurm",
+    ),
+)
