@@ -60,6 +60,7 @@ def summarise(
         "precision": str(cfg.trainer.precision),
         "parameters": trainer.parameter_count,
         "samples_per_second": rate,
+        "timings": step_log.summary(),
         "bubble_share": strategy.bubble_share,
         "peak_memory_bytes": _peak_memory(trainer),
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},

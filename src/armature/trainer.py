@@ -5,6 +5,8 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from armature import dispatch
+
 
 class _NoSignals:
     """Stands in for Lightning's signal handling, which enters collectives inside a handler and can wait for ever."""
@@ -22,6 +24,7 @@ class Trainer(L.Trainer):
     """Lightning's Trainer, but:
 
     - its signal handlers, and the broadcast of their flag before every batch, are replaced by callbacks/stop.py;
+    - it goes from hook to hook without what changes nothing (dispatch.py);
     - validation also runs after the last step, wherever in an epoch that is;
     - loggers get the number of optimiser steps that are done as the step, for training, validation and test alike.
 
@@ -81,6 +84,10 @@ class Trainer(L.Trainer):
             start_epoch()
 
         self.fit_loop.on_advance_start = start_epoch_as_it_was
+
+    def _run_stage(self) -> Any:
+        with dispatch.shortened(self):
+            return super()._run_stage()
 
     def validate_now(self) -> None:
         """The validation of a fit, outside of its loop over batches."""

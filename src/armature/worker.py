@@ -118,6 +118,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         enable_model_summary=False,
     )
     trainer.before_training = [partial(step_log.go_on, trainer), partial(checkpointing.begin, trainer)]
+    trainer.step_ended = [partial(checkpointing.step_ended, trainer), stop.step_ended]
     started = time.monotonic()
     gc.enable()
     try:

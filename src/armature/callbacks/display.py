@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from armature.callbacks.step_log import StepLog
+from armature.callbacks.timings import TOO_LONG
 
 
 class Display(ProgressBar):
@@ -95,7 +96,8 @@ class Display(ProgressBar):
         rate = self.step_log.rate * (per_sample or 1)
         unit = "samples" if per_sample is None else "tokens"
         loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
-        return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s"
+        waiting = f" {self.step_log.data_wait:.0%} waiting for data" if self.step_log.data_wait > TOO_LONG else ""
+        return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s{waiting}"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -4,20 +4,43 @@ Loss and gradient norm stay tensors until `log_every_n_steps` rows have come tog
 and one copy to the host serve them all. `self.log` would cost about 240 µs for each value and step.
 """
 
+import logging
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.optim import Optimizer
 
 from armature.callbacks.metrics_csv import MetricsCSV
+from armature.callbacks.timings import DataWait, TimingsCSV, Totals, Watch, Window, over_ranks
+
+log = logging.getLogger(__name__)
+
+
+class Monitor(Protocol):
+    """What a callback that adds columns gives `StepLog.monitors`; it is called on every rank."""
+
+    def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
+        """Columns of this step's row in metrics.csv: the same number on every rank, from nothing but the run's state.
+
+        Called at the end of each micro-batch; what is given counts where the optimiser has `stepped`.
+        """
+        ...
+
+    def measured(self, trainer: Trainer, window: Window) -> dict[str, float]:
+        """This rank's columns of timings.csv; the same names on every rank."""
+        ...
 
 
 class StepLog(Callback):
     """Writes step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimiser step.
+
+    What depends on the clock goes to timings.csv and to the other loggers, once a write: samples and tokens a second,
+    seconds a step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
 
     Args:
         csv: the file that every row goes to; the other loggers are the trainer's.
@@ -29,6 +52,8 @@ class StepLog(Callback):
     Attributes:
         last: the newest row that was written.
         rate: samples a second over the rows of the newest write, all ranks together.
+        data_wait: share of their time.
+        monitors: others that add columns.
     """
 
     def __init__(
@@ -41,6 +66,7 @@ class StepLog(Callback):
         tokens_per_sample: int | None,
     ) -> None:
         self.csv = csv
+        self.timings = TimingsCSV(csv.file.parent)
         self.every_n_steps = every_n_steps
         self.global_batch_size = global_batch_size
         self.train_size = train_size
@@ -48,10 +74,14 @@ class StepLog(Callback):
         self.samples_seen = 0
         self.last: dict[str, float] = {}
         self.rate = float("nan")
+        self.data_wait = 0.0
+        self.monitors: list[Monitor] = []
+        self.wait: DataWait | None = None
         self.trained_samples = 0  # by this process, for the mean rate of the summary
         self.trained_seconds = 0.0
+        self._totals, self._watch = Totals(), Watch()
         self._pending: list[dict[str, Any]] = []
-        self._loss: torch.Tensor | None = None
+        self._loss: Tensor | None = None
         self._lr = 0.0
         self._since = 0.0
 
@@ -65,9 +95,15 @@ class StepLog(Callback):
     def go_on(self, trainer: Trainer) -> None:
         """Once a checkpoint is restored: later rows are dropped."""
         self.csv.go_on_from(trainer.global_step)
+        self.timings.go_on_from(trainer.global_step)
+
+    def summary(self) -> dict[str, float]:
+        """The columns of timings.csv over all that this process trained: means over time; of memory, the most."""
+        return self._totals.values()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._since = time.perf_counter()
+        self.wait = DataWait(trainer)
+        self.restart_clock()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler moves it on
@@ -75,27 +111,29 @@ class StepLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
+        assert self.wait is not None
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        columns = [monitor.batch_ended(trainer, stepped=stepped) for monitor in self.monitors]
+        if self.wait.on_gpu:
+            self.wait.batch_ended()
         if (
             isinstance(outputs, dict) and "loss" in outputs
         ):  # the micro-batch's share: Lightning divides by accumulation
             loss = outputs["loss"].detach()
             self._loss = loss if self._loss is None else self._loss + loss
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not stepped:
             return
         self.samples_seen += self.global_batch_size
-        row = {
-            "step": trainer.global_step,
-            "epoch": round((self.samples_seen - self.global_batch_size) / self.train_size, 6),
-            "samples": self.samples_seen,
-            "lr": self._lr,
-            "train/loss": self._loss,
-            "train/grad_norm": getattr(trainer.strategy, "grad_norm", None),
-        }
-        if self.tokens_per_sample is not None:
-            row["tokens"] = self.samples_seen * self.tokens_per_sample
+        self.csv.step = step = trainer.global_step
+        row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
+        if self._loss is not None:
+            row["train/loss"], self._loss = self._loss, None
+        grad_norm = getattr(trainer.strategy, "grad_norm", None)
+        if grad_norm is not None:
+            row["train/grad_norm"] = grad_norm
+        for column in columns:
+            row.update(column)
         self._pending.append(row)
-        self._loss = None
-        self.csv.step = trainer.global_step
         if len(self._pending) >= self.every_n_steps:
             self.flush(trainer)
 
@@ -103,44 +141,72 @@ class StepLog(Callback):
         """Reduces, reads and writes the rows that wait. Called on all ranks together."""
         if not self._pending:
             return
-        device = trainer.strategy.root_device
-        zero = torch.zeros((), device=device)
-        columns = ("train/loss", "train/grad_norm")
-        values = torch.stack(
-            [
-                torch.as_tensor(zero if row[c] is None else row[c], device=device).float()
-                for row in self._pending
-                for c in columns
-            ]
-        ).view(-1, 2)
-        mean = trainer.strategy.reduce(values.clone(), reduce_op="mean")
-        now = time.perf_counter()
-        seconds, samples = now - self._since, len(self._pending) * self.global_batch_size
-        self.rate = samples / seconds
+        assert self.wait is not None
+        waited = self.wait.read()
+        rows, self._pending = self._pending, []
+        seconds, samples = time.perf_counter() - self._since, len(rows) * self.global_batch_size
+        window = Window(steps=len(rows), samples=samples, seconds=seconds, data_wait=waited)
+        own = {"data_wait": waited / seconds}
+        for monitor in self.monitors:
+            own |= monitor.measured(trainer, window)
+        self.wait.marks.forget()
+        ranks = self._read(trainer, rows, list(own.values()))
+        together = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
+
+        self.rate, self.data_wait = samples / seconds, together["data_wait"]
         self.trained_samples += samples
         self.trained_seconds += seconds
-        for row, (loss, _), (_, grad_norm) in zip(self._pending, mean.tolist(), values.tolist(), strict=True):
-            for name, value in zip(columns, (loss, grad_norm), strict=True):
-                if row[name] is None:
-                    del row[name]
-                else:
-                    row[name] = value
-        rows, self._pending = self._pending, []
-        self.last = rows[-1]
-        self.csv.write_rows(rows)
-        for logger in trainer.loggers:
-            if logger is not self.csv:
-                self._write(logger, rows)
+        timing = {"seconds_per_step": seconds / len(rows), "samples_per_second": self.rate}
+        if self.tokens_per_sample is not None:
+            timing["tokens_per_second"] = self.rate * self.tokens_per_sample
+        timing |= together
+        self._totals.add(timing, window=window)
+        if trainer.is_global_zero and (problem := self._watch.problem(trainer, window, waits=ranks[0])):
+            log.warning("%s", problem[0].upper() + problem[1:])
+        self._write(trainer, rows, timing)
         self._since = time.perf_counter()
 
-    def _write(self, logger: Logger, rows: list[dict[str, Any]]) -> None:
+    def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
+        """Puts numbers for the tensors in `rows`, the ranks' mean for a loss; gives each of `own` by rank."""
+        device = trainer.strategy.root_device
+        cells = [(row, name) for row in rows for name, value in row.items() if isinstance(value, Tensor)]
+        losses = [i for i, (_, name) in enumerate(cells) if name == "train/loss"]
+        values = [row[name].detach().to(device, torch.float32).reshape(()) for row, name in cells]
+        values = torch.stack(values) if values else torch.zeros(0, device=device)
+        mine = torch.tensor(own, dtype=torch.float32, device=device)
+        everyones = mine[None]
+        if trainer.world_size > 1:
+            # Each rank adds to a line of its own, so that no sum depends on how a collective cuts a tensor into pieces
+            table = torch.zeros(trainer.world_size, len(losses) + len(own), device=device)
+            table[trainer.global_rank] = torch.cat([values[losses], mine])
+            table = trainer.strategy.reduce(table, reduce_op="sum")
+            assert isinstance(table, Tensor)
+            values[losses] = table[:, : len(losses)].mean(dim=0)
+            everyones = table[:, len(losses) :]
+        numbers = torch.cat([values, everyones.flatten()]).tolist()
+        for (row, name), number in zip(cells, numbers, strict=False):
+            row[name] = number
+        by_rank = numbers[len(cells) :]
+        return [by_rank[i :: len(own)] for i in range(len(own))]
+
+    def _write(self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
+        for row in rows:
+            row["epoch"] = round((row["samples"] - self.global_batch_size) / self.train_size, 6)
+            if self.tokens_per_sample is not None:
+                row["tokens"] = row["samples"] * self.tokens_per_sample
+        self.last = rows[-1]
+        self.csv.write_rows(rows)
+        self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
+        if len(rows) < self.every_n_steps:  # before validation, a save or the end, which may come with an exception
+            self.timings.flush()
+        for logger in trainer.loggers:
+            if logger is not self.csv:
+                self._log(logger, rows, timing)
+
+    def _log(self, logger: Logger, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
         for row in rows:
             values = {name: value for name, value in row.items() if name != "step"}
-            if row is rows[-1]:
-                values["samples_per_second"] = self.rate
-                if self.tokens_per_sample is not None:
-                    values["tokens_per_second"] = self.rate * self.tokens_per_sample
-            logger.log_metrics(values, step=row["step"])
+            logger.log_metrics(values | timing if row is rows[-1] else values, step=row["step"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -149,9 +215,21 @@ class StepLog(Callback):
     def restart_clock(self) -> None:
         """Leaves what was done since the last write (validation, saving) out of the rate."""
         self._since = time.perf_counter()
+        if self.wait is not None:
+            self.wait.clear()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.restart_clock()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
+        self.timings.flush()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.timings.flush()
+
+
+def of(trainer: Trainer) -> StepLog:
+    """The run's step log, which a monitor adds its columns to."""
+    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return next(callback for callback in callbacks if isinstance(callback, StepLog))

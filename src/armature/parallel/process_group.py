@@ -61,6 +61,7 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
     Args:
         backend: `auto` (gloo on CPU, NCCL on GPU) or a backend's name.
         accelerator: `cpu` or `gpu`. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
+        timeout: of a collective, in this group and in all that are made after it; None: torch's.
     """
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return
@@ -72,6 +73,9 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     elif backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"
+    if timeout is not None:  # for the groups that a mesh or DeepSpeed make later: they do not take the first one's
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            setattr(dist.distributed_c10d, name, timeout)
     dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None)
 
 

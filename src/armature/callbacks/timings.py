@@ -1,0 +1,244 @@
+"""What the clock says of a run: how fast it is, and how long it waits for data. None of it belongs into metrics.csv."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities import rank_zero_only
+
+from armature import hardware
+from armature.callbacks.metrics_csv import MetricsCSV
+
+TOO_LONG = 0.05  # share of the time that waiting for data may take before it is told
+UNAVOIDABLE = 1e-3  # seconds a batch: handing one over from another process takes as long
+WARM_UP = 20  # steps: caches fill, kernels are chosen, processes start
+
+
+@dataclass(frozen=True)
+class Window:
+    """The optimiser steps between two writes, as this rank saw them. Times are in seconds, all steps together."""
+
+    steps: int
+    samples: int  # of all ranks
+    seconds: float
+    data_wait: float
+
+
+class TimingsCSV(MetricsCSV):
+    """timings.csv: a row for each write, beside metrics.csv, which has no value that depends on the clock.
+
+    The file is written once a second at most, since opening it takes longer than a short step.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self.file = run_dir / "timings.csv"
+        self._ready: list[dict[str, Any]] = []
+        self._next = 0.0
+
+    @rank_zero_only
+    def write_rows(self, rows: list[dict[str, Any]]) -> None:
+        self._ready += rows
+        if time.monotonic() >= self._next:
+            self.flush()
+
+    @rank_zero_only
+    def flush(self) -> None:
+        ready, self._ready = self._ready, []
+        self._append([{n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()} for row in ready])
+        self._next = time.monotonic() + 1.0
+
+
+class Marks:
+    """Points in time on the device's own clock. A GPU works behind the host: its points are read when they are past.
+
+    `mark` costs a microsecond or two, and waits for nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+        self.mark: Callable[[], Any] = self._record if self._on_gpu else time.perf_counter
+
+    def _record(self) -> torch.cuda.Event:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record()
+        return event
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """Between two marks, once `settle` was called after them."""
+        return first.elapsed_time(second) / 1e3 if self._on_gpu else second - first
+
+    def settle(self) -> None:
+        """Waits until the device has come to the newest mark."""
+        if self._used:
+            self._events[self._used - 1].synchronize()
+
+    def forget(self) -> None:
+        """Marks made until now may be used again."""
+        self._used = 0
+
+
+class DataWait:
+    """How long the device had nothing to do because the next batch was not there.
+
+    On a CPU that is the time in the loader's `next`. While a GPU still works through what it was given, a loader that
+    takes its time costs nothing: there it is the time in `next`, but at most what the GPU stood idle for.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.marks = Marks(trainer.strategy.root_device)
+        self.on_gpu = trainer.strategy.root_device.type == "cuda"
+        self._fetching = 0.0  # seconds in the loader's `next`
+        self._began = 0.0
+        self._waited = 0.0
+        self._last: Any = None  # where the device came to the end of the batch before
+        self._gaps: list[tuple[Any, Any, float]] = []
+        self._attach(trainer)
+
+    def _attach(self, trainer: Trainer) -> None:
+        """Into Lightning's loop over batches, where it calls its profiler before and after each `next`."""
+        loop = trainer.fit_loop.epoch_loop
+        profiler: Any = vars(trainer).get("profiler")
+        profiled = not isinstance(profiler, PassThroughProfiler)
+        before, after = type(loop)._on_before_fetch, type(loop)._on_after_fetch
+
+        def on_before_fetch() -> None:
+            if profiled:
+                before(loop)
+            self._began = time.perf_counter()
+
+        def on_after_fetch() -> None:
+            self._fetching += time.perf_counter() - self._began
+            if self.on_gpu:
+                self._note_gap()
+            if profiled:
+                after(loop)
+
+        loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
+
+    def _note_gap(self) -> None:
+        if self._last is None:  # it had nothing to do before
+            self._waited += self._fetching
+        else:
+            self._gaps.append((self._last, self.marks.mark(), self._fetching))
+        self._fetching = 0.0
+
+    def batch_ended(self) -> None:
+        """On a GPU only."""
+        self._last = self.marks.mark()
+
+    def read(self) -> float:
+        """Seconds since the last call. On a GPU it waits for the end of the step."""
+        self.marks.settle()
+        waited = self._waited + self._fetching
+        for end, start, fetching in self._gaps:
+            waited += min(fetching, self.marks.seconds(end, start))
+        self.clear()
+        return waited
+
+    def clear(self) -> None:
+        """Forgets what was waited since the last call of `read`."""
+        self._gaps, self._last, self._fetching, self._waited = [], None, 0.0, 0.0
+
+
+class Watch:
+    """Warns once, on rank 0, where waiting for data takes more than 5% of the time, and says what to do.
+
+    Attributes:
+        steps: judged so far.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._since = [0.0, 0.0, 0]  # seconds, of which waiting, steps: since they were last judged
+        self._warned = False
+
+    def problem(self, trainer: Trainer, window: Window, *, waits: list[float]) -> str | None:
+        """What to tell the user after this window, if anything.
+
+        Args:
+            waits: share of the time that each rank waits.
+        """
+        warm = self.steps >= WARM_UP
+        self.steps += window.steps
+        if self._warned or not warm:
+            return None
+        worst = max(range(len(waits)), key=waits.__getitem__)
+        for i, value in enumerate((window.seconds, waits[worst] * window.seconds, window.steps)):
+            self._since[i] += value
+        seconds, waited, steps = self._since
+        if steps < WARM_UP or seconds < 0.5:
+            return None
+        self._since = [0.0, 0.0, 0]
+        batches = steps * trainer.accumulate_grad_batches
+        if waited / seconds <= TOO_LONG or waited / batches < UNAVOIDABLE:
+            return None
+        self._warned = True
+        rank = f"rank {worst} waits" if len(waits) > 1 else "the model waits"
+        return (
+            f"{rank} for data {waited / seconds:.0%} of the time, {waited / batches * 1e3:.3g} ms a batch. "
+            + remedy(trainer, wait=waited / batches, work=(seconds - waited) / batches)
+        )
+
+
+def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
+    """What to type against waiting for data.
+
+    Args:
+        wait, work: seconds a batch.
+    """
+    cpus = hardware.cpu_count() // max(1, trainer.num_devices)
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    loader: Any = datamodule if hasattr(datamodule, "num_workers") else trainer.train_dataloader
+    key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
+    workers = getattr(loader, "num_workers", 0)
+    cheaper = (
+        "make a sample cost less: decode, resize or tokenize once, store the result on a local disk and only read it "
+        "while training"
+    )
+    enough = max(workers + 1, math.ceil(1.5 * wait / work)) if not workers else 2 * workers
+    more = min(enough, cpus)
+    if more <= workers:
+        return f"All {cpus} CPUs of a rank load data already ({key}={workers}), so {cheaper}."
+    if not workers:
+        return f"Type {key}={more}: as many processes then prepare batches ahead."
+    return f"Type {key}={more} instead of {workers}. Where that does not help, {cheaper}."
+
+
+class Totals:
+    """Means over a run, weighted by time; of memory, the largest. Without the warm-up, in runs that outlast it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._steps = 0
+
+    def add(self, values: dict[str, float], *, window: Window) -> None:
+        if self._steps < WARM_UP:
+            self._sums.clear()
+        self._steps += window.steps
+        for name, value in values.items():
+            have = self._sums.setdefault(name, [0.0, 0.0])
+            if name.startswith("memory/"):
+                have[:] = [max(have[0], value), 1.0]
+            elif math.isfinite(value):
+                have[0] += value * window.seconds
+                have[1] += window.seconds
+
+    def values(self) -> dict[str, float]:
+        return {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+
+
+def over_ranks(name: str, values: list[float]) -> float:
+    """What the ranks' values are together: a step waits for the slowest rank, and fails on the fullest one."""
+    return max(values) if name == "data_wait" or name.startswith("memory/") else sum(values) / len(values)

@@ -1,0 +1,107 @@
+"""How much arithmetic a training step is, and how much the hardware could do: what MFU is made of.
+
+The count is the model's own, by PaLM's convention (arXiv:2204.02311, appendix B): 6 for each weight of a matrix and
+token, and 12 L H K T for attention, whose causal half is counted in as if it were computed. A multiplication and an
+addition are two. What a layout computes twice (activation checkpointing) is not counted, and neither are norms,
+activations, look-ups and the optimiser. So the figure compares across layouts and with published ones.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from armature.models.decoder.model import Attention, Decoder
+from armature.parallel import randomness
+
+log = logging.getLogger(__name__)
+
+# Dense bf16 tensor-core rates of the makers' data sheets, FLOP/s. The first whose words stand in a device's name counts
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L20": 119.5e12,
+    "L4": 121e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # each of its two dies is a device
+}
+
+
+def flops_per_sample(make_model: Callable[[], nn.Module], inputs: Tensor, targets: Tensor | None) -> float | None:
+    """FLOPs of forward and backward of one sample through the undivided model; None where it cannot be told.
+
+    The model is built once more, without memory. A decoder of ours is counted by the formula. A model with a method
+    `flops_per_sample(inputs)` says it itself. In others each operator is counted while one sample without values passes
+    through.
+
+    Args:
+        inputs, targets: one micro-batch; only shapes and types count.
+    """
+    kept = randomness.capture()  # building draws initial weights
+    try:
+        with torch.device("meta"):
+            model = make_model()
+        if hasattr(model, "flops_per_sample"):
+            return float(model.flops_per_sample(inputs))  # pyright: ignore[reportCallIssue]
+        if isinstance(model, Decoder):
+            return decoder_flops(model, positions=inputs.shape[1])
+        return counted(model, inputs, targets)
+    except Exception as error:
+        log.info("The FLOPs of a step are not known: %s could not be counted (%s).", make_model, error)
+        return None
+    finally:
+        randomness.restore(kept)
+
+
+def decoder_flops(model: Decoder, *, positions: int) -> float:
+    """Of one sample of so many tokens."""
+    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    heads = sum(module.q.out_features for module in model.modules() if isinstance(module, Attention))  # L H K
+    return float((6 * matrices + 12 * heads * positions) * positions)
+
+
+def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:
+    """Forward and backward of one sample on the meta device, operator by operator; matrix products and convolutions."""
+    model.train()
+    one = [tensor[:1].to("meta") for tensor in (inputs, targets) if tensor is not None]
+    with FlopCounterMode(display=False) as counter:
+        output: Any = model(*one)
+        output.float().sum().backward()
+    return float(counter.get_total_flops())
+
+
+def published_peak(device: torch.device) -> float | None:
+    """FLOP/s in dense bf16; None for a GPU that is not in the table."""
+    name = torch.cuda.get_device_name(device)
+    return next((rate for words, rate in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+def measured_peak(dtype: torch.dtype, *, seconds: float = 0.3, size: int = 1024) -> float:
+    """The best rate of square matrix products on this process's CPUs, FLOP/s. A machine's ranks measure at once."""
+    a, b = (torch.full((size, size), value, dtype=dtype) for value in (0.5, 0.25))
+    out = a @ b
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        torch.mm(a, b, out=out)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,375 @@
+"""What the monitors say is true, costs no waiting, and leaves metrics.csv alone."""
+
+import csv
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from armature import config, flops, hardware
+from armature.callbacks import timings
+from armature.callbacks.metrics_csv import MetricsCSV, read
+from armature.callbacks.monitors import Monitors
+from armature.callbacks.norms import part_of
+from armature.callbacks.step_log import StepLog
+from armature.callbacks.timings import DataWait, TimingsCSV, Watch, Window
+from armature.data.base import DataModule
+from armature.models.decoder.model import Decoder
+from armature.models.vit.model import VisionTransformer
+from armature.strategies import SingleDevice
+from armature.tasks.base import Task
+from armature.trainer import Trainer
+from tests.running import ROOT, rows, summary, train, write_corpus
+
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """Two layers; `forward` can be made slow."""
+
+    __module__ = "tests.callbacks.model"  # a folder, in which a plan is looked for
+    pause = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, inputs, targets=None):
+        if inputs.device.type != "meta":
+            time.sleep(self.pause)
+        outputs = self.down(torch.relu(self.up(inputs)))
+        return outputs if targets is None else nn.functional.cross_entropy(outputs, targets)
+
+
+class Rows(DataModule):
+    pause = 0.0
+
+    def dataset(self, split):
+        def batch(indices):
+            time.sleep(self.pause)
+            inputs = torch.stack([torch.full((8,), (index % 17) / 17) for index in indices])
+            return {"inputs": inputs, "targets": torch.tensor([index % 2 for index in indices])}
+
+        return Table(batch)
+
+
+class Table:
+    def __init__(self, batch) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return 1000
+
+
+def fit(folder, *callbacks, steps=6, accumulate=1, every=2, data_pause=0.0, model_pause=0.0, model=Net):
+    """Trains; returns the step log, the task and the Trainer."""
+    folder.mkdir(exist_ok=True)
+    data = Rows(global_batch_size=4 * accumulate, micro_batch_size=4)
+    data.pause = data_pause
+    log = StepLog(
+        MetricsCSV(folder),
+        every_n_steps=every,
+        global_batch_size=4 * accumulate,
+        train_size=1000,
+        tokens_per_sample=None,
+    )
+    task = Task(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    trainer = Trainer(
+        strategy=SingleDevice(seed=0), accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps,
+        accumulate_grad_batches=accumulate, callbacks=[log, *callbacks], logger=[log.csv], enable_model_summary=False,
+        enable_progress_bar=False, enable_checkpointing=False, limit_val_batches=0, default_root_dir=folder,
+        use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1,
+    )  # fmt: skip
+    trainer.before_training = [partial(log.go_on, trainer)]
+    Net.pause = model_pause
+    trainer.fit(task, datamodule=data)
+    log.csv.flush()
+    return log, task, trainer
+
+
+def table(file: Path) -> list[dict[str, float]]:
+    return [{name: float(value) for name, value in row.items() if value} for row in read(file)[1]]
+
+
+# ------------------------------------------------------------ waiting for data
+def test_a_slow_loader_shows_as_waiting(tmp_path):
+    fit(tmp_path, data_pause=0.01, model_pause=0.005, steps=8)
+    shares = [row["data_wait"] for row in table(tmp_path / "timings.csv")]
+    assert len(shares) == 4
+    assert all(0.4 < share < 0.95 for share in shares)
+
+
+def test_a_fast_loader_does_not(tmp_path):
+    log, *_ = fit(tmp_path, model_pause=0.02, steps=12, every=1)
+    assert min(row["data_wait"] for row in table(tmp_path / "timings.csv")) < 0.05  # a busy machine may hold up some
+    assert set(log.summary()) == {"seconds_per_step", "samples_per_second", "data_wait"}
+
+
+def waiting(num_workers: int | None = 0, accumulate: int = 1, devices: int = 1) -> SimpleNamespace:
+    loader = SimpleNamespace(num_workers=num_workers)
+    return SimpleNamespace(accumulate_grad_batches=accumulate, num_devices=devices, datamodule=loader)
+
+
+def judged(trainer, *, wait: float, step: float = 0.1, windows: int = 8, waits=None) -> list[str]:
+    """What is said of so many windows of ten steps."""
+    watch, window = Watch(), Window(steps=10, samples=80, seconds=10 * step, data_wait=10 * wait)
+    said = [watch.problem(trainer, window, waits=waits or [wait / step]) for _ in range(windows)]
+    return [text for text in said if text]
+
+
+def test_the_warning_names_the_remedy_once(monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_count", lambda: 8)
+    (text,) = judged(waiting(), wait=0.06)
+    assert text.startswith("the model waits for data 60% of the time, 60 ms a batch. Type data.num_workers=3:")
+    (text,) = judged(waiting(num_workers=2), wait=0.06)
+    assert "Type data.num_workers=4 instead of 2." in text
+    assert "decode, resize or tokenize once" in text
+    (text,) = judged(waiting(num_workers=4, devices=2), wait=0.06)
+    assert "All 4 CPUs of a rank load data already (data.num_workers=4), so make a sample cost less" in text
+    (text,) = judged(waiting(accumulate=4), wait=0.06, waits=[0.1, 0.6])
+    assert text.startswith("rank 1 waits for data 60% of the time, 15 ms a batch.")
+
+
+def test_no_warning_below_five_per_cent_in_the_warm_up_or_where_nothing_would_help():
+    assert not judged(waiting(), wait=0.0049)
+    assert not judged(waiting(), wait=0.06, windows=3)  # the first twenty steps, and ten that are too few to judge by
+    assert not judged(waiting(), wait=0.0009, step=0.01, windows=50)
+
+
+def test_the_warning_reaches_the_log(tmp_path, caplog):
+    fit(tmp_path, data_pause=0.012, steps=70, every=10)
+    assert sum("waits for data" in record.message for record in caplog.records) == 1
+
+
+def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
+    on_gpu = on_host = 0.0
+    synchronised = []
+
+    class Event:
+        def __init__(self, enable_timing) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = on_gpu
+
+        def elapsed_time(self, other) -> float:
+            return (other.at - self.at) * 1e3
+
+        def synchronize(self) -> None:
+            synchronised.append(self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timings.time, "perf_counter", lambda: on_host)
+    loop = Loop()
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda")),
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+        profiler=None,
+    )
+    wait = DataWait(trainer)  # pyright: ignore[reportArgumentType]
+    for begins, ends in ((1.0, 3.0), (3.1, 5.0), (7.0, 8.0)):
+        loop._on_before_fetch()
+        on_host, on_gpu = on_host + 0.5, begins
+        loop._on_after_fetch()
+        on_gpu = ends
+        wait.batch_ended()
+        assert not synchronised
+    # the first batch's host time counts whole, of the second what the GPU stood idle, of the third what the host took
+    assert wait.read() == pytest.approx(0.5 + 0.1 + 0.5)
+    assert synchronised == [8.0]
+    assert wait.read() == 0.0
+
+
+class Loop:
+    def _on_before_fetch(self) -> None: ...
+
+    def _on_after_fetch(self) -> None: ...
+
+
+# ------------------------------------------------------------ rows
+def test_metrics_csv_is_the_same_with_monitors(tmp_path):
+    fit(tmp_path / "without")
+    fit(tmp_path / "with", Monitors(norms_every_n_steps=None))
+    assert (tmp_path / "with/metrics.csv").read_bytes() == (tmp_path / "without/metrics.csv").read_bytes()
+
+
+def test_each_second_of_a_step_is_in_one_phase(tmp_path):
+    monitors = Monitors(norms_every_n_steps=None)
+    fit(tmp_path, monitors, model_pause=0.004, data_pause=0.002, accumulate=2, steps=20)
+    have = table(tmp_path / "timings.csv")[1:]
+    assert len(have) == 9
+    for row in have:
+        parts = [row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer", "other")]
+        assert sum(parts) == pytest.approx(row["seconds_per_step"], rel=1e-3)
+        assert row["time/forward"] > 0.008
+        assert row["time/data"] > 0.004
+        assert row["samples_per_second"] == pytest.approx(8 / row["seconds_per_step"], rel=1e-3)
+        assert row["samples_per_second_per_rank"] == pytest.approx(row["samples_per_second"], rel=1e-3)
+        assert 0 < row["mfu"] < 1
+        assert 0 < row["memory/resident_gib"] <= row["memory/peak_gib"] * 1.1
+    for name in ("backward", "optimizer", "other"):  # a busy machine may hold up some
+        assert min(row[f"time/{name}"] for row in have) < 0.004
+
+
+def test_norms_are_those_of_the_weights(tmp_path):
+    monitors = Monitors(norms_every_n_steps=3, norms_by_part=True, update_ratio=True)
+    _, task, _ = fit(tmp_path, monitors, steps=3, model_pause=0.0)
+    before = fit(tmp_path / "shorter", steps=2)[1]
+    have = table(tmp_path / "metrics.csv")
+    assert ["train/weight_norm" in row for row in have] == [False, False, True]
+    weights, earlier = list(task.parameters()), list(before.parameters())
+    norm = torch.cat([w.flatten() for w in weights]).norm().item()
+    change = torch.cat([(w - e).flatten() for w, e in zip(weights, earlier, strict=True)]).norm().item()
+    assert have[2]["train/weight_norm"] == pytest.approx(norm, rel=1e-5)
+    assert have[2]["train/update_ratio"] == pytest.approx(change / norm, rel=1e-4)
+    up = torch.cat([p.flatten() for p in task.model.up.parameters()]).norm().item()
+    assert have[2]["train/weight_norm/up"] == pytest.approx(up, rel=1e-5)
+    parts = [have[2][f"train/grad_norm/{part}"] for part in ("up", "down")]
+    assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(have[2]["train/grad_norm"], rel=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that are read from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_step_reads_a_tensor(tmp_path):
+    def count(folder: Path, **kwargs) -> int:
+        with Reads() as reads:
+            torch.ones(()).item()
+            fit(folder, Monitors(norms_every_n_steps=1, norms_by_part=True, update_ratio=True), every=3, **kwargs)
+        return reads.count
+
+    few, many = count(tmp_path / "few", steps=3), count(tmp_path / "many", steps=9)
+    assert few == many > 0  # what the set-up reads
+
+
+def test_rows_after_the_checkpoint_are_dropped(tmp_path):
+    file = TimingsCSV(tmp_path)
+    file.write_rows([{"step": step, "data_wait": 0.1234567} for step in (2, 4)])
+    file.write_rows([{"step": 6, "data_wait": 0.1}])
+    file.flush()
+    again = TimingsCSV(tmp_path)
+    again.go_on_from(4)
+    again.write_rows([{"step": 6, "data_wait": 0.5, "mfu": 0.25}])
+    assert table(tmp_path / "timings.csv") == [
+        {"step": 2, "data_wait": 0.123457},
+        {"step": 4, "data_wait": 0.123457},
+        {"step": 6, "data_wait": 0.5, "mfu": 0.25},
+    ]
+    with (tmp_path / "timings.csv").open() as stream:
+        assert next(csv.reader(stream)) == ["step", "data_wait", "mfu"]
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match=r"callbacks\.monitors\.peak_tflops must be positive, or null. Got 0"):
+        Monitors(peak_tflops=0)
+    with pytest.raises(ValueError, match=r"need callbacks\.monitors\.norms_every_n_steps. Got null"):
+        Monitors(norms_every_n_steps=None, update_ratio=True)
+
+
+def test_monitors_and_ema_are_chosen_together():
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        cfg = compose("train", overrides=["callbacks=[ema,monitors]"])
+    assert list(cfg.callbacks) == ["ema", "monitors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("model.blocks.3.ffn.up.weight", "blocks.3"), ("model.head.weight", "head"), ("model.norm.0", "norm")],
+)
+def test_a_weight_belongs_to_its_block_or_end(name, part):
+    assert part_of(name) == part
+
+
+# ------------------------------------------------------------ arithmetic
+def test_a_decoder_is_counted_by_palms_formula():
+    with torch.device("meta"):
+        model = Decoder(
+            vocab_size=50304, context=1024, width=768, layers=12, heads=12, ffn_hidden=2048, tied=True
+        )  # fmt: skip
+    weights = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50304 * 768
+    assert flops.decoder_flops(model, positions=1024) == (6 * weights + 12 * 12 * 768 * 1024) * 1024
+
+
+def test_the_formula_is_what_the_operators_add_up_to():
+    make = partial(Decoder, vocab_size=512, context=64, width=64, layers=2, heads=4, kv_heads=2)
+    ids = torch.zeros(3, 64, dtype=torch.long)
+    with torch.device("meta"):
+        model = make()
+    whole = type("Whole", (nn.Module,), {"forward": lambda self, inputs, targets: model.loss(model(inputs), targets)})()
+    assert flops.counted(whole, ids, ids) == pytest.approx(flops.decoder_flops(model, positions=64), rel=0.02)
+    assert flops.flops_per_sample(make, ids, ids) == flops.decoder_flops(model, positions=64)
+
+
+def test_other_models_are_counted_by_operator_or_say_it_themselves():
+    inputs, targets = torch.zeros(5, 8), torch.zeros(5, dtype=torch.long)
+    state = torch.get_rng_state()
+    # forward, and backward of both factors; the first layer's inputs need no gradient
+    assert flops.flops_per_sample(Net, inputs, targets) == 3 * 2 * (8 * 16 + 16 * 2) - 2 * 8 * 16
+    assert torch.equal(torch.get_rng_state(), state)
+    make = partial(VisionTransformer, image_size=8, patch_size=2, channels=1, classes=10, width=16, layers=1, heads=2)
+    assert (flops.flops_per_sample(make, torch.zeros(2, 1, 8, 8), targets[:2]) or 0) > 6 * 16 * 12 * 16 * 16
+    own = type("Own", (Net,), {"flops_per_sample": lambda self, inputs: 7})
+    assert flops.flops_per_sample(own, inputs, targets) == 7
+    broken = type("Broken", (Net,), {"forward": lambda self, inputs, targets: inputs.sum().item()})
+    assert flops.flops_per_sample(broken, inputs, targets) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125), ("NVIDIA RTX A4000", None), ("NVIDIA L40S", 362),
+    ],
+)  # fmt: skip
+def test_published_peaks_are_found_by_name(name, tera, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak = flops.published_peak(torch.device("cuda"))
+    assert peak == (tera and tera * 1e12)
+
+
+def test_a_cpus_peak_is_measured():
+    assert 1e8 < flops.measured_peak(torch.float32, seconds=0.05, size=256) < 1e14
+
+
+# ------------------------------------------------------------ several ranks
+@pytest.mark.slow
+def test_norms_do_not_depend_on_the_layout_and_rates_count_all_ranks(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    common = ["callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=2", "model.tied=false"]
+    common += ["callbacks.monitors.norms_by_part=true", "callbacks.monitors.update_ratio=true"]
+    layouts = {
+        "single": [], "ddp": ["trainer.devices=2", "data.micro_batch_size=2"], "fsdp": ["trainer.devices=2"],
+        "pipeline": ["trainer.devices=2"],
+    }  # fmt: skip
+    for name, extra in layouts.items():
+        train(*common, f"strategy={name}", f"run.name={name}", *extra, cwd=tmp_path, corpus=corpus)
+    runs = {name: rows(tmp_path / "outputs" / name) for name in layouts}
+    columns = [
+        name for name in runs["single"][1] if "_norm/" in name or name in ("train/weight_norm", "train/update_ratio")
+    ]
+    assert {"train/grad_norm/blocks.1", "train/weight_norm/embed", "train/update_ratio"} <= set(columns)
+    for name, have in runs.items():
+        for ours, reference in zip(have, runs["single"], strict=True):
+            for column in columns:
+                assert (ours[column] == "") == (reference[column] == ""), (name, column)
+                if reference[column]:
+                    assert float(ours[column]) == pytest.approx(float(reference[column]), rel=1e-4), (name, column)
+    last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
+    assert last["samples_per_second_per_rank"] == pytest.approx(last["samples_per_second"] / 2, rel=0.2)
+    assert "time/communication" in last
+    assert "time/communication" not in table(tmp_path / "outputs/fsdp/timings.csv")[-1]
+    assert summary(tmp_path / "outputs/ddp")["world_size"] == 2
