@@ -9,6 +9,7 @@ from armature.models.decoder.model import KeyValueCache
 
 
 @torch.inference_mode()
+@torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled again for each length of the cache
 def generate(
     model: nn.Module,
     prompt_BT: Tensor,

@@ -45,14 +45,24 @@ def default_accelerator() -> str:
     return "gpu" if gpu_count() else "mps" if has_mps() else "cpu"
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """(major, minor) of the first NVIDIA GPU; None where there is none."""
+    if (driver := _cuda_driver()) is None or not gpu_count():
+        return None
+    device, found = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    for value, attribute in zip(found, (75, 76), strict=True):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return found[0].value, found[1].value
+
+
 def bf16_is_fast(accelerator: str) -> bool:
     """Whether bfloat16 products run on units of their own: Ampere and later, or AVX512-BF16 and AMX on CPUs."""
     if accelerator == "cpu":
         cpuinfo = Path("/proc/cpuinfo")
         return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16"))
-    driver = _cuda_driver()
-    if accelerator != "gpu" or driver is None:
-        return accelerator == "gpu" and gpu_count() > 0  # AMD
-    major, compute_capability_major = ctypes.c_int(), 75
-    driver.cuDeviceGetAttribute(ctypes.byref(major), compute_capability_major, 0)
-    return major.value >= 8
+    if accelerator != "gpu" or not gpu_count():
+        return False
+    capability = compute_capability()
+    return capability is None or capability >= (8, 0)  # None: AMD

@@ -1,13 +1,16 @@
 import math
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from armature.models.decoder.check import problems
-from armature.models.decoder.model import Decoder, KeyValueCache, rotate
+from armature.models.decoder.model import ChunkedCrossEntropy, Decoder, KeyValueCache, rotate
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SMALL = {"vocab_size": 97, "context": 32, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -90,6 +93,52 @@ def test_chunked_loss_equals_the_plain_one(tied):
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-7, msg=name)
 
 
+class Peak(TorchDispatchMode):
+    """Counts the bytes of the tensors that live at once, of those that operators make while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.sizes.pop, storage._cdata)
+        self.bytes = max(self.bytes, sum(self.sizes.values()))
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunked_loss_needs_less_than_a_fifth_of_the_plain_ones_memory(dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(4096, 64, requires_grad=True), (0.1 * torch.randn(32_000, 64)).requires_grad_()
+    targets = torch.randint(0, 32_000, (4096,))
+    targets[::5] = -100
+    peaks, losses, gradients = [], [], []
+    for chunked in (True, False):
+        x.grad = weight.grad = None
+        with Peak() as peak:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                if chunked:
+                    loss = ChunkedCrossEntropy.apply(x, weight, targets, True)
+                else:
+                    loss = Decoder.loss(F.linear(x, weight)[None], targets[None])
+            loss.backward()
+        peaks.append(peak.bytes)
+        losses.append(loss.item())
+        gradients.append((x.grad, weight.grad))
+    assert peaks[0] < peaks[1] / 5, peaks
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for ours, plain in zip(*gradients, strict=True):
+        assert (ours - plain).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * plain.norm()
+
+
 def test_chunked_loss_of_many_chunks_and_of_none():
     model = Decoder(vocab_size=2**20 + 3, context=8, width=4, layers=1, heads=2)  # two rows a chunk
     inputs = torch.arange(6).view(1, 6)
@@ -102,7 +151,8 @@ def test_chunked_loss_of_many_chunks_and_of_none():
 def test_chunked_loss_makes_no_gradients_where_none_are_asked_for(monkeypatch):
     model, (inputs, targets) = small(), tokens()
     asked = []
-    monkeypatch.setattr(F, "softmax", lambda *args, **options: asked.append(1) or torch.softmax(*args, **options))
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda *args, **options: asked.append(1) or softmax(*args, **options))
     monkeypatch.setattr(torch.Tensor, "scatter_add_", lambda *args: pytest.fail("gradients were made"))
     with torch.no_grad():
         model(inputs, targets)
@@ -134,9 +184,10 @@ def test_loss_accumulates_in_fp32():
     torch.testing.assert_close(Decoder.loss(logits.bfloat16(), targets), expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"qk_norm": True, "tied": True}])
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"qk_norm": True, "tied": True}, {"document_token": 5}])
 def test_cached_logits_equal_uncached_ones(changes):
     model, (inputs, _) = small(**changes).eval(), tokens(length=20)
+    inputs[0, [3, 9, 14]] = 5
     cache = KeyValueCache()
     pieces = [model(piece, cache=cache) for piece in inputs.split([7, 5, 1, 1, 1, 1, 3], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(inputs))
@@ -147,6 +198,17 @@ def test_no_position_sees_a_later_one():
     changed = inputs.clone()
     changed[:, 9:] = (changed[:, 9:] + 1) % 97
     torch.testing.assert_close(model(inputs)[:, :9], model(changed)[:, :9])
+
+
+def test_a_document_is_read_as_if_it_were_alone():
+    model, (inputs, _) = small(document_token=0), tokens(length=21)
+    inputs[inputs == 0] = 1
+    inputs[:, [4, 11]] = 0
+    together = model(inputs)
+    for start, end in ((0, 4), (4, 11), (11, 20)):
+        torch.testing.assert_close(together[:, start:end], model(inputs[:, start:end]))
+    model.document_token = None
+    assert not torch.allclose(together[:, 4:], model(inputs)[:, 4:], atol=1e-3)
 
 
 def test_stages_without_ends_compose_to_the_whole():
@@ -205,6 +267,8 @@ def test_trains_in_bf16(autocast):
         ({"heads": 5, "kv_heads": 5}, r"model.heads=5 does not divide model.width=32: model.heads=4 does"),
         ({"kv_heads": 3}, r"model.kv_heads=3 does not divide model.heads=4: model.kv_heads=2 does"),
         ({"heads": 32, "kv_heads": 32}, r"odd width, 1"),
+        ({"document_token": 97}, r"model.document_token=97 is none of the model.vocab_size=97 tokens"),
+        ({"document_token": -1}, r"model.document_token must be the id of a token, or null. Got -1"),
         ({"layers": 0}, r"model.layers must be a whole number of at least 1. Got 0"),
         ({"dropout": 1.0}, r"model.dropout must be at least 0 and below 1. Got 1.0"),
         ({"rope_scaling": {"factor": 2.0}}, r"model.rope_scaling needs exactly the keys"),

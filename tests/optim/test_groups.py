@@ -1,9 +1,12 @@
+import pytest
 import torch
 from torch import nn
 
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
+from armature.optim.adamw import adamw
 from armature.optim.groups import parameter_groups
+from armature.optim.muon import Muon
 
 
 def names(model: nn.Module) -> list[set[str]]:
@@ -34,3 +37,44 @@ def test_a_tied_weight_is_optimised_once():
     model = Decoder(vocab_size=9, context=8, width=8, layers=1, heads=2, tied=True)
     torch.optim.AdamW(parameter_groups(model))
     assert names(model)[1] == {"embed.weight"}
+
+
+@pytest.mark.parametrize(("make", "factor"), [(adamw, 1 / 4), (Muon, 1 / 2)])
+def test_a_wider_models_hidden_matrices_get_a_lower_rate_and_the_same_decay(make, factor):
+    model = Decoder(vocab_size=9, context=8, width=32, layers=1, heads=2)
+    hidden, matrices, vectors = make(parameter_groups(model), lr=0.01, weight_decay=0.1, base_width=8).param_groups
+    assert (hidden["lr"], matrices["lr"], vectors["lr"]) == (pytest.approx(0.01 * factor), 0.01, 0.01)
+    assert hidden["lr"] * hidden["weight_decay"] == pytest.approx(0.01 * 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    same = make(parameter_groups(model), lr=0.01, base_width=32).param_groups
+    assert {group["lr"] for group in same} == {
+        group["lr"] for group in make(parameter_groups(model), lr=0.01).param_groups
+    }
+
+
+@pytest.mark.parametrize("make", [adamw, Muon])
+def test_updates_of_a_wider_model_change_its_activations_as_much(make):
+    """The step's largest singular value, which is what a hidden layer's output can change by, does not grow."""
+
+    def largest(width: int, base_width: int | None) -> float:
+        torch.manual_seed(0)
+        model = Decoder(vocab_size=9, context=8, width=width, layers=1, heads=2)
+        weight = model.blocks["0"].attention.q.weight
+        before = weight.detach().clone()
+        optimizer = make(parameter_groups(model), lr=0.01, weight_decay=0.0, base_width=base_width)
+        for param in model.parameters():
+            one, other = torch.randn(len(param), 1), torch.randn(param.numel() // len(param), 1)
+            noise = torch.randn_like(param) if make is Muon else 0.0  # AdamW's worst case is a gradient of rank one
+            param.grad = (one @ other.T).view_as(param) + noise
+        optimizer.step()
+        return float(torch.linalg.matrix_norm(weight.detach() - before, ord=2))
+
+    assert largest(256, None) > 1.8 * largest(64, None)
+    assert largest(256, 64) == pytest.approx(largest(64, 64), rel=0.15)
+
+
+def test_a_model_that_does_not_say_how_wide_it_is_cannot_take_a_rate_over():
+    model = nn.Module()
+    model.blocks = nn.ModuleDict({"0": nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match=r"optimizer.base_width=8 needs .* or type optimizer.base_width=null"):
+        adamw(parameter_groups(model), base_width=8)

@@ -64,6 +64,8 @@ def with_feature(feature: str) -> dict[str, Any]:
         return {"callbacks": {"ema": {"_target_": "armature.callbacks.ema.EMA"}}}
     if feature == "muon":
         return {"optimizer": {"_target_": "armature.optim.muon.Muon"}}
+    if feature == "float8":
+        return {"strategy": {"float8": "emulate"}}
     if key == "clip":
         return {"trainer": {"gradient_clip_algorithm": value}}
     return {"strategy": {key: value}} if value else {"trainer": {"precision": feature}}
@@ -104,8 +106,20 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"pipe": 2, "stages": [3, 2]}, {}, "must be 2 numbers from 1 that add up to model.layers=4"),
         ({"pipe": 2, "schedule": "fifo"}, {}, "Type one of gpipe"),
         ({"pipe": 2}, {"model": {"tied": True}}, "Type model.tied=false"),
+        ({"pipe": 2}, {"model": {"document_token": 0}}, "Type model.document_token=null, or strategy=fsdp"),
         ({"pipe": 2, "schedule": "zero_bubble", "compile": "block"}, {}, "Type strategy.compile=none"),
         ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
+        ({"shard": 2, "compile_mode": "fastest"}, {}, "must be one of default"),
+        ({"shard": 2, "compile_mode": "reduce-overhead"}, {}, "nothing is compiled. Type strategy.compile=block"),
+        (
+            {"shard": 2, "compile": "block", "compile_mode": "reduce-overhead"},
+            {},
+            r"\(shard\): a CUDA graph .* Type strategy.compile_mode=max-autotune-no-cudagraphs",
+        ),
+        ({"shard": 2, "float8": "always"}, {}, "must be false, true, or emulate"),
+        ({"shard": 2, "float8": "emulate"}, {"plan": None}, "has no plan, which names the blocks"),
+        ({"shard": 2, "float8": True}, {"trainer": {"accelerator": "cpu"}}, "cpu does not multiply in float8"),
+        ({"shard": 2, "float8": True}, {}, "Type trainer.precision=bf16-mixed"),
         ({"shard": 3}, {}, "does not make up the 2 processes"),
         ({"_target_": "armature.strategies.DataParallel"}, {}, "Type strategy=ddp trainer.devices=N"),
         ({"_target_": "armature.strategies.SingleDevice"}, {}, "strategy=single is one process"),
@@ -119,6 +133,23 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
 def test_what_cannot_work_is_said_before_launch(strategy: dict, arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         raise ValueError("\n".join(found(strategy, **arguments)))
+
+
+def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"trainer": {"precision": "bf16-mixed"}}
+    for capability, problems in (((9, 0), 0), ((8, 9), 0), ((8, 0), 1)):
+        monkeypatch.setattr(checks.hardware, "compute_capability", lambda found=capability: found)
+        messages = found({"shard": 2, "float8": True}, **arguments)
+        assert len(messages) == problems
+        assert all("this one has 8.0. Type strategy.float8=false" in message for message in messages)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert "Type pip install torchao" in found({"shard": 2, "float8": "emulate"})[0]
+
+
+@pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.SingleDevice"}, LAYOUTS["ddp"][1]])
+def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
+    ranks = 1 if strategy["_target_"].endswith("SingleDevice") else 2
+    assert found(strategy | {"compile": "block", "compile_mode": "reduce-overhead"}, world_size=ranks) == []
 
 
 def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:

@@ -56,6 +56,13 @@ def test_tied_embeddings_stay_tied(options: dict) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}])
+def test_attention_within_documents_agrees(options: dict) -> None:
+    job = mesh(2, **options)
+    assert_same(replace(job, model_args={**job.model_args, "document_token": 7}))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
 def test_vision_transformer_trains_under_every_axis(options: dict) -> None:
     assert_same(replace(mesh(2, **options), model="armature.models.vit.model.VisionTransformer", model_args=VIT))

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from armature.optim.groups import carried_over
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -24,6 +26,10 @@ class Muon(Optimizer):
     `precision` is the run's: under "bf16-mixed" and "bf16-true" the iteration is in bf16, otherwise in fp32, where a
     step is the same under every layout to rounding. Under sharding (a parameter with `full_tensor`), each rank gathers
     a matrix's momentum, orthogonalises the whole and keeps its own part.
+
+    With `base_width`, `lr` is the rate of a model that is so wide, and hidden matrices of this one get
+    sqrt(base_width / width) of it: the largest singular value of an update, which is its root mean square times the
+    square root of the width, then stays (arXiv:2310.17813).
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class Muon(Optimizer):
         precision: str = "32-true",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        base_width: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -47,6 +54,7 @@ class Muon(Optimizer):
             "eps": eps,
             "hidden": False,
         }
+        params = carried_over(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
         super().__init__(params, defaults)
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         for group in self.param_groups:

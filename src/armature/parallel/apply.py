@@ -37,6 +37,8 @@ class Options:
     reduce_dtype: torch.dtype | None
     cpu_offload: bool
     prefetch: int
+    compile_mode: str = "default"
+    float8: bool | str = False
 
 
 @dataclass
@@ -87,24 +89,25 @@ def parallelize(
             for part in applied.parts:
                 part.__dict__["loss"] = model.loss
 
-    # 3. activation checkpointing, 4. compile
+    # 3. float8, 4. activation checkpointing, 5. compile
     repeated = list(blocks_of(model, plan))
+    blocks.to_float8(repeated, float8=options.float8)
     blocks.recompute(repeated, mode=options.activation_checkpointing)
     if options.compile == "block":
-        blocks.compile_forward(repeated)
+        blocks.compile_forward(repeated, mode=options.compile_mode)
 
-    # 5. shard: a unit a block, and one for each end
+    # 6. shard: a unit a block, and one for each end
     if shard.size() > 1:
         for part in applied.parts:
             shard_part(part, plan, mesh=shard if mesh["replicate"].size() > 1 else mesh["shard"], options=options)
 
-    # 6. materialise: only now is there memory for weights, and only for this rank's
+    # 7. materialise: only now is there memory for weights, and only for this rank's
     hollow = initialisation.materialise(model, device=torch.device("cpu") if options.cpu_offload else device)
 
-    # 7. initialise by name
+    # 8. initialise by name
     initialisation.initialise_by_name(model, seed=options.seed, names=hollow, prefix=prefix)
 
-    # 8. pipeline schedule
+    # 9. pipeline schedule
     if stages is not None:
         applied.runner = pipeline.Runner(
             model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
@@ -159,6 +162,6 @@ def plan_of(model: nn.Module) -> Plan | None:
     name = f"{type(model).__module__.rpartition('.')[0]}.plan"
     try:
         found = importlib.util.find_spec(name)
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):  # also for a module outside of any package
         found = None
     return importlib.import_module(name).PLAN if found is not None else None

@@ -1,7 +1,8 @@
-"""Recomputation and compilation of a model's blocks. Both change a block's `forward` in place: no name changes."""
+"""Float8, recomputation and compilation of a model's blocks. All change a block in place, and no name."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from armature.data import cache
 
 # what costs more to recompute than to keep: matrix products, attention, and what was communicated
 EXPENSIVE = (
@@ -42,7 +45,42 @@ def recompute(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
             block.forward = partial(checkpoint, block.forward, **options)
 
 
-def compile_forward(modules: Iterable[nn.Module]) -> None:
-    """Compile each module's forward, inside the hooks that sharding puts around it."""
+def to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
+    """Let the Linears inside multiply in float8, forward and backward; weights and what the optimiser sees stay.
+
+    torchao scales each tensor by its largest value, anew in every step. A Linear whose sizes are not multiples of 16,
+    which the hardware asks for, stays as it is.
+
+    Args:
+        float8: False; True; or "emulate", which rounds as float8 would and multiplies in the type that there is.
+    """
+    if not float8:
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def fits(module: nn.Module, _: str) -> bool:
+        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
+
     for module in modules:
-        module.forward = torch.compile(module.forward)
+        convert_to_float8_training(
+            module, module_filter_fn=fits, config=Float8LinearConfig(emulate=float8 == "emulate")
+        )
+
+
+def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> None:
+    """Compile each module's forward, inside the hooks that sharding puts around it."""
+    keep_what_is_compiled()
+    for module in modules:
+        module.forward = torch.compile(module.forward, mode=mode)
+
+
+def keep_what_is_compiled() -> None:
+    """Let the next run find it beside the prepared corpora, unless TORCHINDUCTOR_CACHE_DIR names another folder.
+
+    torch's own default is a temporary folder, which outlives neither a container nor, on many clusters, a job.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it to its default when it is imported
+    if (os.environ.get(name) or default_cache_dir()) == default_cache_dir():
+        os.environ[name] = str(cache.root(None) / "inductor")

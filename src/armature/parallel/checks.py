@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from armature import hardware
 from armature.parallel import mesh
 from armature.parallel.plan import Plan
 from armature.parallel.split import SCHEDULES
@@ -18,8 +19,11 @@ from armature.parallel.split import SCHEDULES
 KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value",
-    "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon",
+    "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon", "float8",
 )  # fmt: skip
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+FLOAT8_FROM = (8, 9)
+GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record CUDA graphs
 _TARGETS = {"SingleDevice": "single", "DDP": "ddp", "DeepSpeed": "deepspeed", "DataParallel": "dp"}
 
 # (feature, kind of strategy) → why not, and what to type instead. What is not here works, and is tested.
@@ -41,6 +45,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("ema", "zero3"): "its weights are in pieces that have no names. Type strategy=fsdp, or leave the average out",
     ("muon", "deepspeed"): "its engine flattens matrices, which Muon needs whole. Type optimizer=adamw",
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
+    ("float8", "tensor"): "torchao does not know this division of matrices. Type strategy.float8=false",
 }
 
 
@@ -140,6 +145,8 @@ def _refused(context: Context) -> list[str]:
         features.append("ema")
     if str(context.cfg["optimizer"].get("_target_")).endswith(".Muon"):
         features.append("muon")
+    if strategy.get("float8"):
+        features.append("float8")
     if trainer["gradient_clip_val"]:
         features.append(f"clip={trainer['gradient_clip_algorithm']}")
     return [
@@ -154,6 +161,56 @@ def _precision(context: Context) -> list[str]:
     if context.cfg["trainer"]["precision"] == "16-mixed" and context.cfg["trainer"]["accelerator"] == "cpu":
         return ["trainer.precision=16-mixed needs a GPU. Type trainer.precision=bf16-mixed, or 32-true."]
     return []
+
+
+def _compile(context: Context) -> list[str]:
+    strategy, mode = context.strategy, context.strategy.get("compile_mode", "default")
+    if mode not in COMPILE_MODES:
+        return [f"strategy.compile_mode={mode}: must be one of {', '.join(COMPILE_MODES)}."]
+    if mode != "default" and strategy.get("compile", "none") == "none":
+        return [f"strategy.compile_mode={mode}: nothing is compiled. Type strategy.compile=block with it."]
+    others = set(kinds_in_use(strategy, world_size=context.world_size)) - {"single", "ddp"}
+    if mode in GRAPHS and others:
+        return [
+            f"strategy.compile_mode={mode} does not work with this strategy ({', '.join(sorted(others))}): a CUDA "
+            "graph reads weights where they were when it was recorded, and here they come to another place in each "
+            "step. Type strategy.compile_mode=max-autotune-no-cudagraphs, or strategy=ddp."
+        ]
+    return []
+
+
+def _float8(context: Context) -> list[str]:
+    asked, trainer = context.strategy.get("float8", False), context.cfg["trainer"]
+    if asked is False:
+        return []
+    if asked is not True and asked != "emulate":
+        return [f"strategy.float8={asked}: must be false, true, or emulate."]
+    problems = []
+    if importlib.util.find_spec("torchao") is None:
+        problems.append("strategy.float8 is torchao's, which is not installed here. Type pip install torchao.")
+    if context.plan is None:
+        problems.append(
+            f"strategy.float8={str(asked).lower()}: {context.model.get('_target_')} has no plan, which names the "
+            "blocks that can take it. Write PLAN in a plan.py beside the model's module, or type strategy.float8=false."
+        )
+    if asked == "emulate":
+        return problems
+    if trainer["accelerator"] != "gpu":
+        problems.append(
+            f"strategy.float8=true: trainer.accelerator={trainer['accelerator']} does not multiply in float8. Type "
+            "strategy.float8=false, or strategy.float8=emulate to see what it would do to the loss (slowly)."
+        )
+    elif (capability := hardware.compute_capability()) is not None and capability < FLOAT8_FROM:
+        problems.append(
+            f"strategy.float8=true needs a GPU of compute capability {'.'.join(map(str, FLOAT8_FROM))} (Ada, Hopper "
+            f"and later); this one has {'.'.join(map(str, capability))}. Type strategy.float8=false."
+        )
+    if not str(trainer["precision"]).startswith("bf16"):
+        problems.append(
+            f"strategy.float8=true with trainer.precision={trainer['precision']}: what is not in float8 should be in "
+            "bf16. Type trainer.precision=bf16-mixed, or strategy.float8=false."
+        )
+    return problems
 
 
 def _plan(context: Context) -> list[str]:
@@ -218,6 +275,11 @@ def _pipeline(context: Context) -> list[str]:
             f"strategy.pipe={pipe}: the first and the last stage cannot share a parameter. "
             f"Type model.{plan.tied}=false."
         )
+    if plan.needs_inputs and (value := context.model.get(plan.needs_inputs)) is not None:
+        problems.append(
+            f"strategy.pipe={pipe}: model.{plan.needs_inputs}={value} needs the inputs in every block, and only the "
+            f"first stage has them. Type model.{plan.needs_inputs}=null, or strategy=fsdp."
+        )
     chunks, micro = strategy["microbatches"], context.cfg["data"].get("micro_batch_size")
     least = stages if schedule in ("1f1b", "zero_bubble") else pipe if schedule == "interleaved_1f1b" else 1
     if chunks < least:
@@ -250,4 +312,6 @@ def _shard(context: Context) -> list[str]:
     return []
 
 
-RULES: tuple[Callable[[Context], list[str]], ...] = (_precision, _refused, _plan, _tensor, _pipeline, _shard)
+RULES: tuple[Callable[[Context], list[str]], ...] = (
+    _precision, _refused, _compile, _float8, _plan, _tensor, _pipeline, _shard,
+)  # fmt: skip

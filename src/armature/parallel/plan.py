@@ -28,6 +28,8 @@ class Plan:
             cannot work on a part of them.
         layers: constructor argument that counts the blocks.
         tied: constructor argument that makes first and last share a parameter; None: there is none.
+        needs_inputs: constructor argument that lets every block depend on the model's inputs, which only a pipeline's
+            first stage sees; None: there is none.
     """
 
     blocks: str = "blocks"
@@ -38,6 +40,7 @@ class Plan:
     sequence: str | None = None
     layers: str = "layers"
     tied: str | None = None
+    needs_inputs: str | None = None
 
     def __post_init__(self) -> None:
         for pattern, style in self.tensor.items():

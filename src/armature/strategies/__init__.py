@@ -27,6 +27,7 @@ def __getattr__(name: str) -> Any:
 def auto(*, seed: int = 0, **options: Any) -> Strategy:
     """`single` for one process, `ddp` for more."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        shared = {k: v for k, v in options.items() if k in ("activation_checkpointing", "compile")}
+        names = ("activation_checkpointing", "compile", "compile_mode", "float8")
+        shared = {k: v for k, v in options.items() if k in names}
         return __getattr__("SingleDevice")(seed=seed, **shared)
     return __getattr__("DDP")(seed=seed, **options)

@@ -47,7 +47,13 @@ class Common(_Base):
     bubble_share: float = 0.0
 
     def configure_common(
-        self, *, seed: int, activation_checkpointing: str | int = "none", compile: str = "none"
+        self,
+        *,
+        seed: int,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+        compile_mode: str = "default",
+        float8: bool | str = False,
     ) -> None:
         """Called by constructors, after Lightning's own.
 
@@ -55,9 +61,12 @@ class Common(_Base):
             activation_checkpointing: none; every block; n, for every n-th; or selective, which recomputes all but
                 matrix products and attention.
             compile: none, block (each block by itself) or model (all of it).
+            compile_mode: torch.compile's.
+            float8: whether the blocks' matrix products run in float8; "emulate" computes what they would give.
         """
         self.seed = seed
-        self.activation_checkpointing, self.compile = activation_checkpointing, compile
+        self.activation_checkpointing = activation_checkpointing
+        self.compile, self.compile_mode, self.float8 = compile, compile_mode, float8
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
         self.initial_weights: Path | None = None
@@ -128,9 +137,10 @@ class Common(_Base):
         """Give the module its weights. Called once, after configure_model and before the optimisers are made."""
         for _, model in models_of(module):
             repeated = apply.blocks_of(model, apply.plan_of(model))
+            blocks.to_float8(repeated, float8=self.float8)
             blocks.recompute(repeated, mode=self.activation_checkpointing)
             if self.compile != "none":
-                blocks.compile_forward(repeated if self.compile == "block" else [model])
+                blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
         hollow = initialisation.materialise(module, device=self.root_device)
         initialisation.initialise_by_name(module, seed=self.seed, names=hollow)
 
@@ -236,10 +246,14 @@ class Common(_Base):
         return meta
 
     def restore_random(self) -> None:
-        """Draw on where the checkpoint was saved. Called once, when nothing more will be drawn for the set-up."""
+        """Draw on where the checkpoint was saved (or `hold_random` called): nothing more is drawn for the set-up."""
         if self._random is not None:
             randomness.restore(self._random)
             self._random = None
+
+    def hold_random(self) -> None:
+        """What is drawn from here to `restore_random` is forgotten."""
+        self._random = randomness.capture()
 
     @property
     def layout(self) -> str:

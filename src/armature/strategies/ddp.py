@@ -50,6 +50,8 @@ class DDP(Common, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         activation_checkpointing: str | int = "none",
         compile: str = "none",
+        compile_mode: str = "default",
+        float8: bool | str = False,
     ) -> None:
         super().__init__(
             process_group_backend=None if backend == "auto" else backend,
@@ -59,7 +61,10 @@ class DDP(Common, DDPStrategy):
         )
         self.comm_hook, self.static_graph = comm_hook, static_graph
         self.sync_batchnorm = sync_batchnorm
-        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
+        self.configure_common(
+            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
+            float8=float8,
+        )  # fmt: skip
 
     @override
     def build(self, module: L.LightningModule) -> None:

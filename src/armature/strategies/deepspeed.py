@@ -29,7 +29,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         stage: 1 divides the optimiser's state over the ranks, 2 gradients too, 3 weights too.
         offload_optimizer, offload_parameters: keep them in the CPU's memory; parameters need stage 3.
         config: further entries of DeepSpeed's own configuration, which win.
-        backend, activation_checkpointing, compile: as for every strategy.
+        backend, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         config: dict[str, Any] | None = None,
         activation_checkpointing: str | int = "none",
         compile: str = "none",
+        compile_mode: str = "default",
+        float8: bool | str = False,
     ) -> None:
         super().__init__(
             stage=stage,
@@ -56,7 +58,10 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         # a client's own optimiser on offloaded state is slower than DeepSpeed's, and computes the same
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
-        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
+        self.configure_common(
+            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
+            float8=float8,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ on CPUs too
     @override

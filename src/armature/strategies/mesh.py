@@ -33,7 +33,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
         prefetch: blocks that are gathered ahead of the one that computes.
         sequence_parallel: divide norms and activations between blocks over the tensor axis too, where the plan can.
         schedule, microbatches, stages: of the pipeline; `stages` lists how many blocks each one holds, None balances.
-        sync_batchnorm, activation_checkpointing, compile: as for every strategy.
+        sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class MeshStrategy(Common, ModelParallelStrategy):
         sync_batchnorm: bool = True,
         activation_checkpointing: str | int = "none",
         compile: str = "none",
+        compile_mode: str = "default",
+        float8: bool | str = False,
     ) -> None:
         super().__init__(process_group_backend=None if backend == "auto" else backend)
         self.asked = {"pipe": pipe, "replicate": replicate, "shard": shard, "tensor": tensor}
@@ -72,7 +74,10 @@ class MeshStrategy(Common, ModelParallelStrategy):
         self.applied: list[apply.Applied] = []
         self._while_running = ExitStack()
         self.sync_batchnorm = sync_batchnorm
-        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
+        self.configure_common(
+            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
+            float8=float8,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ the layout
     @override
@@ -129,7 +134,8 @@ class MeshStrategy(Common, ModelParallelStrategy):
 
     def _resolved(self) -> apply.Options:
         """The options, with what `None` stands for."""
-        options = {**self.options, "activation_checkpointing": self.activation_checkpointing, "compile": self.compile}
+        shared = ("activation_checkpointing", "compile", "compile_mode", "float8")
+        options = self.options | {name: getattr(self, name) for name in shared}
         bf16 = str(self.precision_plugin.precision).startswith("bf16")
         for key, usual in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
             named = options[key]

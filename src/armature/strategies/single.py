@@ -12,10 +12,21 @@ from armature.strategies.base import Common
 class SingleDevice(Common, SingleDeviceStrategy):
     """What every other strategy is compared with."""
 
-    def __init__(self, *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none") -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+        compile_mode: str = "default",
+        float8: bool | str = False,
+    ) -> None:
         super().__init__()
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets it, from its accelerator
-        self.configure_common(seed=seed, activation_checkpointing=activation_checkpointing, compile=compile)
+        self.configure_common(
+            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
+            float8=float8,
+        )  # fmt: skip
 
     @property
     @override

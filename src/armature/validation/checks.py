@@ -166,6 +166,9 @@ def _range_problems(cfg: DictConfig) -> list[str]:
     rate = OmegaConf.select(cfg, "optimizer.lr")
     if isinstance(rate, (int, float)) and rate <= 0:
         problems.append(f"optimizer.lr={rate}: must be positive.")
+    base_width = OmegaConf.select(cfg, "optimizer.base_width")
+    if base_width is not None and (not isinstance(base_width, int) or base_width < 1):
+        problems.append(f"optimizer.base_width={base_width}: must be a model's width, or null.")
     if cfg.checkpoint.keep_last < 1:
         problems.append(
             f"checkpoint.keep_last={cfg.checkpoint.keep_last}: must be at least 1, or nothing could be resumed."

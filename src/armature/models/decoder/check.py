@@ -20,6 +20,11 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     scaling = args.get("rope_scaling")
     if scaling is not None and (not isinstance(scaling, Mapping) or sorted(scaling) != list(ROPE_SCALING)):
         found.append(f"model.rope_scaling needs exactly the keys {', '.join(ROPE_SCALING)}. Got {scaling!r}")
+    token, vocabulary = args.get("document_token"), args.get("vocab_size")
+    if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
+        found.append(f"model.document_token must be the id of a token, or null. Got {token!r}")
+    elif token is not None and isinstance(vocabulary, int) and token >= vocabulary:
+        found.append(f"model.document_token={token} is none of the model.vocab_size={vocabulary} tokens")
     if found:
         return found
     width, heads = args.get("width"), args.get("heads")

@@ -26,6 +26,7 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.length = 0
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
+        self.documents_BT: Tensor | None = None  # the number of each position's document, where that counts
 
     def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values, and give back all of them."""
@@ -55,7 +56,14 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.o = nn.Linear(heads * self.head_dim, width, bias=False)
 
-    def forward(self, x_BTD: Tensor, rotary_C2K: Tensor, cache: KeyValueCache | None = None, name: str = "") -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary_C2K: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        name: str = "",
+    ) -> Tensor:
         # -1: under tensor parallelism a rank holds only some of the heads, and T grows back from a sequence shard
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -65,11 +73,10 @@ class Attention(nn.Module):
             q_BHTK = F.rms_norm(q_BHTK, (self.head_dim,), eps=self.norm_eps)
             k_BGTK = F.rms_norm(k_BGTK, (self.head_dim,), eps=self.norm_eps)
         q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
-        mask = None
         if cache is not None:
             k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK)
             new, seen = q_BHTK.shape[2], k_BGTK.shape[2]
-            if 1 < new < seen:
+            if mask is None and 1 < new < seen:
                 mask = torch.ones(new, seen, dtype=torch.bool, device=x_BTD.device).tril(seen - new)
         a_BHTK = F.scaled_dot_product_attention(
             q_BHTK,
@@ -108,8 +115,15 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(width, eps=norm_eps)
         self.ffn = FeedForward(width, hidden=ffn_hidden)
 
-    def forward(self, x_BTD: Tensor, rotary_C2K: Tensor, cache: KeyValueCache | None = None, name: str = "") -> Tensor:
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_C2K, cache, name)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary_C2K: Tensor,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        name: str = "",
+    ) -> Tensor:
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_C2K, mask, cache, name)
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.ffn(self.ffn_norm(x_BTD)), self.dropout, self.training)
 
@@ -117,42 +131,51 @@ class Block(nn.Module):
 class ChunkedCrossEntropy(torch.autograd.Function):
     """`Decoder.loss` of head and targets together, without ever holding the logits of all tokens.
 
-    Each chunk's gradients are made in the forward pass, while its logits are still in the cache, so that nothing is
-    computed twice (Liger Kernel, arXiv:2410.10989, 3.2). On a CPU with 4,096 tokens and as many words: 2.3 times as
-    fast as the plain loss. Takes x (N, D), the head's weight (V, D), targets (N,) and whether gradients
-    will be asked for.
+    Each chunk's gradients are made in the forward pass, while its logits are still there, so that nothing is computed
+    twice (Liger Kernel, arXiv:2410.10989, 3.2). Takes x (N, D), the head's weight (V, D), targets (N,) and whether
+    gradients will be asked for.
+
+    4,096 tokens of width 256 and 32,000 words under bf16 autocast took 0.8 s and 131 MB on one core of an AMD EPYC
+    with AVX512-BF16 (2026-11-21, torch 2.13); the plain loss 1.9 s and 1,498 MB; torch's linear_cross_entropy, which
+    adds the loss up in bf16, 3.0 s and 174 MB.
     """
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_gradients: bool) -> Tensor:
-        device = x_ND.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else weight_VD.dtype
+        device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else weight_VD.dtype
         x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         gx_ND = torch.empty_like(x_low_ND) if needs_x else None
         gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        total = torch.zeros((), device=x_ND.device)
+        total = torch.zeros((), device=device)
         share = 1 / (targets_N != -100).sum().clamp(min=1)
-        rows = max(1, (2**21 if device == "cpu" else 2**27) // weight_VD.shape[0])  # 8 or 512 MiB of fp32 logits
-        for start in range(0, x_ND.shape[0], rows):
-            chunk = slice(start, start + rows)
-            logits_RV = x_low_ND[chunk] @ weight_low_VD.T
-            keep_R1 = (targets_N[chunk] != -100)[:, None].float()
-            target_R1 = targets_N[chunk, None].clamp(min=0)
-            p_RV = F.softmax(logits_RV, dim=-1, dtype=torch.float32)
-            # log p of the target through that of the likeliest, which cannot underflow; exp() of log_softmax would
+        # 32 or 512 MiB of fp32 logits: with fewer rows, adding up the weight's gradient costs more than making it
+        rows = min(tokens, max(1, (2**23 if device.type == "cpu" else 2**27) // vocabulary))
+        # each chunk overwrites the last one's: on a CPU, memory fresh from the system costs more than the softmax
+        logits_all, p_all = (
+            torch.empty(rows, vocabulary, dtype=kind, device=device) for kind in (dtype, torch.float32)
+        )
+        part_VD = torch.empty_like(weight_low_VD) if needs_weight else None
+        for start in range(0, tokens, rows):
+            chunk = slice(start, min(start + rows, tokens))
+            x_RD, targets_R1 = x_low_ND[chunk], targets_N[chunk, None]
+            keep_R1, target_R1 = (targets_R1 != -100).float(), targets_R1.clamp(min=0)
+            logits_RV = torch.mm(x_RD, weight_low_VD.T, out=logits_all[: len(x_RD)])
+            p_RV = torch.softmax(logits_RV, dim=-1, dtype=torch.float32, out=p_all[: len(x_RD)])
+            # log p of the target through that of the likeliest, which cannot underflow; the log of all of them would
             # cost more than the softmax, on CPUs several times
-            most_R1, at_R1 = logits_RV.max(dim=-1, keepdim=True)
-            log_p_R1 = logits_RV.gather(1, target_R1).float() - most_R1.float() + p_RV.gather(1, at_R1).log()
-            total -= (log_p_R1 * keep_R1).sum()
+            above_R1 = logits_RV.gather(1, target_R1).float() - logits_RV.amax(dim=-1, keepdim=True).float()
+            total -= ((above_R1 + p_RV.amax(dim=-1, keepdim=True).log()) * keep_R1).sum()
             if gx_ND is None and gweight_VD is None:
                 continue
-            g_RV = p_RV.scatter_add_(1, target_R1, -torch.ones_like(keep_R1)).mul_(keep_R1).to(dtype)
+            g_RV = p_RV.scatter_add_(1, target_R1, -torch.ones_like(keep_R1)).mul_(keep_R1)
+            g_RV = g_RV if dtype == torch.float32 else logits_RV.copy_(g_RV)
             if gx_ND is not None:
-                gx_ND[chunk] = g_RV @ weight_low_VD
+                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk])
             if gweight_VD is not None:
-                gweight_VD += g_RV.T @ x_low_ND[chunk]
+                gweight_VD += torch.mm(g_RV.T, x_RD, out=part_VD)
         # the mean's share comes last, so that fp16 gradients do not vanish before the scaler's factor reaches them
         ctx.save_for_backward(gx_ND, gweight_VD, share)
         ctx.dtypes = x_ND.dtype, weight_VD.dtype
@@ -179,7 +202,8 @@ class Decoder(nn.Module):
 
     `kv_heads` defaults to `heads`, `ffn_hidden` to 8/3 of the width rounded up to a multiple of 64. `rope_scaling`
     stretches the rotary frequencies as Llama 3.1 does. `qk_norm` normalises queries and keys without weights.
-    Raises ValueError with every impossible size.
+    `document_token` is the id that each document begins with: attention then stays within a document, as if each were
+    alone in the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
     """
 
     def __init__(
@@ -198,13 +222,14 @@ class Decoder(nn.Module):
         qk_norm: bool = False,
         tied: bool = False,
         dropout: float = 0.0,
+        document_token: int | None = None,
     ) -> None:
         if found := problems({k: v for k, v in locals().items() if k not in ("self", "__class__")}):
             raise ValueError("; ".join(found))
         super().__init__()
         self.context, self.width, self.layers, self.head_dim = context, width, layers, width // heads
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
-        self.tied = tied
+        self.tied, self.document_token = tied, document_token
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleDict(
             {
@@ -233,9 +258,10 @@ class Decoder(nn.Module):
         if self.embed is not None and start + inputs.shape[1] > self.context:
             raise ValueError(f"{start + inputs.shape[1]} positions do not fit in model.context={self.context}")
         rotary_C2K = self.rotary(start=start, device=inputs.device)
+        mask = self.same_document(inputs, cache) if self.document_token is not None else None
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
-            x_BTD = block(x_BTD, rotary_C2K) if cache is None else block(x_BTD, rotary_C2K, cache, name)
+            x_BTD = block(x_BTD, rotary_C2K, mask, cache, name) if cache is not None else block(x_BTD, rotary_C2K, mask)
         if cache is not None:
             cache.length += inputs.shape[1]
         if self.norm is not None:
@@ -252,6 +278,18 @@ class Decoder(nn.Module):
         """Mean cross-entropy in nats over the targets that are not -100, summed in fp32; 0 where there are none."""
         total = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         return total / (targets != -100).sum().clamp(min=1)
+
+    def same_document(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Whether position j comes before i and belongs to its document, (B, 1, T, all positions so far)."""
+        document_BT = all_BT = (inputs_BT == self.document_token).cumsum(dim=1)
+        if cache is not None:
+            if cache.documents_BT is not None:
+                document_BT = document_BT + cache.documents_BT[:, -1:]
+                all_BT = torch.cat([cache.documents_BT, document_BT], dim=1)
+            cache.documents_BT = all_BT
+        new, seen = document_BT.shape[1], all_BT.shape[1]
+        before = torch.ones(new, seen, dtype=torch.bool, device=inputs_BT.device).tril(seen - new)
+        return before & (document_BT[:, None, :, None] == all_BT[:, None, None, :])
 
     def rotary(self, *, start: int = 0, device: torch.device | str) -> Tensor:
         """Cosines and sines (C, 2, K/2) in fp32 from position `start`, made here so that the model has no buffers.

@@ -22,4 +22,5 @@ PLAN = Plan(
     divided=("heads", "kv_heads", "ffn_hidden", "vocab_size"),
     sequence="context",
     tied="tied",
+    needs_inputs="document_token",
 )

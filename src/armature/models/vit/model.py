@@ -91,7 +91,7 @@ class VisionTransformer(nn.Module):
         if found := problems({k: v for k, v in locals().items() if k not in ("self", "__class__")}):
             raise ValueError("; ".join(found))
         super().__init__()
-        self.layers, self.label_smoothing = layers, label_smoothing
+        self.width, self.layers, self.label_smoothing = width, layers, label_smoothing
         self.embed: PatchEmbedding | None = PatchEmbedding(
             width, image_size=image_size, patch_size=patch_size, channels=channels
         )

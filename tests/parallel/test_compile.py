@@ -1,0 +1,138 @@
+"""Blocks are compiled once for training and once for evaluation, and what is compiled is found by the next run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from armature.generation import generate
+from armature.models.decoder.model import Decoder
+from armature.parallel import blocks
+from tests import running
+from tests.parallel.harness import LAYOUTS, Job, _fit, mesh, on_ranks
+
+# torch's own tracing looks at .grad of what is no leaf, and otherwise keeps to itself what that says
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+SMALL = {"vocab_size": 97, "context": 16, "width": 32, "layers": 6, "heads": 4}
+
+
+def graphs() -> int:
+    """How many have been compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def without_inductor() -> Callable[..., Any]:
+    """torch.compile whose graphs run as they are: what is compiled, and when, is decided before that."""
+
+    def compiled(function: Callable[..., Any], *, mode: str) -> Callable[..., Any]:
+        return make(function, backend="eager")
+
+    make = torch.compile
+    return compiled
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], int]]:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", without_inductor())
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = graphs()
+    yield lambda: graphs() - before
+    torch._dynamo.reset()
+
+
+def train(model: Decoder, batch: int) -> None:
+    ids = torch.randint(0, 97, (batch, 17))
+    model.train()(ids[:, :-1], ids[:, 1:]).backward()
+
+
+def evaluate(model: Decoder, batch: int) -> None:
+    ids = torch.randint(0, 97, (batch, 17))
+    with torch.no_grad():
+        model.eval()(ids[:, :-1], ids[:, 1:])
+
+
+@pytest.mark.parametrize("recomputation", ["none", "every"])
+def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, recomputation: str) -> None:
+    model = Decoder(**SMALL, dropout=0.1)
+    blocks.recompute(model.blocks.values(), mode=recomputation)
+    blocks.compile_forward(model.blocks.values())
+    train(model, 8)
+    assert count() == 1
+    evaluate(model, 32)
+    for _ in range(3):
+        for _ in range(2):  # micro-batches
+            train(model, 8)
+        for batch in (32, 32, 5):  # the last batch of an evaluation is a partial one
+            evaluate(model, batch)
+    assert count() == 2
+
+
+def test_a_new_shape_would_be_counted(count) -> None:
+    model = Decoder(**SMALL)
+    blocks.compile_forward(model.blocks.values())
+    for batch in (8, 6):
+        train(model, batch)
+    assert count() == 2
+
+
+def test_generation_compiles_nothing(count) -> None:
+    model = Decoder(**SMALL)
+    blocks.compile_forward(model.blocks.values())
+    generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=20)
+    assert count() == 0
+    train(model, 8)
+    assert count() == 1
+
+
+def compiled_in_a_fit(job: Job) -> int:
+    torch.compile = without_inductor()
+    _fit(job)
+    return graphs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "job", [Job("SingleDevice"), Job("DDP", ranks=2), mesh(2, shard=2)], ids=lambda job: job.strategy
+)
+def test_a_fit_compiles_twice_however_long_it_is(job: Job) -> None:
+    job = replace(job, options={**job.options, "compile": "block"}, validate=True)
+    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [2] * job.ranks
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pipeline_compiles_once_for_its_blocks() -> None:
+    job = LAYOUTS["pipeline 2, 1f1b"]
+    job = replace(job, options={**job.options, "compile": "block"})
+    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [1, 1]
+
+
+def test_what_is_compiled_is_kept_beside_corpora_unless_the_user_says_where(tmp_path, monkeypatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
+    for before, after in ((default_cache_dir(), str(tmp_path / "inductor")), ("/mine", "/mine")):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        blocks.keep_what_is_compiled()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == after
+
+
+@pytest.mark.slow
+def test_the_next_run_compiles_nothing_anew(tmp_path: Path) -> None:
+    train = partial(
+        running.train, "strategy.compile=block", cwd=tmp_path, corpus=running.write_corpus(tmp_path / "text"),
+        ARMATURE_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    train("run.name=cold")
+    kept = sorted((tmp_path / "cache" / "inductor").rglob("*"))
+    assert any(path.suffix == ".so" for path in kept)
+    train("run.name=warm")
+    assert sorted((tmp_path / "cache" / "inductor").rglob("*")) == kept
+    assert running.losses(tmp_path / "outputs" / "warm") == running.losses(tmp_path / "outputs" / "cold")

@@ -1,0 +1,49 @@
+"""experiment=gpt2_124m with everything but its sizes: it trains, on the schedule that its file describes."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import running
+
+SMALL = [
+    "experiment=gpt2_124m",
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.ffn_hidden=64",
+    "data.context=16",
+    "data.global_batch_size=8",
+    "data.micro_batch_size=4",
+    "data.eval_batch_size=8",
+    "data.source.val_fraction=0.1",
+    "data.source.test_fraction=0.1",
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=10",
+    "trainer.limit_val_batches=2",
+    "trainer.limit_test_batches=2",
+    "logger=none",
+    "task.preview_tokens=4",
+    "run.name=gpt2",
+]
+
+
+@pytest.mark.slow
+def test_the_experiment_trains_at_a_fraction_of_its_size(tmp_path: Path) -> None:
+    corpus = running.write_corpus(tmp_path / "text")
+    result = subprocess.run(
+        running.command(*SMALL, "strategy=fsdp", "trainer.devices=2", corpus=corpus, tiny=False),
+        cwd=tmp_path,
+        env=running.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    rows = running.rows(tmp_path / "outputs" / "gpt2")
+    rates = [float(row["lr"]) for row in rows]
+    assert rates[2:8] == [1.8e-3] * 6  # warmed up, and stable
+    assert rates[8:] == pytest.approx([1.8e-3 * 2 / 3, 1.8e-3 / 3])
+    losses = running.losses(tmp_path / "outputs" / "gpt2")
+    assert losses[0] == pytest.approx(10.8, abs=0.3)  # of 50,304 words, all about as likely
+    assert losses[-1] < losses[0] - 0.5
