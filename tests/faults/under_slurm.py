@@ -59,7 +59,7 @@ def under_slurm(
         wait_until(lambda: run.struck_at() is not None, LIMIT)
         strike(slurm, job, run)
         remarks = []
-        limit = 60 + run.column.limit  # Slurm takes its time, too
+        limit = 120 + run.column.limit  # Slurm takes its time, too
         end = time.monotonic() + limit
         while (found := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             if time.monotonic() > end:

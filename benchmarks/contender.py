@@ -1,0 +1,175 @@
+"""Starts contenders, which all stand at their gates, and lets one at a time run a block of steps."""
+
+import json
+import os
+import pty
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gate import SOCKET
+
+ROOT = Path(__file__).resolve().parent.parent
+_OUTSIDE = ("SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "PYTHONDONTWRITEBYTECODE")
+
+
+class ContenderFailed(Exception):
+    """It ended, or did not answer; the message ends with the last line that it wrote."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is run, and how.
+
+    Attributes:
+        command: of one process. `spawn` of them are started, with the variables that torchrun would set.
+        ranks: processes that train, which all have a gate.
+        missing: why it cannot run here; None where it can.
+    """
+
+    name: str
+    command: Sequence[str]
+    ranks: int = 1
+    spawn: int = 1
+    missing: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Block:
+    """Seconds are the slowest rank's; CPU seconds, of all its threads, and peak bytes are the largest rank's."""
+
+    steps: int
+    seconds: float
+    cpu_seconds: float
+    peak: int
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what a launcher or a scheduler set, and with our packages on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
+    path = [str(ROOT), str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def file_name(name: str) -> str:
+    """A contender's name in letters, digits and dashes."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
+
+
+class Running:
+    """A contender that was started. It draws its bar on a terminal of its own, as it would for a user.
+
+    Args:
+        folder: where its output goes.
+        patience: seconds that a block, or the way to the first step, may take.
+    """
+
+    def __init__(self, contender: Contender, folder: Path, *, patience: float = 1800.0) -> None:
+        self.contender, self.patience = contender, patience
+        self.log = folder / f"{file_name(contender.name)}.log"
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="gate-")  # short: a socket's path has a limit
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._socket_folder.name}/s")
+        self._listener.listen(contender.ranks)
+        self._connections: list[socket.socket] = []  # one a rank
+        self._streams: list[Any] = []
+        self._master, slave = pty.openpty()
+        threading.Thread(target=self._copy_output, daemon=True).start()
+        self.started = time.time()
+        self._processes = [
+            subprocess.Popen(
+                contender.command, cwd=ROOT, env=self._environment(rank), stdin=subprocess.DEVNULL, stdout=slave,
+                stderr=slave, start_new_session=True,
+            )
+            for rank in range(contender.spawn)
+        ]  # fmt: skip
+        os.close(slave)
+        self.seconds_at_first_step = 0.0  # from the making of the gate to the first step's end
+
+    def wait_for_first_step(self) -> float:
+        """Seconds from the command to the end of the first optimiser step, of the slowest rank."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while len(self._streams) < self.contender.ranks:
+                if selector.select(timeout=0.2):
+                    connection, _ = self._listener.accept()
+                    connection.settimeout(self.patience)
+                    self._connections.append(connection)
+                    self._streams.append(connection.makefile("rw"))
+                elif any(process.poll() is not None for process in self._processes):
+                    raise self._failure("ended before its first step")
+                elif time.time() - self.started > self.patience:
+                    raise self._failure(f"made no first step within {self.patience:.0f} s")
+        for stream in self._streams:
+            self._read(stream)  # its rank
+        answers = [self._read(stream) for stream in self._streams]
+        self.seconds_at_first_step = max(answer["seconds"] for answer in answers)
+        return max(answer["at"] for answer in answers) - self.started
+
+    def block(self, steps: int) -> Block:
+        for stream in self._streams:
+            stream.write(json.dumps({"steps": steps}) + "\n")
+            stream.flush()
+        answers = [self._read(stream) for stream in self._streams]
+        return Block(steps, **{key: max(a[key] for a in answers) for key in ("seconds", "cpu_seconds", "peak")})
+
+    def _read(self, stream: Any) -> dict[str, Any]:
+        try:
+            line = stream.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise self._failure("ended, or did not answer")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """Its gates close, whereupon the ranks end; what is left after ten seconds is killed."""
+        for stream in self._streams:
+            with suppress(OSError):
+                stream.close()
+        for connection in (*self._connections, self._listener):
+            connection.close()
+        end = time.monotonic() + (10 if self._streams else 0)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._socket_folder.cleanup()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        kept = environment() | {
+            SOCKET: f"{self._socket_folder.name}/s",
+            "TERM": "xterm-256color",
+            "COLUMNS": "120",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if "OMP_WAIT_POLICY" not in kept:
+            kept.setdefault("GOMP_SPINCOUNT", "20000")  # what ours sets: a contender that waits leaves the CPUs alone
+        if self.contender.spawn > 1:
+            kept |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.contender.spawn)}
+            kept |= {"LOCAL_WORLD_SIZE": str(self.contender.spawn), "MASTER_ADDR": "127.0.0.1"}
+        return kept | dict(self.contender.environment)
+
+    def _copy_output(self) -> None:
+        with self.log.open("wb", buffering=0) as file, suppress(OSError):
+            while data := os.read(self._master, 65536):
+                file.write(data)
+        os.close(self._master)
+
+    def _failure(self, what: str) -> ContenderFailed:
+        time.sleep(0.3)
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return ContenderFailed(f"{what}: {lines[-1][:300] if lines else 'no output'} ({self.log})")

@@ -1,0 +1,68 @@
+"""Holds a contender at a step's end until the benchmark wants its next block of steps. Imports no torch."""
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+SOCKET = "BENCHMARK_GATE"  # variable of the environment: the socket on which the benchmark listens
+COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file that `LightningGate` counts one step's collectives into
+
+
+class Gate:
+    """Its `step` is called after every optimiser step; between two blocks it blocks, without using a CPU.
+
+    Every rank has one. The first block is the first step, whose end the benchmark times from the command on. The
+    process ends when the benchmark says so, or is gone.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(os.environ[SOCKET])
+        self._stream = self._socket.makefile("rw")
+        self._left = 1
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self._send({"rank": int(os.environ.get("RANK", 0))})
+
+    def step(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._wait()
+
+    def _wait(self) -> None:
+        synchronise()
+        seconds, cpu_seconds = time.perf_counter() - self._since, time.process_time() - self._cpu_since
+        self._send({"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak_memory(), "at": time.time()})
+        line = self._stream.readline()
+        if not line:  # the benchmark has ended
+            sys.stdout.flush()
+            os._exit(0)
+        self._left = json.loads(line)["steps"]
+        synchronise()
+        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._stream.write(json.dumps(message) + "\n")
+            self._stream.flush()
+        except OSError:
+            os._exit(0)
+
+
+def synchronise() -> None:
+    """Waits for the GPU, where the process uses one: a block ends when its work is done, not when it is queued."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def peak_memory() -> int:
+    """Peak bytes of this process: allocated on its GPU, or resident on a CPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,188 @@
+"""From a command line's overrides to what all contenders train. Imports no torch."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contender import ROOT, Contender, file_name
+
+FOREVER = 1_000_000  # optimiser steps: a benchmark ends when its blocks are measured
+CONFIGS = ROOT / "benchmarks" / "configs"  # groups that are only there to be measured
+TINY = (
+    f"hydra.searchpath=[file://{CONFIGS}]",
+    "task=image_classification",
+    "model=tiny_classifier",
+    "data=tiny_rows",
+    "optimizer=adamw",
+    "trainer.precision=32-true",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One optimiser step's work. Batch sizes are samples; `micro_batch_size` None is a rank's whole share.
+
+    Attributes:
+        tokens: file and dtype of the memory-mapped tokens; None for the tiny model, whose data are made up.
+        model, optimizer, scheduler: `_target_` and arguments.
+    """
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    tokens: tuple[str, str] | None
+    context: int
+    global_batch_size: int
+    micro_batch_size: int | None
+    precision: str
+    device: str
+    clip: float | None
+    compile: str
+    compile_mode: str
+    float8: bool | str
+    activation_checkpointing: str | int
+    total_steps: int
+    log_every_n_steps: int
+    seed: int
+
+    def save(self, file: Path) -> Path:
+        file.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        return file
+
+    def micro(self, ranks: int) -> int:
+        """Samples that a rank puts through the model at once."""
+        return self.micro_batch_size or self.global_batch_size // ranks
+
+    def accumulate(self, ranks: int) -> int:
+        return self.global_batch_size // (self.micro(ranks) * ranks)
+
+    @classmethod
+    def load(cls, file: str) -> "Job":
+        return cls(**json.loads(Path(file).read_text()))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is measured: the job file of the contenders, and the overrides that make ours the same.
+
+    Attributes:
+        allowed: launch.allowed_packages, with this folder's.
+        ranks: processes that the overrides ask for.
+        accelerator: cpu or gpu.
+    """
+
+    job: Job
+    overrides: tuple[str, ...]
+    allowed: tuple[str, ...]
+    ranks: int
+    accelerator: str
+    model_name: str
+
+
+def compose(overrides: Sequence[str]) -> Workload:
+    """The job that `python train.py OVERRIDES` would run; its data are prepared.
+
+    Raises:
+        ConfigError: for what training refuses, and for data that are no tokens.
+    """
+    import hydra
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    from armature import config
+    from armature.errors import ConfigError
+    from armature.validation.checks import check
+
+    config.register()
+    with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        name = hydra.compose("train", list(overrides), return_hydra_config=True).hydra.runtime.choices.model
+        composed = hydra.compose(
+            "train", [*overrides, _allowed("armature", "benchmarks", "torch", "lightning.pytorch")]
+        )
+        allowed = hydra.compose("train", list(overrides)).launch.allowed_packages
+    cfg = check(composed)
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # pyright: ignore[reportAssignmentType]
+    data, trainer, strategy = plain["data"], plain["trainer"], plain["strategy"]
+    tokens = None
+    if "source" in data:
+        source = instantiate(cfg.data.source)
+        source.prepare()
+        if not hasattr(source, "tokens"):
+            raise ConfigError(
+                f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type data=stdlib or data=text."
+            )
+        array = source.tokens("train")
+        tokens = (str(array.filename), str(array.dtype))
+    elif not data["_target_"].startswith("benchmarks."):
+        raise ConfigError(
+            f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type data=stdlib or data=text."
+        )
+    micro = data["micro_batch_size"]
+    job = Job(
+        model=plain["model"],
+        optimizer=plain["optimizer"],
+        scheduler=plain["scheduler"],
+        tokens=tokens,
+        context=data.get("context", 1),
+        global_batch_size=data["global_batch_size"],
+        micro_batch_size=None if micro == "auto" else micro,
+        precision=trainer["precision"],
+        device="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
+        clip=trainer["gradient_clip_val"],
+        compile=strategy["compile"],
+        compile_mode=strategy.get("compile_mode", "default"),
+        float8=strategy.get("float8", False),
+        activation_checkpointing=strategy["activation_checkpointing"],
+        total_steps=FOREVER,
+        log_every_n_steps=trainer["log_every_n_steps"],
+        seed=plain["seed"],
+    )
+    return Workload(
+        job, tuple(overrides), (*allowed, "benchmarks"), trainer["devices"], trainer["accelerator"], str(name)
+    )
+
+
+def _allowed(*packages: str) -> str:
+    return f"launch.allowed_packages=[{','.join(packages)}]"
+
+
+def ours(workload: Workload, folder: Path, *more: str, name: str = "ours", ranks: int | None = None) -> Contender:
+    """The command that a user types, with a gate: the default callbacks, loggers, display and checkpoints are on."""
+    ranks = ranks or workload.ranks
+    command = [
+        sys.executable, str(ROOT / "train.py"), *workload.overrides, *more, f"trainer.devices={ranks}",
+        f"run.root={folder / 'runs'}", f"run.name={file_name(name)}",
+        f"trainer.max_steps={FOREVER}", "trainer.max_epochs=null", _allowed(*workload.allowed),
+        "+callbacks.gate._target_=benchmarks.lightning_gate.LightningGate",
+    ]  # fmt: skip
+    return Contender(name, command, ranks=ranks)
+
+
+def bare(job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617) -> Contender:
+    """The plain loop, by itself or as ranks of raw ddp or fsdp."""
+    environment = {}
+    if ranks > 1:
+        threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+        environment = {"MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+    command = [sys.executable, "-m", "benchmarks.bare", str(job_file), *strategy]
+    return Contender(name, command, ranks=ranks, spawn=ranks, environment=environment)
+
+
+def rival(which: str, job_file: Path, folder: Path, *, python: str) -> Contender:
+    """Lightning, fabric, accelerate or transformers, where that Python has it."""
+    package = {"fabric": "lightning"}.get(which, which)
+    missing = None if _has(python, package) else "not installed"
+    command = [python, "-m", "benchmarks.rivals", which, str(job_file), str(folder / which)]
+    shown = {"lightning": "stock Lightning", "fabric": "Lightning Fabric", "transformers": "transformers' Trainer"}
+    return Contender(shown.get(which, which), command, missing=missing)
+
+
+def _has(python: str, package: str) -> bool:
+    import subprocess
+
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code]).returncode == 0

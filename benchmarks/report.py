@@ -1,0 +1,238 @@
+"""From records to JSON, tables and a picture."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import loss, scaling, startup
+from benchmarks.flops import published_peak
+from benchmarks.rounds import Record, ratios, spread
+
+BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+TITLES = {
+    "training": "One process",
+    "strategies": "Several ranks",
+    "overhead": "What a training loop adds to a step",
+    "startup": "From the command to the first optimiser step",
+    "loss": "The loss of a large vocabulary",
+    "scale": "More ranks",
+}
+
+
+def rivals_python(root: Path) -> Path:
+    """`make bench`'s environment with transformers and accelerate; this one where there is none."""
+    made = root / ".venv-bench" / "bin" / "python"
+    return made if made.exists() else Path(sys.executable)
+
+
+def save(results: dict[str, Any], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} has no place in the JSON file")
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What `save` wrote."""
+    results = json.loads(file.read_text())
+    for section in results["sections"].values():
+        if "records" in section:
+            section["records"] = [Record(**record) for record in section["records"]]
+    return results
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """All tables, with the machine and the date."""
+    machine, rate = results["machine"], results["rate"]
+    lines = [
+        f"{machine['device']}, {results['date']}, torch {machine['torch']}, Python {machine['python']}: "
+        f"`{results['command']}`. Matrix products in {rate['dtype']} reach {_rate(rate['rate'])} here "
+        f"(the best of square ones, all {'cores' if not machine['gpus'] else 'of one GPU'})."
+    ]
+    for name, section in results["sections"].items():
+        lines += ["", f"### {TITLES[name]}", ""]
+        if section.get("note"):
+            lines.append(section["note"])
+        else:
+            lines += globals()[f"_{name}"](section, results)
+    return "\n".join(lines)
+
+
+def _training(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    records: list[Record] = section["records"]
+    reference = records[0]
+    tokens = section["context"] * section["global_batch_size"]
+    lines = [
+        f"{section['model']}, {section['precision']}, {section['optimizer']}, "
+        f"{section['global_batch_size']} × {section['context']} tokens a step"
+        + (f", compiled ({section['compile']})" if section["compile"] != "none" else "")
+        + (", float8" if section["float8"] else "")
+        + f". Ratio: steps a second over the {reference.name}'s in the same round, median and quartiles of "
+        f"{len(reference.seconds)} rounds.",
+        "",
+        "| | ranks | steps/s | tokens/s | ratio | peak memory a rank | MFU, measured rate | MFU, published peak |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in records:
+        if not record.seconds:
+            lines.append(f"| {record.name} | {record.ranks} | {_short(record.note)} | | | | | |")
+            continue
+        rate = 1 / spread(record.seconds).median
+        lines.append(
+            f"| {record.name} | {record.ranks} | {rate:,.3g} | {rate * tokens:,.0f} | "
+            f"{spread(ratios(record, reference))} | {record.peak / 2**20:,.0f} MiB | "
+            f"{_mfu(section, results, rate, record.ranks, measured=True)} | "
+            f"{_mfu(section, results, rate, record.ranks, measured=False)} |"
+        )
+    return lines
+
+
+_strategies = _training
+
+
+def _overhead(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    records: list[Record] = section["records"]
+    reference = records[0]
+    lines = [
+        f"A model whose own step takes {spread(reference.seconds).median * 1e6:.0f} µs ({section['precision']}, "
+        f"{section['optimizer']}); what is added to it, median and quartiles of {len(reference.seconds)} rounds.",
+        "",
+        "| | a step | added | CPU time added |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for record in records:
+        if not record.seconds:
+            lines.append(f"| {record.name} | {_short(record.note)} | | |")
+            continue
+        step = f"{spread(record.seconds).median * 1e6:,.0f} µs"
+        wall, cpu = _added(record.seconds, reference.seconds), _added(record.cpu_seconds, reference.cpu_seconds)
+        lines.append(f"| {record.name} | {step} | {wall} | {cpu} |")
+    return lines
+
+
+def _added(seconds: list[float], reference: list[float]) -> str:
+    added = spread([(a - b) * 1e6 for a, b in zip(seconds, reference, strict=False)])
+    return f"{added.median:,.0f} µs ({added.low:,.0f}–{added.high:,.0f})"
+
+
+def _startup(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    records: list[Record] = section["records"]
+    lines = [
+        f"Data prepared, compiled Python files and page cache warm; medians and quartiles of {len(records[0].seconds)} "
+        "interleaved rounds.",
+        "",
+        "| | seconds |",
+        "| --- | ---: |",
+    ]
+    lines += [f"| {record.name} | {spread(record.seconds)} |" for record in records]
+    over = spread(section["over_the_limit"])
+    return [*lines, "", f"Ours over `{startup.IMPORTS}` and the bare loop's own part together: {over}."]
+
+
+def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    plain = section["rows"]["plain"]
+    lines = [
+        f"{section['tokens']:,} tokens of width {section['width']} against {section['vocabulary']:,} words, "
+        f"{section['dtype']} products: what forward and backward add to the memory at their peak.",
+        "",
+        "| | peak | of the plain one's | seconds | gradients differ by |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for variant, row in section["rows"].items():
+        if "note" in row:
+            lines.append(f"| {loss.VARIANTS[variant]} | {_short(row['note'])} | | | |")
+            continue
+        lines.append(
+            f"| {loss.VARIANTS[variant]} | {row['bytes'] / 1e6:,.0f} MB | {row['bytes'] / plain['bytes']:.2f} | "
+            f"{row['seconds']:.2f} | {row['gradients_differ_by']:.0e} |"
+        )
+    return lines
+
+
+def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    records: list[Record] = section["records"]
+    base, first = records[0], section["points"][0]
+    lines = [
+        f"{section['threads_per_rank']} CPU threads a rank. Efficiency: work a rank and second over that of "
+        f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}.",
+        "",
+        "| scaling | ranks | batch | steps/s | efficiency |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for point, record in zip(section["points"], records, strict=True):
+        start = f"| {point['kind']} | {point['ranks']} | {point['global_batch_size']} |"
+        if not record.seconds:
+            lines.append(f"{start} {_short(record.note)} | |")
+            continue
+        efficiency = spread(scaling.efficiencies(point, record, first["ranks"], base))
+        lines.append(f"{start} {1 / spread(record.seconds).median:,.3g} | {efficiency} |")
+    if "projection" in section:
+        lines += [
+            "",
+            f"**Projection, not measured**, of weak scaling: from {len(section['collectives'])} counted collectives a "
+            f"step, {section['bandwidth'] / 1e9:g} GB/s that a rank can send, {scaling.LATENCY * 1e6:g} µs a hop, no "
+            "contention and no stragglers; between none and all of the communication hidden behind arithmetic.",
+            "",
+            "| ranks | sent a rank and step | communication | efficiency, none hidden | all hidden |",
+            "| ---: | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [
+            f"| {row['ranks']:,} | {row['gigabytes_sent']:.3g} GB | {row['communication_seconds'] * 1e3:.3g} ms | "
+            f"{row['exposed']:.2f} | {row['hidden']:.2f} |"
+            for row in section["projection"]
+        ]
+    return lines
+
+
+def _mfu(section: dict[str, Any], results: dict[str, Any], rate: float, ranks: int, *, measured: bool) -> str:
+    """Model FLOPs utilisation. The ranks of a CPU share the machine that was measured; each GPU has its own rate."""
+    gpus = results["machine"]["gpus"]
+    peak = results["rate"]["rate"] if measured else published_peak(results["machine"]["device"]) if gpus else None
+    if section["flops_per_step"] is None or peak is None:
+        return "–"
+    return f"{section['flops_per_step'] * rate / (peak * (ranks if gpus else 1)):.1%}"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e12:,.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:,.0f} GFLOP/s"
+
+
+def _short(note: str) -> str:
+    return note.split(" (/")[0].replace("|", "/")[:120]
+
+
+def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
+    """Puts the tables, and the picture where there is one, between the markers of docs/benchmarks.md.
+
+    Raises:
+        ValueError: where the file has no markers.
+    """
+    page = docs / "benchmarks.md"
+    text = page.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{page} must hold one {BEGIN} and one {END}, between which the tables go")
+    shown = markdown(results)
+    picture = file.with_suffix(".svg")
+    if picture.exists():
+        shutil.copyfile(picture, docs / "benchmarks.svg")
+        shown += "\n\n![Steps a second over the bare loop's](benchmarks.svg)"
+    before, rest = text.split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}")
+
+
+def plot(file: Path, picture: Path, *, python: str) -> str | None:
+    """Draws the picture with whichever Python has matplotlib; None when it is drawn, else why it is not."""
+    for interpreter in dict.fromkeys((sys.executable, python)):
+        if subprocess.run([interpreter, "-c", "import matplotlib"], capture_output=True).returncode == 0:
+            script = Path(__file__).with_name("plot.py")
+            done = subprocess.run([interpreter, str(script), str(file), str(picture)], capture_output=True, text=True)
+            return None if done.returncode == 0 else f"no picture: {done.stderr.strip().splitlines()[-1]}"
+    return "no picture: matplotlib is not installed (requirements-bench.txt has it)"

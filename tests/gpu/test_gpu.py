@@ -1,0 +1,99 @@
+"""Training on a GPU gives what training on a CPU gives: `make test-gpu`.
+
+`ARMATURE_GPU_TESTS_ON=cpu python -m pytest tests/gpu` runs the same tests where there is no GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from armature import hardware
+from benchmarks import report
+from tests import running
+
+GPUS = hardware.gpu_count()
+ACCELERATOR = os.environ.get("ARMATURE_GPU_TESTS_ON", "gpu")
+
+
+def needs(gpus: int) -> pytest.MarkDecorator:
+    there = f"{GPUS} GPU here, {gpus} are needed" if GPUS else "no GPU here"
+    return pytest.mark.skipif(ACCELERATOR == "gpu" and gpus > GPUS, reason=there)
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs(1)]
+COMMON = ("scheduler=constant", "trainer.log_every_n_steps=1", "trainer.matmul_precision=highest")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Losses on a CPU, in fp32, in one process; and where they were made."""
+    folder = tmp_path_factory.mktemp("reference")
+    source = running.write_corpus(folder / "corpus")
+    running.train("run.name=cpu", *COMMON, cwd=folder, corpus=source)
+    return running.losses(folder / "outputs" / "cpu"), source
+
+
+CASES = {  # overrides, and how far a loss may be from the reference's
+    "fp32, fsdp": (["trainer.precision=32-true", "strategy=fsdp"], 1e-3),
+    "bf16-mixed": (["trainer.precision=bf16-mixed"], 2e-2),
+    "bf16-true": (["trainer.precision=bf16-true"], 5e-2),
+    "compiled": (["trainer.precision=bf16-mixed", "strategy.compile=block"], 2e-2),
+    "recomputed": (["trainer.precision=bf16-mixed", "strategy.activation_checkpointing=selective"], 2e-2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_trains_as_a_cpu_does_in_fp32(reference, tmp_path, case):
+    losses, source = reference
+    overrides, tolerance = CASES[case]
+    running.train(
+        "run.name=other", *COMMON, f"trainer.accelerator={ACCELERATOR}", *overrides, cwd=tmp_path, corpus=source
+    )
+    assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(losses, rel=tolerance)
+    assert running.summary(tmp_path / "outputs" / "other")["peak_memory_bytes"] > 0
+
+
+@needs(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_two_devices_train_as_one_cpu_does(reference, tmp_path, strategy):
+    losses, source = reference
+    running.train(
+        "run.name=two", *COMMON, f"trainer.accelerator={ACCELERATOR}", f"strategy={strategy}", "trainer.devices=2",
+        "trainer.precision=bf16-mixed", cwd=tmp_path, corpus=source,
+    )  # fmt: skip
+    assert running.losses(tmp_path / "outputs" / "two") == pytest.approx(losses, rel=2e-2)
+
+
+def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
+    losses, source = reference
+    running.train(
+        "run.name=moved", *COMMON, f"trainer.accelerator={ACCELERATOR}", "trainer.max_steps=3", cwd=tmp_path,
+        corpus=source,
+    )  # fmt: skip
+    running.train("run.name=moved", *COMMON, cwd=tmp_path, corpus=source)
+    found = running.losses(tmp_path / "outputs" / "moved")
+    assert len(found) == len(losses)
+    assert found == pytest.approx(losses, rel=1e-3)
+
+
+def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
+    """What `make test-gpu` runs on gpt2_124m afterwards."""
+    _, source = reference
+    file = tmp_path / "r.json"
+    command = [
+        sys.executable, str(running.ROOT / "scripts" / "benchmark.py"), "--training", *running.TINY,
+        f"data.path={source}", f"trainer.accelerator={ACCELERATOR}", "trainer.precision=bf16-mixed",
+        "strategy.compile=block", "--only", "ours", "--rounds", "1", "--seconds", "0.05", "--out", str(file),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=running.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = report.load(file)
+    bare, ours = results["sections"]["training"]["records"]
+    assert bare.seconds
+    assert ours.seconds
+    assert min(bare.peak, ours.peak) > 1 << 20
+    assert results["sections"]["training"]["compile"] == "block"
+    assert results["rate"]["dtype"] == "bfloat16"
+    assert results["machine"]["gpus"] == GPUS
