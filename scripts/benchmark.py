@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every section; --scale only where it is given")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
     parser.add_argument("--ranks", type=int, help="of --strategies; else the machine's GPUs, or two CPU processes")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a block")
     parser.add_argument("--alone", action="store_true", help="one contender in memory at a time; slower")
     parser.add_argument("--python", default=str(report.rivals_python(ROOT)), help="that has transformers, accelerate")

@@ -3,6 +3,7 @@
     python scripts/faults.py                                     the whole table
     python scripts/faults.py --only sigkill_rank,hang --strategy ddp,fsdp
     python scripts/faults.py --write                             and puts it into docs/faults.md
+    python scripts/faults.py --parts FILE --strategy ddp         in parts: FILE keeps the cells for one table
     python scripts/faults.py --kills 40 --sigterms 60 --layouts  random moments, and other numbers of ranks, instead
 
 Ends with exit code 1 where a cell of ours fails. What a stock Lightning script does is shown beside it, and not judged.
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).absolute().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -53,6 +54,9 @@ def main() -> int:
     parser.add_argument("--layouts", action="store_true", help="resume on other numbers of ranks")
     parser.add_argument("--seed", type=int, default=None, help="of the random moments")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
+    parser.add_argument(
+        "--parts", type=Path, metavar="FILE", help="keep cells here, for a table made in parts"
+    )
     parser.add_argument("--write", action="store_true", help="write the tables into docs/faults.md")
     parser.add_argument("--tail", type=int, default=1500, help="characters of a failed cell's output to show")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave everything that the runs wrote there")
@@ -104,6 +108,8 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
         result = cell(*pair, session)
         with lock:
             done.append(result)
+            if args.parts is not None:
+                report.keep(args.parts, result)
             print(
                 f"{len(done):4} {result.seconds:6.1f} s  {result.fault:20} {result.column:14} {result.text}", flush=True
             )
@@ -124,8 +130,13 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
                 future.cancel()
             session.end()
             raise
-    table, secret = report.table(cells, faults, columns), trials.with_secret(session)
     seconds = time.monotonic() - started
+    if args.parts is not None:
+        kept = report.kept(args.parts)
+        known = {key for cell in kept for key in (cell.fault, cell.column)}
+        faults, columns = [f for f in FAULTS if f.name in known], [c for n, c in COLUMNS.items() if n in known]
+        cells = kept
+    table, secret = report.table(cells, faults, columns), trials.with_secret(session)
     ours = [result for result in cells if not COLUMNS[result.column].stock]
     held = sum(result.ok for result in ours)
     print(f"\n{table}\n\n{secret}\n\n{held} of {len(ours)} cells of ours held, {seconds / 60:.1f} min")

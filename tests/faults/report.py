@@ -1,10 +1,13 @@
 """The tables of docs/faults.md."""
 
+import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
+from pathlib import Path
 
 from tests import running
 from tests.faults.cells import Column
@@ -17,9 +20,22 @@ def table(cells: Sequence[Cell], faults: Sequence[Fault], columns: Sequence[Colu
     found = {(cell.fault, cell.column): cell for cell in cells}
     lines = ["| | " + " | ".join(column.name for column in columns) + " |", "| --- |" + " --- |" * len(columns)]
     for fault in faults:
-        texts = [found[fault.name, column.name].text.replace("|", "\\|").replace("\n", " ") for column in columns]
+        here = [found.get((fault.name, column.name)) for column in columns]
+        texts = [cell.text.replace("|", "\\|").replace("\n", " ") if cell else "not run" for cell in here]
         lines.append(f"| {fault.title} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+def keep(file: Path, cell: Cell) -> None:
+    """Add a cell to those of earlier parts of the table."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps({**asdict(cell), "output": ""}) + "\n")
+
+
+def kept(file: Path) -> list[Cell]:
+    """The newest of each cell."""
+    cells = [Cell(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return list({(cell.fault, cell.column): cell for cell in cells}.values())
 
 
 def heading(seconds: float) -> str:
