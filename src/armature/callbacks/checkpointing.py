@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -165,13 +166,16 @@ class Checkpointing(Checkpoint):
             raise error
         if not trainer.is_global_zero:
             return
+        free = ""
+        if manifest.is_local(self.directory):  # torch does not always say that the disk is full
+            free = f"; {shutil.disk_usage(self.directory).free / 1e6:,.1f} MB are free there"
         storage.clear_unfinished(self.directory)  # room for the next one
         pointer = self.directory / "last"
         last = pointer.read_text().strip() if pointer.exists() else "none yet"
         log.error(
-            "The checkpoint of step %d could not be saved: %s. Earlier ones are untouched (last: %s). "
+            "The checkpoint of step %d could not be saved: %s%s. Earlier ones are untouched (last: %s). "
             "Training goes on, and the next save tries again; checkpoint.on_failure=stop would end it here.",
-            step, error, last,
+            step, error, free, last,
         )  # fmt: skip
 
     def _published(self, checkpoint: Path) -> None:

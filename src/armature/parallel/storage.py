@@ -48,7 +48,10 @@ def prepare(directory: Path, meta: dict[str, Any], *, group: dist.ProcessGroup |
         remove(part)
         part.mkdir(parents=True)
         with (part / META).open("wb") as file:
-            torch.save(meta, file)
+            try:
+                torch.save(meta, file)
+            except RuntimeError as error:  # what it makes of a full disk
+                raise OSError(str(error)) from error
             file.flush()
             if manifest.is_local(part):
                 os.fsync(file.fileno())

@@ -1,0 +1,86 @@
+"""A save that fails: what is said, what is kept, and what goes on."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+
+from armature import manifest
+from armature.callbacks.checkpointing import Checkpointing
+from armature.parallel import storage
+from tests.running import train, write_corpus
+
+POLICY = {
+    "every_n_steps": 1, "every_n_minutes": None, "keep_last": 2, "keep_best": 0, "keep_every_n_steps": 4,
+    "monitor": "val/loss", "mode": "min", "at_end": True, "background": False,
+}  # fmt: skip
+
+
+class Strategy:
+    def finish_saves(self) -> None:
+        """None is under way."""
+
+
+class Trainer:
+    """As much of one as a save asks for; its disk is full at the given steps."""
+
+    is_global_zero, world_size = True, 1
+
+    def __init__(self, full_at: set[int]) -> None:
+        self.global_step, self.full_at, self.strategy = 0, full_at, Strategy()
+        self.callback: Any = None
+
+    def save_checkpoint(self, path: Path) -> None:
+        part = storage.prepare(path, {})
+        if self.global_step in self.full_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        storage.complete(part, path, {"step": self.global_step})
+        self.callback._published(path)
+
+
+class Quiet:
+    def flush(self, trainer: L.Trainer) -> None:
+        """No rows."""
+
+    def restart_clock(self) -> None:
+        """No rate."""
+
+
+def saves(folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue") -> list[str]:
+    trainer: Any = Trainer(full_at)
+    log: Any = Quiet()
+    trainer.callback = callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
+    for step in range(1, steps + 1):
+        trainer.global_step = step
+        callback._save(trainer)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_ones_and_milestones_are_kept(tmp_path):
+    assert saves(tmp_path, steps=7, full_at=set()) == ["last", "step=000004", "step=000006", "step=000007"]
+
+
+def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
+    names = saves(tmp_path, steps=3, full_at={2, 3})
+    assert names == ["last", "step=000001"]
+    assert manifest.problem(tmp_path / "step=000001") is None
+    assert "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device; " in caplog.text
+    assert "MB are free there. Earlier ones are untouched (last: step=000001)" in caplog.text
+    assert saves(tmp_path, steps=2, full_at={1})[:1] == ["last"]  # the next save tries again
+
+
+def test_on_failure_stop_ends_the_run(tmp_path):
+    with pytest.raises(OSError, match="No space left"):
+        saves(tmp_path, steps=3, full_at={2}, on_failure="stop")
+
+
+@pytest.mark.slow
+def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    args = ["run.name=a", "checkpoint.every_n_steps=2", "scheduler=constant"]
+    train(*args, "trainer.max_steps=4", cwd=tmp_path, corpus=corpus)
+    (tmp_path / "outputs/a/checkpoints/last").unlink()
+    done = train(*args, cwd=tmp_path, corpus=corpus)
+    assert "step=000004, step 4" in done.stderr
