@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from armature.hardware import peak_resident_memory
+
 SOCKET = "BENCHMARK_GATE"  # variable of the environment: the socket on which the benchmark listens
 COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file that `LightningGate` counts one step's collectives into
 
@@ -63,6 +65,4 @@ def peak_memory() -> int:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_resident_memory()

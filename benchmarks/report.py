@@ -8,8 +8,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from armature.hardware import published_peak
 from benchmarks import loss, scaling, startup
-from benchmarks.flops import published_peak
 from benchmarks.rounds import Record, ratios, spread
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"

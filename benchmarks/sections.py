@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from armature import hardware
-from benchmarks import flops, loss, scaling, startup
+from benchmarks import loss, scaling, startup
 from benchmarks.contender import ROOT, Contender, environment
 from benchmarks.job import TINY, Workload, bare, compose, ours, rival
 from benchmarks.rounds import Record, Rounds
@@ -73,9 +73,7 @@ class Benchmark:
     def matrix_rate(self) -> dict[str, Any]:
         job = self.workload.job
         dtype = "bfloat16" if job.precision.startswith("bf16") else "float32"
-        command = [sys.executable, "-m", "benchmarks.flops", job.device, dtype]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
-        return json.loads(done.stdout.splitlines()[-1])
+        return counted("rate", job.device, dtype)
 
     def training(self) -> dict[str, Any]:
         """One process: the bare loop, ours, and what is installed beside."""
@@ -174,8 +172,13 @@ class Benchmark:
             "float8": job.float8,
             "global_batch_size": job.global_batch_size,
             "context": job.context,
-            "flops_per_step": flops.flops_per_step(
-                job.model, context=job.context, global_batch_size=job.global_batch_size
-            ),
+            "flops_per_step": counted("step", str(job.save(self.folder / "counted.json"))),
             "records": records,
         }
+
+
+def counted(*words: str) -> Any:
+    """What `benchmarks.flops` prints: in a process of its own, because this one imports no torch."""
+    command = [sys.executable, "-m", "benchmarks.flops", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])

@@ -54,9 +54,7 @@ def main() -> int:
     parser.add_argument("--layouts", action="store_true", help="resume on other numbers of ranks")
     parser.add_argument("--seed", type=int, default=None, help="of the random moments")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
-    parser.add_argument(
-        "--parts", type=Path, metavar="FILE", help="keep cells here, for a table made in parts"
-    )
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="keep cells here, for a table made in parts")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/faults.md")
     parser.add_argument("--tail", type=int, default=1500, help="characters of a failed cell's output to show")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave everything that the runs wrote there")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from armature.errors import ConfigError
-from benchmarks import flops, report, scaling
+from benchmarks import report, scaling
 from benchmarks.contender import Contender, ContenderFailed, Running, file_name
-from benchmarks.job import compose
+from benchmarks.job import TINY, compose
 from benchmarks.rounds import Record, Rounds, ratios, spread
 from tests import running
 
@@ -108,6 +108,7 @@ def test_flops_are_those_that_torch_counts(more):
     from torch.utils.flop_counter import FlopCounterMode
 
     from armature.models.decoder.model import Decoder
+    from benchmarks import flops
 
     sizes = {"vocab_size": 96, "context": 24, "width": 64, "layers": 2, "heads": 4, **more}
     model = Decoder(**sizes)
@@ -115,17 +116,14 @@ def test_flops_are_those_that_torch_counts(more):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     node = {"_target_": "armature.models.decoder.model.Decoder", **sizes}
-    assert flops.flops_per_step(node, context=24, global_batch_size=3) == counter.get_total_flops()
+    job = replace(compose(TINY).job, model=node, tokens=("", ""), context=24, global_batch_size=3)
+    assert flops.step(job) == counter.get_total_flops()
 
 
-def test_only_a_decoder_s_flops_are_known():
-    assert flops.flops_per_step({"_target_": "benchmarks.tiny.TinyClassifier"}, context=1, global_batch_size=8) is None
+def test_only_a_token_model_s_flops_are_counted():
+    from benchmarks import flops
 
-
-def test_published_peaks_are_found_by_the_device_s_name():
-    assert flops.published_peak("NVIDIA H100 80GB HBM3") == 989.4e12
-    assert flops.published_peak("NVIDIA A100-SXM4-80GB") == 312e12
-    assert flops.published_peak("AMD EPYC, 2 cores") is None
+    assert flops.step(compose(TINY).job) is None
 
 
 def test_scaling_points_divide_the_batch_or_multiply_it():

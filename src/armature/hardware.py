@@ -4,8 +4,34 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import sys
 from pathlib import Path
+
+# Dense bf16 tensor-core rates of the makers' data sheets, FLOP/s. The first whose words stand in a device's name counts
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989.4e12,
+    "GH200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "H800": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "L40S": 362e12,
+    "L20": 119.5e12,
+    "L4": 121e12,
+    "MI300X": 1307e12,
+    "MI250X": 191.5e12,  # each of its two dies is a device
+}
 
 
 def cpu_count() -> int:
@@ -66,3 +92,25 @@ def bf16_is_fast(accelerator: str) -> bool:
         return False
     capability = compute_capability()
     return capability is None or capability >= (8, 0)  # None: AMD
+
+
+def published_peak(device_name: str) -> float | None:
+    """FLOP/s of one device in dense bf16; None for one that is not in the table."""
+    return next((rate for words, rate in PEAKS.items() if re.search(rf"\b{words}\b", device_name)), None)
+
+
+def cpu_name() -> str:
+    """The processor, with the number of CPUs that this process may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor() or platform.machine()}, {cpu_count()} cores"
+
+
+def peak_resident_memory() -> int:
+    """Bytes that this process held at once, at most; 0 where the system does not tell (Windows)."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

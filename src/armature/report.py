@@ -1,7 +1,6 @@
 """What a run says of itself: the line at its start, summary.json, and the last lines on the screen."""
 
 import math
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from armature import resume
 from armature.callbacks.display import Display
 from armature.callbacks.step_log import StepLog
 from armature.data.batching import Batches
+from armature.hardware import peak_resident_memory
 from armature.trainer import Trainer
 
 
@@ -74,9 +74,7 @@ def _peak_memory(trainer: Trainer) -> int:
     """Peak bytes of this rank: allocated on its GPU, or resident on a CPU."""
     if trainer.strategy.root_device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak_resident_memory()
 
 
 def show(

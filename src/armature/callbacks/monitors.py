@@ -3,7 +3,6 @@
 Times, memory and MFU go to timings.csv and to the loggers; norms, which do not depend on the clock, to metrics.csv too.
 """
 
-import sys
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature import flops
+from armature import flops, hardware
 from armature.callbacks import step_log
 from armature.callbacks.norms import Norms
 from armature.callbacks.timings import DataWait, Window
@@ -132,7 +131,7 @@ class Monitors(L.Callback):
         device = trainer.strategy.root_device
         if device.type == "cpu":
             return flops.measured_peak(_compute_dtype(str(trainer.precision)))
-        peak = flops.published_peak(device) if device.type == "cuda" else None
+        peak = hardware.published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if peak is None:
             step_log.log.warning(
                 "The peak of this device is not known, so there is no mfu. Type callbacks.monitors.peak_tflops=… "
@@ -204,11 +203,8 @@ def memory_of(device: torch.device, process: psutil.Process) -> dict[str, float]
         names["peak"] = "allocated_bytes.all.peak"
         return {f"memory/{name}_gib": stats.get(key, 0) / GIB for name, key in names.items()}
     values = {"memory/resident_gib": process.memory_info().rss / GIB}
-    if sys.platform != "win32":
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        values["memory/peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    if peak := hardware.peak_resident_memory():
+        values["memory/peak_gib"] = peak / GIB
     return values
 
 
