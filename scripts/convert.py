@@ -40,9 +40,7 @@ def run(args: argparse.Namespace) -> None:
     from armature.parallel import convert, storage
 
     if to_file:
-        single = (args.source / "meta.pt").exists()
-        named = [args.source] if single else resume.candidates(resume.folder(args.source))
-        checkpoint = storage.first_sound(named, trust=args.trust)
+        checkpoint = storage.first_sound(resume.meant_by(args.source), trust=args.trust)
         if checkpoint is None:
             raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
         names = convert.to_safetensors(checkpoint, args.target, average=args.average)

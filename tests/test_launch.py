@@ -1,6 +1,7 @@
 """The launcher in all its ways: in process, elastic agent, torchrun, srun's variables, sweeps, signals, errors."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,20 +13,8 @@ import pytest
 
 from tests import running
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
 TRAIN = str(running.ROOT / "train.py")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return running.write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARMATURE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +134,18 @@ def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):
     result = running.train(f"resume={checkpoint}", "trainer.max_steps=8", "run.name=next", cwd=tmp_path, corpus=corpus)
     assert f"going on from {checkpoint}, step 6" in result.stderr
     assert [row["step"] for row in running.rows(tmp_path / "outputs" / "next")] == ["6", "7", "8"]
+
+
+def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, tmp_path):
+    run = shutil.copytree(single, tmp_path / "copied")
+    newest = run / "checkpoints" / "step=000006"
+    shard = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    shard.write_bytes(bytes(reversed(shard.read_bytes())))
+    result = running.train(f"resume={run}", "trainer.max_steps=6", "run.name=next", cwd=tmp_path, corpus=corpus)
+    assert f"{newest} is passed over: {shard.name} was changed" in result.stderr
+    rows = running.rows(tmp_path / "outputs" / "next")
+    assert [row["step"] for row in rows] == ["3", "4", "5", "6"]
+    assert running.losses(tmp_path / "outputs" / "next") == running.losses(single)[2:]
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])

@@ -6,17 +6,12 @@ import shutil
 import pytest
 
 from armature import manifest, resume
-from tests.running import losses, summary, train, write_corpus
+from tests.running import losses, summary, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
 server = pytest.importorskip("moto.server", reason="moto[server] is not installed (pip install 'moto[server]')")
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

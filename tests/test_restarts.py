@@ -21,6 +21,8 @@ from armature.validation import checks, resize
 from armature.watch import Death
 from tests import running
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 FAULTY = """
 import os
 import signal
@@ -44,18 +46,6 @@ class Fault(Callback):
         os.kill(os.getpid(), getattr(signal, self.how))
 """
 DDP = ["strategy=ddp", "trainer.devices=2", "run.name=run", "trainer.max_steps=8", "checkpoint.every_n_steps=2"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return running.write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARMATURE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -36,14 +36,11 @@ def open_run(
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         OmegaConf.update(cfg, key, OmegaConf.create({"value": _parse(value)}).value)
     OmegaConf.update(cfg, "run.dir", str(directory))
-    folder = resume.folder(directory, cfg)
-    if path != directory:
-        named = [path]
-    elif best:
+    if path == directory and best:
         name = (run_dir.read_summary(directory) or {}).get("best_checkpoint")
-        named = [folder / Path(name).name] if name else []
+        named = [resume.folder(directory, cfg) / Path(name).name] if name else []
     else:
-        named = resume.candidates(folder)
+        named = resume.meant_by(path)
     checkpoint = storage.first_sound(named, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")

@@ -49,11 +49,15 @@ def last_checkpoint(run_dir: Path, cfg: Any = None) -> Path | None:
     return next((path for path in candidates(folder(run_dir, cfg)) if manifest.problem(path) is None), None)
 
 
+def meant_by(path: Path) -> list[Path]:
+    """The checkpoints that somebody names by a path: that one itself, or a run directory's, in `candidates`' order."""
+    return [path] if (path / "meta.pt").exists() else candidates(folder(path))
+
+
 def find(path: Path) -> Path | None:
-    """The checkpoint meant by a path: itself, or the last one of a run directory."""
-    if (path / "meta.pt").exists():
-        return path
-    return last_checkpoint(path)
+    """The first of those; of a run directory's, the first that is complete by its files' names and sizes."""
+    named = meant_by(path)
+    return next((each for each in named if each == path or manifest.problem(each) is None), None)
 
 
 def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
@@ -106,7 +110,10 @@ def problems(cfg: DictConfig) -> list[str]:
         return [
             f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
         ]
-    return untrusted(checkpoint, trust=cfg.checkpoint.trust, how="checkpoint.trust=true")
+    problem = None if cfg.checkpoint.trust else manifest.problem(checkpoint)
+    if problem is None:
+        return []
+    return [f"{checkpoint}: {problem}. Load it only if you trust where it comes from: type checkpoint.trust=true."]
 
 
 def _unreachable(key: str, value: str) -> str | None:
@@ -119,14 +126,6 @@ def _unreachable(key: str, value: str) -> str | None:
     except (ValueError, ImportError) as error:
         return f"{key}={value}: {error}."
     return None
-
-
-def untrusted(checkpoint: Path, *, trust: bool, how: str) -> list[str]:
-    """Why a checkpoint that somebody named is not loaded."""
-    problem = None if trust else manifest.problem(checkpoint)
-    if problem is None:
-        return []
-    return [f"{checkpoint}: {problem}. Load it only if you trust where it comes from: type {how}."]
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:

@@ -157,11 +157,8 @@ def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
     """The checkpoint to go on from, whose files are what was saved; damaged ones are named and passed over."""
     if resume.checkpoint_for(cfg, directory) is None:
         return None
-    own = resume.candidates(resume.folder(directory, cfg))
-    if own:
-        return storage.first_sound(own, trust=cfg.checkpoint.trust)
-    named = resume.find(resume.at(cfg.resume))
-    return storage.first_sound([named] if named is not None else [], trust=cfg.checkpoint.trust)
+    named = resume.candidates(resume.folder(directory, cfg)) or resume.meant_by(resume.at(cfg.resume))
+    return storage.first_sound(named, trust=cfg.checkpoint.trust)
 
 
 def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:

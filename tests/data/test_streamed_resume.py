@@ -224,7 +224,7 @@ def test_other_files_than_the_checkpoints_are_refused(folder):
     state = text_data(folder).state_dict()
     with gzip.open(folder / "9.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": "more text than there was " * 4}) + "\n")
-    with pytest.raises(ConfigError, match="made with other files"):
+    with pytest.raises(ConfigError, match="made with other tokens"):
         text_data(folder).load_state_dict(state)
 
 

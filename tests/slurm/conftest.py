@@ -1,6 +1,5 @@
 import pytest
 
-from tests import running
 from tests.slurm import cluster
 
 
@@ -11,8 +10,3 @@ def slurm(tmp_path_factory):
         pytest.skip(reason)
     with cluster.start(tmp_path_factory.mktemp("slurm")) as started:
         yield started
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    return running.write_corpus(tmp_path_factory.mktemp("corpus"))

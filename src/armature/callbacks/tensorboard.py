@@ -16,8 +16,8 @@ QUEUE = 1000  # events that wait for the writing thread; with torch's 10, each w
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, with the same arguments and files. A full disk ends it, and not the run."""
 
-    def __init__(self, save_dir: str, **kwargs: Any) -> None:
-        super().__init__(save_dir, **{"max_queue": QUEUE, **kwargs})
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"max_queue": QUEUE, **kwargs})
         self._lost = False
 
     @override
@@ -27,7 +27,8 @@ class TensorBoard(TensorBoardLogger):
             return
         if any(isinstance(value, dict) for value in metrics.values()):
             return super().log_metrics(metrics, step)
-        from tensorboard.compat.proto.summary_pb2 import Summary  # not before it is used: it takes a while
+        # not before it is used: it takes a while
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
         values = [Summary.Value(tag=prefix + name, simple_value=float(value)) for name, value in metrics.items()]

@@ -21,27 +21,11 @@ class DigitsData(DataModule):
 
     Args:
         shift: training images are moved by up to this many pixels each way; 0: left as they are.
+        loader: batch sizes and the like, as in DataModule.
     """
 
-    def __init__(
-        self,
-        *,
-        shift: int = 1,
-        global_batch_size: int,
-        micro_batch_size: int | str = "auto",
-        eval_batch_size: int = 32,
-        num_workers: int = 0,
-        seed: int = 0,
-        train_limit: int | None = None,
-    ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            train_limit=train_limit,
-        )
+    def __init__(self, *, shift: int = 1, **loader: Any) -> None:
+        super().__init__(**loader)
         self.shift = shift
 
     @override

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from armature.data import cache, sources, tokenizer
-from armature.data.base import Batch, DataModule, Split
+from armature.data.base import Batch, Split
 from armature.data.corpus import TOKENIZER_FILE
 from armature.data.sampler import permuted
 from armature.data.sources import SourceFile
 from armature.data.stream import Stream
+from armature.data.text import TokenData
 from armature.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -212,41 +213,10 @@ class StreamedWindows(Stream):
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
-class StreamedTextData(DataModule):
-    """Next-token prediction on bytes, read from files in the order in which they lie there.
+class StreamedTextData(TokenData):
+    """Bytes, read from files in the order in which they lie there."""
 
-    Args:
-        source: the files, with the same context.
-        context: tokens a sample.
-        path: what `source` was told to read; here so that it can be typed as data.path.
-    """
-
-    def __init__(
-        self,
-        source: Shards,
-        *,
-        context: int,
-        global_batch_size: int,
-        micro_batch_size: int | str = "auto",
-        eval_batch_size: int = 32,
-        num_workers: int = 0,
-        seed: int = 0,
-        train_limit: int | None = None,
-        path: str | list[str] | None = None,
-    ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            train_limit=train_limit,
-        )
-        self.source, self.context, self.tokens_per_sample, self.path = source, context, context, path
-
-    @override
-    def prepare_data(self) -> None:
-        self.source.prepare()
+    source: Shards
 
     @override
     def dataset(self, split: Split) -> Stream:
@@ -255,20 +225,3 @@ class StreamedTextData(DataModule):
     @override
     def save_assets(self, run_dir: Path) -> None:
         self.tokenizer.save(str(run_dir / TOKENIZER_FILE))
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.source.tokenizer
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "corpus": self.source.fingerprint}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["corpus"] != self.source.fingerprint:
-            raise ConfigError(
-                f"The checkpoint was made with other files ({state_dict['corpus']}) than data.path names now "
-                f"({self.source.fingerprint}). Bring back what it was trained on, or type resume=never."
-            )
-        super().load_state_dict(state_dict)

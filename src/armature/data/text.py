@@ -20,43 +20,49 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class TextData(DataModule):
-    """Next-token prediction on windows of `context` tokens. Windows do not overlap, and cross document ends.
-
-    Training leaves out the few tokens of the last, incomplete window; validation and test count every token once.
+class TokenData(DataModule):
+    """Next-token prediction on `context` tokens a sample.
 
     Args:
-        source: the corpus, with the same context.
-        context: tokens a sample.
+        source: where the tokens come from, with the same context.
         path: what `source` was told to read; here so that it can be typed as data.path.
+        loader: batch sizes and the like, as in DataModule.
     """
 
-    def __init__(
-        self,
-        source: Corpus,
-        *,
-        context: int,
-        global_batch_size: int,
-        micro_batch_size: int | str = "auto",
-        eval_batch_size: int = 32,
-        num_workers: int = 0,
-        seed: int = 0,
-        train_limit: int | None = None,
-        path: str | list[str] | None = None,
-    ) -> None:
-        super().__init__(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            eval_batch_size=eval_batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            train_limit=train_limit,
-        )
+    def __init__(self, source: Any, *, context: int, path: str | list[str] | None = None, **loader: Any) -> None:
+        super().__init__(**loader)
         self.source, self.context, self.tokens_per_sample, self.path = source, context, context, path
 
     @override
     def prepare_data(self) -> None:
         self.source.prepare()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.source.tokenizer
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "corpus": self.source.fingerprint}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["corpus"] != self.source.fingerprint:
+            raise ConfigError(
+                f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
+                f"({self.source.fingerprint}): files or settings of the corpus have changed. Bring back what it was "
+                "trained on, or type resume=never."
+            )
+        super().load_state_dict(state_dict)
+
+
+class TextData(TokenData):
+    """Windows of a prepared corpus. Windows do not overlap, and cross document ends.
+
+    Training leaves out the few tokens of the last, incomplete window; validation and test count every token once.
+    """
+
+    source: Corpus
 
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
@@ -65,10 +71,6 @@ class TextData(DataModule):
     @override
     def save_assets(self, run_dir: Path) -> None:
         shutil.copyfile(self.source.folder / TOKENIZER_FILE, run_dir / TOKENIZER_FILE)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.source.tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -92,20 +94,6 @@ class TextData(DataModule):
             f"{split}: zlib level 9 needs {self.zlib_bits_per_byte(split):.3f} bits per byte for the same files"
             for split in ("val", "test")
         ]
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "corpus": self.source.fingerprint}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["corpus"] != self.source.fingerprint:
-            raise ConfigError(
-                f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
-                f"({self.source.fingerprint}): files or settings of the corpus have changed. Bring back what it was "
-                "trained on, or type resume=never."
-            )
-        super().load_state_dict(state_dict)
 
 
 class Windows(Dataset[Batch]):

@@ -45,20 +45,21 @@ def total_norm(parts: list[tuple[Tensor, int]], *, ranks: int, divided: bool, de
         divided: whether ranks hold different parts, so that they have to add up. The same on every rank.
         device: where the collective works.
     """
-    total = torch.zeros((), device=device)
-    parts = [piece for part in parts for piece in _pieces(*part)]
-    if parts:
-        norms = torch._foreach_norm([part for part, _ in parts], 2, dtype=torch.float32)
+    cut = [piece for part in parts for piece in pieces(*part)]
+    if cut:
+        norms = torch._foreach_norm([part for part, _ in cut], 2, dtype=torch.float32)
         squares = torch.stack([norm.to(device) for norm in norms]).square()
         if divided:
-            squares *= torch.tensor([cuts / ranks for _, cuts in parts], device=device)
+            squares *= torch.tensor([cuts / ranks for _, cuts in cut], device=device)
         total = squares.sum()
+    else:
+        total = torch.zeros((), device=device)
     if divided:
         dist.all_reduce(total)
     return total.sqrt()
 
 
-def _pieces(part: Tensor, cuts: int) -> list[tuple[Tensor, int]]:
+def pieces(part: Tensor, cuts: int) -> list[tuple[Tensor, int]]:
     """A CPU adds squares up one after the other in fp32: over millions of elements, the fifth digit is wrong."""
     if part.device.type != "cpu" or part.numel() <= _PIECE or not part.is_contiguous():
         return [(part, cuts)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armature.parallel.gradients import _pieces, local_gradients
+from armature.parallel.gradients import local_gradients, pieces
 
 __all__ = ["local_gradients", "local_parts", "norms"]
 
@@ -42,16 +42,16 @@ def norms(
         ranks, divided: as for `gradients.total_norm`.
     """
     squares = torch.zeros(count, device=device)
-    pieces, owners = [], []
+    cut, owners = [], []
     for (part, cuts), group in zip(parts, groups, strict=True):
-        for piece in _pieces(part, cuts):
-            pieces.append(piece)
+        for piece in pieces(part, cuts):
+            cut.append(piece)
             owners.append(group)
-    if pieces:
-        each = torch.stack([n.to(device) for n in torch._foreach_norm([p for p, _ in pieces], 2, dtype=torch.float32)])
-        each = each.square()
+    if cut:
+        each = torch._foreach_norm([part for part, _ in cut], 2, dtype=torch.float32)
+        each = torch.stack([norm.to(device) for norm in each]).square()
         if divided:
-            each *= torch.tensor([cuts / ranks for _, cuts in pieces], device=device)
+            each *= torch.tensor([cuts / ranks for _, cuts in cut], device=device)
         squares.index_add_(0, torch.tensor(owners, device=device), each)
     if divided:
         dist.all_reduce(squares)
