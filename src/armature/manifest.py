@@ -7,12 +7,13 @@ A directory without one was left half-written, or is another program's. The chec
 signature, since whoever can change the files can change the manifest too.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from armature import files
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -21,17 +22,16 @@ Files = dict[str, dict[str, Any]]
 
 def describe(directory: Path, names: Iterable[str]) -> Files:
     """Size and SHA-256 of files in a directory, read back from where they were written."""
-    files: Files = {}
+    found: Files = {}
     for name in names:
-        with (directory / name).open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
-            files[name] = {"bytes": file.tell(), "sha256": checksum}
-    return files
+        path = directory / name
+        found[name] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+    return found
 
 
-def write(directory: Path, files: Files, facts: dict[str, Any]) -> None:
+def write(directory: Path, described: Files, facts: dict[str, Any]) -> None:
     """Vouch for the files: from now on the directory is a complete checkpoint."""
-    text = json.dumps({"format": FORMAT, **facts, "files": dict(sorted(files.items()))}, indent=1)
+    text = json.dumps({"format": FORMAT, **facts, "files": dict(sorted(described.items()))}, indent=1)
     with (directory / NAME).open("w", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
@@ -71,10 +71,10 @@ def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str
     Args:
         share: (rank, ranks): this rank reads every ranks-th file only.
     """
-    files = (read(directory) or {"files": {}})["files"]
+    saved = (read(directory) or {"files": {}})["files"]
     rank, ranks = share
-    for name in list(files)[rank::ranks]:
-        if describe(directory, [name])[name]["sha256"] != files[name]["sha256"]:
+    for name in list(saved)[rank::ranks]:
+        if describe(directory, [name])[name]["sha256"] != saved[name]["sha256"]:
             return f"{name} was changed since it was saved (its checksum differs)"
     return None
 

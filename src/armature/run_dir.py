@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from armature import resume
+from armature import files, resume
 from armature.errors import ConfigError
 
 
@@ -79,10 +78,10 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     cfg.run.id = _id(run_dir)
-    _replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
+    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
-    _replace(typed, before + "".join(f"{override}\n" for override in overrides))
+    files.replace(typed, before + "".join(f"{override}\n" for override in overrides))
     return run_dir
 
 
@@ -133,16 +132,9 @@ def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    _replace(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    files.replace(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     file = run_dir / "summary.json"
     return json.loads(file.read_text()) if file.is_file() else None
-
-
-def _replace(file: Path, text: str) -> None:
-    """Written beside its target and renamed, so that nobody reads half a file."""
-    part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)

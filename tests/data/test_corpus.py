@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from armature import files as whole
 from armature.data import cache, sources
 from armature.data.corpus import SPLITS, Corpus
 from armature.data.sources import Splitter
@@ -215,8 +216,8 @@ def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypa
     monkeypatch.setattr(cache, "_ALWAYS_CHECKED", 0)
     folder = corpus(str(files)).folder
     read = []
-    sha256 = cache.file_sha256
-    monkeypatch.setattr(cache, "file_sha256", lambda path: read.append(path.name) or sha256(path))
+    sha256 = whole.sha256
+    monkeypatch.setattr(whole, "sha256", lambda path: read.append(path.name) or sha256(path))
     corpus(str(files)).prepare()
     assert read == []
     (folder / "val.bin").write_bytes((folder / "val.bin").read_bytes())

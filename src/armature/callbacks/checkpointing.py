@@ -1,7 +1,6 @@
 """When checkpoints are saved, which are kept, and which one `last` names."""
 
 import logging
-import os
 import shutil
 import time
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from armature import manifest
+from armature import files, manifest
 from armature.callbacks.step_log import StepLog
 from armature.callbacks.stop import StoppedBySignal
 from armature.parallel import storage
@@ -197,7 +196,5 @@ def write_pointer(directory: Path, name: str) -> None:
     """`last` names the newest complete checkpoint; it changes in one piece."""
     if not manifest.is_local(directory):
         (directory / "last").write_text(f"{name}\n")  # an object is replaced as a whole
-        return
-    part = directory / ".last.part"
-    part.write_text(f"{name}\n")
-    os.replace(part, directory / "last")
+    else:
+        files.replace(directory / "last", f"{name}\n")

@@ -5,6 +5,7 @@ undisturbed one. The newest row is held back until the next one comes, because v
 """
 
 import csv
+import io
 import logging
 import os
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+from armature import files
 
 log = logging.getLogger(__name__)
 
@@ -125,12 +128,11 @@ class MetricsCSV(Logger):
         self._unwritten = []
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        part = self.file.with_name(f".{self.file.name}.part")
-        with part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(part, self.file)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        files.replace(self.file, text.getvalue())
 
 
 def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:

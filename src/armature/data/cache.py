@@ -11,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from armature import files
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -65,17 +66,17 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
     part.mkdir()
     try:
         content = build(part)
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(part.iterdir())}
-        header = {**content, "files": files}
+        sums = {p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)} for p in sorted(part.iterdir())}
+        header = {**content, "files": sums}
         header["checksum"] = _checksum(header)
         (part / HEADER).write_text(json.dumps(header, indent=2) + "\n")
         for path in part.iterdir():
-            _sync(path)
-        _sync(part)
+            files.sync(path)
+        files.sync(part)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(part, folder)
-        _sync(folder.parent)
+        files.sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     _stamp(folder, header)
@@ -96,7 +97,7 @@ def _sound(folder: Path) -> dict[str, Any] | None:
             if stat.st_size != file["bytes"]:
                 raise ValueError(f"{name} has {stat.st_size:,} bytes instead of {file['bytes']:,}")
             if known.get(name) != [stat.st_size, stat.st_mtime_ns]:
-                if file_sha256(folder / name) != file["sha256"]:
+                if files.sha256(folder / name) != file["sha256"]:
                     raise ValueError(f"{name} does not have the checksum it was written with")
                 known = {**known, name: None}
         if None in known.values():
@@ -117,27 +118,12 @@ def _known(folder: Path) -> dict[str, Any]:
 def _stamp(folder: Path, header: dict[str, Any]) -> None:
     """Remembers size and time of files that were checked, so that a large cache is read whole only after a change."""
     stats = {name: (folder / name).stat() for name in header["files"]}
-    part = folder / f"{_STAMP}.{os.getpid()}"
     try:
-        part.write_text(json.dumps({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}))
-        os.replace(part, folder / _STAMP)
+        files.replace(folder / _STAMP, json.dumps({name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()}))
     except OSError as error:  # a cache that only others may write: checked again next time
-        log.info("%s cannot be written (%s).", part, error)
+        log.info("%s cannot be stamped (%s).", folder, error)
 
 
 def _checksum(header: dict[str, Any]) -> str:
     content = {key: value for key, value in header.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from armature import manifest
+from armature import files, manifest
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -67,12 +67,12 @@ def complete(part: Path, directory: Path, facts: dict[str, Any], *, group: dist.
     def own() -> manifest.Files:
         return manifest.describe(part, [p.name for p in part.iterdir() if _writer_of(p.name, ranks) == rank])
 
-    files = {name: facts for of_rank in together(own, group=group) for name, facts in of_rank.items()}
+    written = {name: facts for of_rank in together(own, group=group) for name, facts in of_rank.items()}
 
     def seal() -> None:
-        manifest.write(part, files, {"world_size": ranks, **facts})
+        manifest.write(part, written, {"world_size": ranks, **facts})
         if part != directory:
-            _sync(part)
+            files.sync(part)
             publish(part, directory)
 
     on_rank_0(seal, group=group)
@@ -91,7 +91,7 @@ def publish(part: Path, directory: Path) -> None:
         remove(old)
         directory.rename(old)
     part.rename(directory)
-    _sync(directory.parent)
+    files.sync(directory.parent)
     remove(old)
 
 
@@ -116,14 +116,8 @@ def clear_unfinished(checkpoints: Path) -> None:
                     path.rename(replaced)  # it was to make room for one that never came
                 else:
                     remove(path)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            elif path.name.startswith(".last."):
+                path.unlink()
 
 
 def failure(error: CheckpointException) -> OSError:
