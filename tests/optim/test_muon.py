@@ -3,7 +3,9 @@ import copy
 import pytest
 import torch
 
+from armature.optim import muon
 from armature.optim.muon import Muon, orthogonalize
+from armature.parallel.whole_matrices import Divided
 from tests.parallel.harness import on_ranks
 
 
@@ -77,31 +79,58 @@ def test_precision_decides_the_type_of_the_iteration():
     assert 0 < difference < 0.05
 
 
-def train(divided: bool) -> list[list]:
+def train(layout: str) -> list[list]:
+    """Weights after three steps. Every rank sees the same batch, large enough for gradients of full rank.
+
+    The iteration multiplies the smallest singular values, which are rounding otherwise, by hundreds.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.GELU(), torch.nn.Linear(24, 12, bias=False))
-    if divided:
+    sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # of the same shape: more than ranks, and not a multiple
+    layers = [torch.nn.Linear(*size, bias=size[0] == 16) for size in sizes]
+    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.GELU())))
+    if layout == "fsdp × tensor":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        plan = {str(i): ColwiseParallel() if i % 4 == 0 else RowwiseParallel() for i in range(0, 8, 2)}
+        parallelize_module(model, mesh["tensor"], plan)
         fully_shard(model, mesh=mesh["shard"])
-    optimizer = Muon(
-        [{"params": [model[0].weight, model[2].weight], "hidden": True}, {"params": [model[0].bias], "hidden": False}],
-        lr=0.1,
-    )
+    elif layout == "tensor":
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    hidden = [layer.weight for layer in layers]
+    optimizer = Muon([{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1)
+    counted = []
+    if layout != "alone":
+        optimizer.matrices = Divided(torch.distributed.group.WORLD if layout == "ddp" else None)
+        work = muon.orthogonalize
+        muon.orthogonalize = lambda matrix, **kwargs: counted.append(matrix.shape) or work(matrix, **kwargs)
     for step in range(3):
-        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-    return [(param.full_tensor() if divided else param).tolist() for param in model.parameters()]
+    weights = [getattr(param, "full_tensor", lambda param=param: param)().tolist() for param in model.parameters()]
+    return [*weights, len(counted) // 3]
 
 
 @pytest.mark.slow
-def test_divided_matrices_take_the_same_steps_as_whole_ones():
-    divided = on_ranks(train, True, ranks=4)[0]
-    for got, expected in zip(divided, train(False), strict=True):
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(
+    ("layout", "ranks", "most"),
+    [
+        ("ddp", 2, 4), ("ddp", 4, 3), ("fsdp", 2, 4), ("fsdp", 4, 3), ("hsdp", 4, 4), ("tensor", 2, 5),
+        ("fsdp × tensor", 4, 5),
+    ],
+)  # fmt: skip
+def test_divided_work_takes_the_same_steps_as_one_process(layout, ranks, most):
+    expected = train("alone")
+    for *weights, count in on_ranks(train, layout, ranks=ranks):
+        assert count <= most, "of five matrices a step, a rank should do its share"
+        for got, alone in zip(weights, expected, strict=False):
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)

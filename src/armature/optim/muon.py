@@ -6,7 +6,8 @@ Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ class Muon(Optimizer):
 
     `lr` is the rate of both kinds: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
     `precision` is the run's: under "bf16-mixed" and "bf16-true" the iteration is in bf16, otherwise in fp32, where a
-    step is the same under every layout to rounding. Under sharding (a parameter with `full_tensor`), each rank gathers
-    a matrix's momentum, orthogonalises the whole and keeps its own part.
+    step is the same under every layout to rounding.
 
     With `base_width`, `lr` is the rate of a model that is so wide, and hidden matrices of this one get
     sqrt(base_width / width) of it: the largest singular value of an update, which is its root mean square times the
     square root of the width, then stays (arXiv:2310.17813).
+
+    Attributes:
+        matrices: who orthogonalises which matrix. A strategy of several ranks sets one that divides the work, and that
+            brings a matrix together which is cut over ranks.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Muon(Optimizer):
         }
         params = carried_over(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
         super().__init__(params, defaults)
+        self.matrices: Any = Alone()
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         for group in self.param_groups:
             for param in group["params"]:
@@ -74,25 +79,26 @@ class Muon(Optimizer):
             if not params:
                 continue
             if group["hidden"]:
-                for param in params:
-                    self._orthogonal_step(param, group)
+                for together in self.matrices.rounds(params):
+                    self._orthogonal_step([params[i] for i in together], group)
             else:
                 self._adamw_step(params, group)
         return loss
 
-    def _orthogonal_step(self, param: Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[param], param.grad
-        assert grad is not None
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(param)
-        momentum = state["momentum_buffer"]
-        momentum.lerp_(grad, 1 - group["momentum"])
-        update = on_whole_matrix(
-            grad.lerp(momentum, group["momentum"]),
-            lambda m: orthogonalize(m.to(self._dtype), steps=group["newton_schulz_steps"]),
-        )
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
+    def _orthogonal_step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        updates = []
+        for param in params:
+            state, grad = self.state[param], param.grad
+            assert grad is not None
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            momentum = state["momentum_buffer"]
+            momentum.lerp_(grad, 1 - group["momentum"])
+            updates.append(grad.lerp(momentum, group["momentum"]).to(self._dtype))
+        updates = self.matrices.map(updates, partial(orthogonalize, steps=group["newton_schulz_steps"]))
+        for param, update in zip(params, updates, strict=True):
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
 
     def _adamw_step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for param in params:
@@ -119,6 +125,16 @@ class Muon(Optimizer):
         )
 
 
+class Alone:
+    """Every matrix by itself, in this process."""
+
+    def rounds(self, matrices: Sequence[Tensor]) -> list[list[int]]:
+        return [[i] for i in range(len(matrices))]
+
+    def map(self, matrices: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [function(matrix) for matrix in matrices]
+
+
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
     """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration."""
     a, b, c = NEWTON_SCHULZ
@@ -129,13 +145,3 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def on_whole_matrix(matrix: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function` of the undivided matrix, laid out as the matrix was."""
-    whole = getattr(matrix, "full_tensor", None)
-    if whole is None:
-        return function(matrix)
-    distributed: Any = matrix  # a DTensor, which only parallel/ may name
-    result = type(distributed).from_local(function(whole()), distributed.device_mesh, run_check=False)
-    return result.redistribute(placements=distributed.placements)

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from armature.parallel import apply, background, blocks, gradients, initialisation, process_group, randomness
 from armature.parallel import checkpoint as ckpt
+from armature.parallel.whole_matrices import Divided
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base  # whatever the mixin is mixed into has its attributes
@@ -128,6 +129,9 @@ class Common(_Base):
                 ckpt.load(self.initial_weights, self.module, [])
             self.module.__dict__["_armature_built"] = True
         super().setup(trainer)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "matrices"):  # Muon
+                optimizer.matrices = self.matrices()  # pyright: ignore[reportAttributeAccessIssue]
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
         self.precision_plugin.clip_gradients = self.clip_gradients
         if trainer.state.fn == TrainerFn.FITTING:
@@ -147,6 +151,10 @@ class Common(_Base):
     def weights(self) -> dict[str, nn.Parameter]:
         """This rank's part of the weights by name, as the optimiser steps them; none is gathered afterwards."""
         return {name: param for param, name in ckpt.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
+
+    def matrices(self) -> Divided:
+        """Who works on which whole matrix in the optimiser."""
+        return Divided()
 
     # ------------------------------------------------------------ gradients
     def clip_gradients(

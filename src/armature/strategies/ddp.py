@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from armature.parallel import batchnorm
+from armature.parallel.whole_matrices import Divided
 from armature.strategies.base import Common
 
 
@@ -71,6 +72,10 @@ class DDP(Common, DDPStrategy):
         if self.sync_batchnorm:
             batchnorm.synchronise(module, group=dist.group.WORLD)
         super().build(module)
+
+    @override
+    def matrices(self) -> Divided:
+        return Divided(dist.group.WORLD)
 
     @override
     def _register_ddp_hooks(self) -> None:
