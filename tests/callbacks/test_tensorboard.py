@@ -1,12 +1,13 @@
 """TensorBoard: one event a row, which reads as Lightning's do, and a full disk does not end the run."""
 
-import errno
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from armature.callbacks.tensorboard import TensorBoard
 
@@ -35,27 +36,29 @@ def test_it_writes_what_lightning_s_logger_writes(tmp_path, prefix):
     assert len(logged["ours"]) == 5
 
 
-def test_a_row_is_one_event(tmp_path):
+def test_rows_are_an_event_each_in_one_file(tmp_path):
     logger = TensorBoard(str(tmp_path), name="", version="")
-    written = []
-    logger.experiment._get_file_writer().event_writer.add_event = written.append
-    logger.log_metrics(ROWS[0], step=3)
-    assert [(event.step, len(event.summary.value)) for event in written] == [(3, 3)]
+    logger.experiment.add_text("words", "before")
+    logger.write_rows([{"step": 3, "a": 1.0, "b": 2.0}, {"step": 4, "a": 3.0}])
+    logger.experiment.add_text("words", "after")
+    logger.log_metrics({"both": {"x": 1.0, "y": 2.0}}, step=5)  # Lightning's way to draw two curves in one picture
+    logger.finalize("success")
+    logger.log_metrics({"a": 4.0}, step=5)  # a test after training: the file is opened anew
+    first, _ = sorted(tmp_path.glob("events.*"))
+    found = [(e.step, [v.tag for v in e.summary.value]) for e in EventFileLoader(str(first)).Load() if e.summary.value]
+    assert [tags for _, tags in found] == [["words/text_summary"], ["a", "b"], ["a"], ["words/text_summary"]]
+    assert scalars(tmp_path)["a"] == [(3, "1"), (4, "3"), (5, "4")]
+    assert scalars(tmp_path / "both_x") == {"both": [(5, "1")]}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that thread writes nothing more
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_told_once_and_ends_only_the_events(tmp_path, caplog):
     logger = TensorBoard(str(tmp_path), name="", version="")
-    worker = logger.experiment._get_file_writer().event_writer._async_writer
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    worker._writer.write = full
-    with caplog.at_level(logging.ERROR):
-        logger.log_metrics(ROWS[0], step=1)
-        worker._worker.join(timeout=10)  # it ends with the error
-        for step in (2, 3):
+    events = logger._events()
+    events.close()
+    with Path("/dev/full").open("ab", buffering=0) as full, caplog.at_level(logging.ERROR):
+        events._file = events._records._writer = full
+        for step in (1, 2, 3):
             logger.log_metrics(ROWS[0], step=step)
         logger.save()
         logger.finalize("success")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armature.callbacks.metrics_csv import MetricsCSV
+from armature.callbacks.tensorboard import TensorBoard
 from armature.callbacks.timings import DataWait, TimingsCSV, Totals, Watch, Window, over_ranks
 
 log = logging.getLogger(__name__)
@@ -204,9 +205,12 @@ class StepLog(Callback):
                 self._log(logger, rows, timing)
 
     def _log(self, logger: Logger, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
+        rows = [*rows[:-1], rows[-1] | timing]
+        if isinstance(logger, TensorBoard):
+            logger.write_rows(rows)
+            return
         for row in rows:
-            values = {name: value for name, value in row.items() if name != "step"}
-            logger.log_metrics(values | timing if row is rows[-1] else values, step=row["step"])
+            logger.log_metrics({name: value for name, value in row.items() if name != "step"}, step=row["step"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
