@@ -43,7 +43,8 @@ def test_rows_are_an_event_each_in_one_file(tmp_path):
     logger.experiment.add_text("words", "after")
     logger.log_metrics({"both": {"x": 1.0, "y": 2.0}}, step=5)  # Lightning's way to draw two curves in one picture
     logger.finalize("success")
-    logger.log_metrics({"a": 4.0}, step=5)  # a test after training: the file is opened anew
+    logger.log_metrics({"a": 4.0}, step=5)  # a test after training: there is another file
+    logger.finalize("success")
     first, _ = sorted(tmp_path.glob("events.*"))
     found = [(e.step, [v.tag for v in e.summary.value]) for e in EventFileLoader(str(first)).Load() if e.summary.value]
     assert [tags for _, tags in found] == [["words/text_summary"], ["a", "b"], ["a"], ["words/text_summary"]]
