@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 
 from armature.flops import flops_per_sample, measured_peak
 from armature.hardware import cpu_name
 from benchmarks.job import Job
+from benchmarks.parts import call
 
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 
@@ -39,7 +39,7 @@ def step(job: Job) -> float | None:
     if job.tokens is None:
         return None
     tokens = torch.zeros(1, job.context, dtype=torch.long)
-    one = flops_per_sample(partial(instantiate, job.model), tokens, tokens)
+    one = flops_per_sample(partial(call, job.model), tokens, tokens)
     return one and one * job.global_batch_size
 
 

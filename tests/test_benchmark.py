@@ -115,7 +115,7 @@ def test_flops_are_those_that_torch_counts(more):
     tokens = torch.randint(96, (3, 24))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    node = {"_target_": "armature.models.decoder.model.Decoder", **sizes}
+    node = {"_target_": "armature.models.decoder.model.Decoder", "_partial_": True, **sizes}
     job = replace(compose(TINY).job, model=node, tokens=("", ""), context=24, global_batch_size=3)
     assert flops.step(job) == counter.get_total_flops()
 

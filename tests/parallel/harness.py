@@ -64,7 +64,8 @@ DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4
 
 
 def mesh(ranks: int, **options: Any) -> Job:
-    return Job("MeshStrategy", options, ranks=ranks)
+    # by itself this model would be one unit
+    return Job("MeshStrategy", {"min_num_params": 0, **options}, ranks=ranks)
 
 
 LAYOUTS: dict[str, Job] = {
@@ -73,6 +74,8 @@ LAYOUTS: dict[str, Job] = {
     "ddp 2": Job("DDP", ranks=2),
     "fsdp 2": mesh(2, shard="auto"),
     "fsdp 2, ZeRO-2": mesh(2, shard=2, reshard_after_forward=False),
+    "fsdp 2, two blocks a unit": mesh(2, shard=2, min_num_params=10_000),
+    "fsdp 2, one unit": mesh(2, shard=2, min_num_params=8_000_000),
     "fsdp 2, reduced once a step": mesh(2, shard=2, reduce_every_microbatch=False),
     "hsdp 2×2": mesh(4, replicate=2, shard=2),
     "tensor 2": mesh(2, tensor=2, sequence_parallel=False),

@@ -92,15 +92,22 @@ def test_a_users_model_with_a_plan_of_ten_lines_trains_under_all(job: Job) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "options"), [("every", {"shard": 2}), ("selective", {"tensor": 2}), (2, {"pipe": 2})], ids=str
-)
+    ("mode", "options"),
+    [
+        ("every", {"shard": 2}),
+        (3, {"shard": 2, "min_num_params": 10_000}),
+        ("selective", {"tensor": 2}),
+        (2, {"pipe": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_recomputation_changes_nothing(mode: str | int, options: dict) -> None:
     assert_same(mesh(2, activation_checkpointing=mode, **options))
 
 
 @pytest.mark.slow
 def test_compiled_blocks_change_nothing() -> None:
-    assert_same(mesh(2, shard=2, compile="block", activation_checkpointing="every"))
+    assert_same(mesh(2, shard=2, compile="block", activation_checkpointing="every", min_num_params=10_000))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from armature.parallel import blocks, initialisation, pipeline, tensor, ties
 from armature.parallel.plan import Plan
@@ -37,6 +38,7 @@ class Options:
     reduce_dtype: torch.dtype | None
     cpu_offload: bool
     prefetch: int
+    min_num_params: int = 0
     compile_mode: str = "default"
     float8: bool | str = False
 
@@ -96,7 +98,7 @@ def parallelize(
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
 
-    # 6. shard: a unit a block, and one for each end
+    # 6. shard: units of blocks, and one for each end
     if shard.size() > 1:
         for part in applied.parts:
             shard_part(part, plan, mesh=shard if mesh["replicate"].size() > 1 else mesh["shard"], options=options)
@@ -128,13 +130,17 @@ def blocks_of(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
 
 
 def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
-    """fully_shard (FSDP2) on each block, on each end, and on what is left."""
+    """fully_shard (FSDP2) on units of blocks, on each end, and on what is left.
+
+    What backward begins with, the last end or what is left, stays gathered after forward.
+    """
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": options.reshard_after_forward,
     }
+    kept = {**arguments, "reshard_after_forward": False}
     if plan is None:
         log.warning(
             "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. A plan.py "
@@ -142,19 +148,40 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
             type(model).__name__,
         )
     else:
-        units = blocks_of(model, plan)
+        units = units_of(model, plan, min_num_params=options.min_num_params)
         for unit in units:
             fully_shard(unit, **arguments)
-        for i, unit in enumerate(units):
-            ahead = units[i + 1 : i + 1 + options.prefetch]
-            if options.prefetch > 1 and ahead and isinstance(unit, FSDPModule):
-                unit.set_modules_to_forward_prefetch(ahead)  # pyright: ignore[reportArgumentType]
-        if not ties.find(model):
-            for ends in (plan.first, plan.last):
+        heads = [unit[0] for unit in units]
+        for i, head in enumerate(heads):
+            ahead = heads[i + 1 : i + 1 + options.prefetch]
+            if options.prefetch > 1 and ahead and isinstance(head, FSDPModule):
+                head.set_modules_to_forward_prefetch(ahead)  # pyright: ignore[reportArgumentType]
+        if units and not ties.find(model):
+            for ends, keep in ((plan.first, False), (plan.last, True)):
                 here = [module for end in ends if (module := getattr(model, end)) is not None]
                 if here:
-                    fully_shard(here, **arguments)
-    fully_shard(model, **arguments)
+                    fully_shard(here, **(kept if keep else arguments))
+    fully_shard(model, **kept)
+
+
+def units_of(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
+    """Consecutive blocks that are gathered together; none where the whole model is no larger than one unit may be."""
+
+    def size(*modules: nn.Module) -> int:
+        held = (p.to_local() if isinstance(p, DTensor) else p for module in modules for p in module.parameters())
+        return sum(part.numel() for part in held)
+
+    if size(model) <= min_num_params:
+        return []
+    units: list[list[nn.Module]] = []
+    for block in blocks_of(model, plan):
+        if units and size(*units[-1]) < min_num_params:
+            units[-1].append(block)
+        else:
+            units.append([block])
+    if len(units) > 1 and size(*units[-1]) < min_num_params:
+        units[-2] += units.pop()
+    return units
 
 
 def plan_of(model: nn.Module) -> Plan | None:

@@ -30,7 +30,9 @@ class MeshStrategy(Common, ModelParallelStrategy):
         param_dtype, reduce_dtype: what gathered weights and reduced gradients are rounded to; None: bf16 and fp32 with
             bf16 precision, else fp32.
         cpu_offload: keep sharded weights, gradients and optimiser state in the CPU's memory.
-        prefetch: blocks that are gathered ahead of the one that computes.
+        prefetch: units that are gathered ahead of the one that computes.
+        min_num_params: consecutive blocks are gathered together until they have as many parameters: sending little is
+            not much faster than sending more. A smaller model is one unit, which stays gathered until backward.
         sequence_parallel: divide norms and activations between blocks over the tensor axis too, where the plan can.
         schedule, microbatches, stages: of the pipeline; `stages` lists how many blocks each one holds, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
@@ -51,6 +53,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
         reduce_dtype: str | None = None,
         cpu_offload: bool = False,
         prefetch: int = 1,
+        min_num_params: int = 8_000_000,
         sequence_parallel: bool = True,
         schedule: str = "1f1b",
         microbatches: int = 4,
@@ -69,7 +72,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
             "seed": seed, "schedule": schedule, "microbatches": microbatches,
             "stages": list(stages) if stages is not None else None, "sequence_parallel": sequence_parallel,
             "reshard_after_forward": reshard_after_forward, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
-            "cpu_offload": cpu_offload, "prefetch": prefetch,
+            "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params,
         }  # fmt: skip
         self.applied: list[apply.Applied] = []
         self._while_running = ExitStack()
