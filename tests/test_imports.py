@@ -1,0 +1,61 @@
+"""What a run may load: everything that it loads costs each start time and memory, on every rank."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests import running
+
+pytestmark = pytest.mark.slow
+
+OURS = {"hydra", "omegaconf", "antlr4", "yaml", "lightning", "lightning_utilities", "torchmetrics", "torch", "numpy"}
+OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "typing_extensions", "packaging"}
+WITH_LIGHTNING = {"rich", "tqdm", "fsspec", "scipy", "regex", "_distutils_hack"}  # torchmetrics looks at each metric
+WITH_TORCH = {"sympy", "mpmath", "torchgen", "charset_normalizer"}
+TENSORBOARD = {"tensorboard", "google", "absl", "six"}
+# taken in by the above only where something else has installed them
+IF_INSTALLED = {"PIL", "attr", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3", "certifi"}
+NEVER = {
+    "wandb",
+    "transformers",
+    "deepspeed",
+    "matplotlib",
+    "pandas",
+    "sklearn",
+    "torchao",
+    "s3fs",
+    "upath",
+    "datasets",
+}
+
+SCRIPT = """
+import json, runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    tops = {name.partition(".")[0] for name, file in files.items() if "-packages/" in file}
+    print("LOADED", json.dumps(sorted(top for top in tops if hasattr(sys.modules.get(top), "__path__"))))
+"""
+
+
+def loaded(*overrides: str, corpus, folder) -> set[str]:
+    launcher = [sys.executable, "-c", SCRIPT, str(running.ROOT / "train.py")]
+    done = subprocess.run(
+        running.command(*overrides, corpus=corpus, launcher=launcher), cwd=folder, env=running.environment(),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED "))
+    return set(json.loads(line.removeprefix("LOADED ")))
+
+
+@pytest.mark.parametrize("logger", ["none", "tensorboard"])
+def test_a_run_loads_what_it_uses_and_no_more(logger, corpus, cache, tmp_path):
+    found = loaded(f"logger={logger}", corpus=corpus, folder=tmp_path)
+    assert "lightning" in found
+    assert not found & NEVER
+    allowed = OURS | WITH_LIGHTNING | WITH_TORCH | IF_INSTALLED | (TENSORBOARD if logger == "tensorboard" else set())
+    assert found <= allowed, f"loaded and not listed: {sorted(found - allowed)}"
