@@ -106,7 +106,7 @@ def ranks() -> int:
 
 
 class Vote:
-    """The largest of all ranks' numbers, told one call late, so that no rank waits for the others.
+    """The largest of all ranks' numbers, of each kind, told one call late, so that no rank waits for the others.
 
     All ranks call it equally often. On GPUs too it is the CPUs that talk: the devices' queues are not waited for.
     """
@@ -114,25 +114,25 @@ class Vote:
     def __init__(self) -> None:
         self._under_way: tuple[torch.Tensor, dist.Work] | None = None
 
-    def __call__(self, number: int) -> int:
-        """This call's number takes part in the next call's result; one process gets its own at once."""
+    def __call__(self, *numbers: int) -> list[int]:
+        """This call's numbers take part in the next call's result; one process gets its own at once."""
         if not dist.is_initialized():
-            return number
-        result = self.finish()
-        box = torch.tensor([number])
+            return [*numbers]
+        result = self.finish() or [0] * len(numbers)
+        box = torch.tensor(numbers)
         work = dist.all_reduce(box, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._under_way = box, work
         return result
 
-    def finish(self) -> int:
-        """The result of the call before. Afterwards nothing is under way."""
+    def finish(self) -> list[int]:
+        """The result of the call before, if there was one. Afterwards nothing is under way."""
         if self._under_way is None:
-            return 0
+            return []
         box, work = self._under_way
         self._under_way = None
         work.wait()
-        return int(box)
+        return box.tolist()
 
 
 def destroy() -> None:

@@ -1,0 +1,52 @@
+"""The ranks agree on a stop, whichever of them was signalled, and short steps are not slowed down by asking."""
+
+import signal
+import time
+
+import pytest
+
+from armature.callbacks.stop import SETTLED, TOGETHER, StopOnSignal, StoppedBySignal
+from tests.parallel.harness import on_ranks
+
+
+def steps_until_stopped(signalled_at: int, seconds: float, steps: int) -> tuple[int, int]:
+    """The step at which this rank stopped, and how often it voted; only the last rank gets the signal."""
+    import torch.distributed as dist
+
+    stop, votes = StopOnSignal(), []
+    own_reason = stop._own_reason
+    stop._own_reason = lambda: votes.append(1) or own_reason()  # asked once a vote
+    for step in range(1, steps + 1):
+        time.sleep(seconds)
+        if step == signalled_at and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
+            stop._handle(signal.SIGTERM, None)
+        try:
+            stop.step_ended()
+        except StoppedBySignal:
+            assert stop.received == "SIGTERM"
+            return step, len(votes)
+    return 0, len(votes)
+
+
+def test_one_process_stops_after_the_step_that_it_is_in():
+    assert steps_until_stopped(SETTLED + 7, 0, SETTLED + 20) == (SETTLED + 7, SETTLED + 7)
+
+
+@pytest.mark.slow
+def test_ranks_stop_together_one_vote_after_the_signal():
+    for stopped, votes in on_ranks(steps_until_stopped, 5, 0.001, 20, ranks=2):
+        assert (stopped, votes) == (6, 6)
+
+
+@pytest.mark.slow
+def test_short_steps_are_voted_on_by_tens():
+    signalled = SETTLED + 5 * TOGETHER + 3
+    for stopped, votes in on_ranks(steps_until_stopped, signalled, 0.0, 3 * SETTLED, ranks=2):
+        assert stopped == SETTLED + 7 * TOGETHER  # cast at the next ten, read at the one after
+        assert votes < SETTLED + 10
+
+
+@pytest.mark.slow
+def test_long_steps_are_voted_on_one_by_one():
+    for stopped, _ in on_ranks(steps_until_stopped, SETTLED + 5, 0.011, SETTLED + 20, ranks=2):
+        assert stopped == SETTLED + 6
