@@ -100,10 +100,8 @@ def compose(overrides: Sequence[str]) -> Workload:
     config.register()
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         name = hydra.compose("train", list(overrides), return_hydra_config=True).hydra.runtime.choices.model
-        composed = hydra.compose(
-            "train", [*overrides, _allowed("armature", "benchmarks", "torch", "lightning.pytorch")]
-        )
-        allowed = hydra.compose("train", list(overrides)).launch.allowed_packages
+        composed = hydra.compose("train", [*overrides, allowed("armature", "benchmarks", "torch", "lightning.pytorch")])
+        packages = hydra.compose("train", list(overrides)).launch.allowed_packages
     cfg = check(composed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # pyright: ignore[reportAssignmentType]
     data, trainer, strategy = plain["data"], plain["trainer"], plain["strategy"]
@@ -142,11 +140,11 @@ def compose(overrides: Sequence[str]) -> Workload:
         seed=plain["seed"],
     )
     return Workload(
-        job, tuple(overrides), (*allowed, "benchmarks"), trainer["devices"], trainer["accelerator"], str(name)
+        job, tuple(overrides), (*packages, "benchmarks"), trainer["devices"], trainer["accelerator"], str(name)
     )
 
 
-def _allowed(*packages: str) -> str:
+def allowed(*packages: str) -> str:
     return f"launch.allowed_packages=[{','.join(packages)}]"
 
 
@@ -156,7 +154,7 @@ def ours(workload: Workload, folder: Path, *more: str, name: str = "ours", ranks
     command = [
         sys.executable, str(ROOT / "train.py"), *workload.overrides, *more, f"trainer.devices={ranks}",
         f"run.root={folder / 'runs'}", f"run.name={file_name(name)}",
-        f"trainer.max_steps={FOREVER}", "trainer.max_epochs=null", _allowed(*workload.allowed),
+        f"trainer.max_steps={FOREVER}", "trainer.max_epochs=null", allowed(*workload.allowed),
         "+callbacks.gate._target_=benchmarks.lightning_gate.LightningGate",
     ]  # fmt: skip
     return Contender(name, command, ranks=ranks)

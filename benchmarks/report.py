@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from dataclasses import asdict, is_dataclass
@@ -19,6 +20,7 @@ TITLES = {
     "overhead": "What a training loop adds to a step",
     "startup": "From the command to the first optimiser step",
     "loss": "The loss of a large vocabulary",
+    "data": "Data that keep up",
     "scale": "More ranks",
 }
 
@@ -154,6 +156,29 @@ def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
             f"| {loss.VARIANTS[variant]} | {row['bytes'] / 1e6:,.0f} MB | {row['bytes'] / plain['bytes']:.2f} | "
             f"{row['seconds']:.2f} | {row['gradients_differ_by']:.0e} |"
         )
+    return lines
+
+
+def _data(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    lines = []
+    if section["tokens_per_second"] is not None:
+        served = f"The loader by itself serves {section['tokens_per_second'] / 1e6:,.1f} million tokens a second"
+        ours = [r for r in results["sections"].get("training", {}).get("records", []) if r.name == "ours" and r.seconds]
+        if ours:
+            training = results["sections"]["training"]
+            taken = training["context"] * training["global_batch_size"] / statistics.median(ours[0].seconds)
+            served += f", {section['tokens_per_second'] / taken:,.0f} times what training takes"
+        lines += [f"{served} (memory-mapped, shuffled windows, no loader process).", ""]
+    lines += [
+        "Pictures of 256 × 256 pixels are decompressed, cropped and made smaller while a small vision transformer "
+        "trains on one core; medians.",
+        "",
+        "| `data.num_workers=` | pictures/s | the step waits |",
+        "| ---: | ---: | ---: |",
+    ]
+    for workers, rows in section["pictures"].items():
+        rate, wait = (statistics.median(row[name] for row in rows) for name in ("samples_per_second", "data_wait"))
+        lines.append(f"| {workers} | {rate:,.0f} | {wait:.1%} |")
     return lines
 
 

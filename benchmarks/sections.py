@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from armature import hardware
-from benchmarks import loss, scaling, startup
+from benchmarks import loss, scaling, serving, startup
 from benchmarks.contender import ROOT, Contender, environment
 from benchmarks.job import TINY, Workload, bare, compose, ours, rival
 from benchmarks.rounds import Record, Rounds
 
-NAMES = ("training", "strategies", "overhead", "startup", "loss")
+NAMES = ("training", "strategies", "overhead", "startup", "loss", "data")
 STRATEGIES = {  # by what is shown: overrides, and the fewest ranks
     "ddp": (("strategy=ddp",), 2),
     "fsdp": (("strategy=fsdp",), 2),
@@ -125,6 +125,12 @@ class Benchmark:
                 rows[variant] = {"note": f"failed: {error}"}
             self.say(f"{variant} {rows[variant]}")
         return {**LOSS, "dtype": dtype, "rows": rows}
+
+    def data(self) -> dict[str, Any]:
+        """The loader beside what training takes from it, and samples that cost time."""
+        job_file = self.workload.job.save(self.folder / "job.json")
+        pictures = serving.pictures(self.folder, rounds=max(3, self.args.rounds // 3), say=self.say)
+        return {**serving.serve(job_file), "pictures": pictures}
 
     def scale(self) -> dict[str, Any]:
         """Weak and strong scaling of ours, and a projection where there is more than one rank to count on."""

@@ -59,6 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--overhead", action="store_true", help="what a training loop adds to a step of 130 µs")
     parser.add_argument("--startup", action="store_true", help="from the command to the first optimiser step")
     parser.add_argument("--loss", action="store_true", help="memory and time of a large vocabulary's loss")
+    parser.add_argument("--data", action="store_true", help="whether data keep up with training")
     parser.add_argument("--scale", metavar="N,N,…", help="numbers of ranks; strategy= as for train.py")
     parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s that a rank can send, for the projection")
     parser.add_argument("--all", action="store_true", help="every section; --scale only where it is given")

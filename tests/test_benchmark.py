@@ -176,6 +176,15 @@ def test_the_tables_say_machine_date_ratio_and_what_is_missing():
     assert "25,000 µs (12,500–37,500)" in text
 
 
+def test_data_are_held_against_what_training_takes():
+    data = {"tokens_per_second": 2.4e6, "pictures": {0: [{"samples_per_second": 80.0, "data_wait": 0.5}] * 3}}
+    made = results()
+    made["sections"]["data"] = data
+    text = report.markdown(made)
+    assert "serves 2.4 million tokens a second, 205 times what training takes" in text
+    assert "| 0 | 80 | 50.0% |" in text
+
+
 def test_results_survive_their_file(tmp_path):
     report.save(results(), tmp_path / "r.json")
     assert report.load(tmp_path / "r.json") == results()
@@ -250,6 +259,19 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     pieces = bare.train(replace(job, micro_batch_size=4), batches=iter(halves), step_done=lambda loss: None)
     for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_loader_and_loader_processes_are_measured(tmp_path, monkeypatch):
+    from benchmarks import serving
+
+    job = replace(compose(corpus(tmp_path)).job, global_batch_size=8)
+    assert serving.serve(job.save(tmp_path / "job.json"))["tokens_per_second"] > 1000
+    monkeypatch.setattr(serving, "STEPS", 4)
+    monkeypatch.setattr(serving, "WORKERS", (0, 1))
+    found = serving.pictures(tmp_path, rounds=1, say=lambda line: None)
+    assert all(0 <= rows[0]["data_wait"] <= 1 for rows in found.values())
+    assert [*found] == [0, 1]
 
 
 @pytest.mark.slow
