@@ -13,6 +13,12 @@ def replace(file: Path, text: str) -> None:
     os.replace(part, file)
 
 
+def clear_parts(folder: Path) -> None:
+    """Removes what `replace` left there when it was killed."""
+    for part in folder.glob(".*.part"):
+        part.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Once it returns, a file's bytes, or a folder's names, outlast a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)

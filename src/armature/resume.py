@@ -49,9 +49,9 @@ def last_checkpoint(run_dir: Path, cfg: Any = None) -> Path | None:
     return next((path for path in candidates(folder(run_dir, cfg)) if manifest.problem(path) is None), None)
 
 
-def meant_by(path: Path) -> list[Path]:
+def meant_by(path: Path, cfg: Any = None) -> list[Path]:
     """The checkpoints that somebody names by a path: that one itself, or a run directory's, in `candidates`' order."""
-    return [path] if (path / "meta.pt").exists() else candidates(folder(path))
+    return [path] if (path / "meta.pt").exists() else candidates(folder(path, cfg))
 
 
 def find(path: Path) -> Path | None:

@@ -77,6 +77,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
             f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
         )
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    files.clear_parts(run_dir)
     cfg.run.id = _id(run_dir)
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
     typed = run_dir / "overrides.txt"

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from armature.callbacks.stop import SETTLED, TOGETHER, StopOnSignal, StoppedBySignal
+from armature.callbacks.stop import SHORT_VOTES, STEPS_TOGETHER, StopOnSignal, StoppedBySignal
 from tests.parallel.harness import on_ranks
 
 
-def steps_until_stopped(signalled_at: int, seconds: float, steps: int) -> tuple[int, int]:
+def steps_until_stopped(signalled_at: int, seconds: float, steps: int, evaluated: int = 0) -> tuple[int, int]:
     """The step at which this rank stopped, and how often it voted; only the last rank gets the signal."""
     import torch.distributed as dist
 
@@ -22,6 +22,8 @@ def steps_until_stopped(signalled_at: int, seconds: float, steps: int) -> tuple[
             stop._handle(signal.SIGTERM, None)
         try:
             stop.step_ended()
+            for _ in range(evaluated * (step % 100 == 0)):
+                stop.on_validation_batch_end(None)
         except StoppedBySignal:
             assert stop.received == "SIGTERM"
             return step, len(votes)
@@ -29,7 +31,7 @@ def steps_until_stopped(signalled_at: int, seconds: float, steps: int) -> tuple[
 
 
 def test_one_process_stops_after_the_step_that_it_is_in():
-    assert steps_until_stopped(SETTLED + 7, 0, SETTLED + 20) == (SETTLED + 7, SETTLED + 7)
+    assert steps_until_stopped(SHORT_VOTES + 7, 0, SHORT_VOTES + 20) == (SHORT_VOTES + 7, SHORT_VOTES + 7)
 
 
 @pytest.mark.slow
@@ -39,14 +41,15 @@ def test_ranks_stop_together_one_vote_after_the_signal():
 
 
 @pytest.mark.slow
-def test_short_steps_are_voted_on_by_tens():
-    signalled = SETTLED + 5 * TOGETHER + 3
-    for stopped, votes in on_ranks(steps_until_stopped, signalled, 0.0, 3 * SETTLED, ranks=2):
-        assert stopped == SETTLED + 7 * TOGETHER  # cast at the next ten, read at the one after
-        assert votes < SETTLED + 10
+def test_short_steps_share_a_vote():
+    signalled = SHORT_VOTES + 5 * STEPS_TOGETHER + 3
+    for stopped, votes in on_ranks(steps_until_stopped, signalled, 0.0, 3 * SHORT_VOTES, ranks=2):
+        assert stopped == SHORT_VOTES + 7 * STEPS_TOGETHER  # cast at the next ten, read at the one after
+        assert votes < SHORT_VOTES + 10
 
 
 @pytest.mark.slow
-def test_long_steps_are_voted_on_one_by_one():
-    for stopped, _ in on_ranks(steps_until_stopped, SETTLED + 5, 0.011, SETTLED + 20, ranks=2):
-        assert stopped == SETTLED + 6
+@pytest.mark.parametrize("evaluated", [0, 30], ids=["training", "short batches of validation between"])
+def test_long_steps_are_voted_on_one_by_one(evaluated):
+    for stopped, _ in on_ranks(steps_until_stopped, 2 * SHORT_VOTES + 5, 0.011, 3 * SHORT_VOTES, evaluated, ranks=2):
+        assert stopped == 2 * SHORT_VOTES + 6

@@ -26,6 +26,7 @@ def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
     options = apply.Options(
         seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
         compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
+        min_num_params=0,
     )  # fmt: skip
     sizes = {"pipe": 1, "replicate": 1, "shard": shard, "tensor": 1}
     device_mesh = mesh.build(sizes, device_type="cpu")

@@ -16,8 +16,9 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if
 REASONS = ("", "max_time", "time_limit", "SIGTERM", "SIGUSR1", "SIGINT")
 
 
-# after SETTLED steps, those of less than SHORT microseconds are voted on TOGETHER
-SETTLED, SHORT, TOGETHER = 100, 10_000, 10
+# After so many votes in a row on steps of less than so many microseconds, so many steps share a vote
+SHORT_VOTES, SHORT, STEPS_TOGETHER = 100, 10_000, 10
+UNKNOWN = 10**12  # microseconds a step
 
 
 class StoppedBySignal(Exception):
@@ -29,8 +30,8 @@ class StopOnSignal(Callback):
 
     What a handler does in the middle of a step can meet a collective that another rank never enters. Where there are
     several ranks they stop one step after the signal, since a vote is read when the next one is cast and nobody waits
-    for it. Steps so short that a vote after each would be felt are counted by tens (a vote of two ranks on busy CPUs
-    took 0.2 to 0.7 ms). A second Ctrl-C ends the process at once.
+    for it. Ten steps share a vote where they are so short that one after each would be felt (a vote of two ranks on
+    busy CPUs took 0.2 to 0.7 ms): less than 10 ms, a hundred times running. A second Ctrl-C ends the process at once.
 
     Args:
         max_seconds: of training, over all restarts; None: no limit.
@@ -47,7 +48,8 @@ class StopOnSignal(Callback):
         self._previous: dict[int, Any] = {}
         self._vote = Vote()
         self._steps, self._every = 0, 1  # votes are cast every so many steps: the same number on every rank
-        self._since, self._slowest = time.monotonic(), 0
+        self._short_votes = 0
+        self._since: float | None = None  # the training step that was voted on last
         self._seconds_before = 0.0  # trained by the processes that this one goes on from
         self._started: float | None = None
 
@@ -85,9 +87,10 @@ class StopOnSignal(Callback):
             return REASONS.index("max_time")
         return 0
 
-    def _end_if_agreed(self) -> None:
+    def _end_if_agreed(self, microseconds_a_step: int = UNKNOWN) -> None:
         if self.received is None:
-            reason, self._slowest = self._vote(self._own_reason(), self._microseconds_a_step())
+            reason, slowest = self._vote(self._own_reason(), microseconds_a_step)
+            self._short_votes = self._short_votes + 1 if 0 < slowest < SHORT else 0
             if reason:
                 self._vote.finish()
                 self.received = REASONS[reason]
@@ -102,21 +105,19 @@ class StopOnSignal(Callback):
     def step_ended(self) -> None:
         """Not should_stop: Lightning would validate before it stops."""
         self._steps += 1
-        if self._steps % self._every == 0:
-            self._end_if_agreed()
-            short = 0 < self._slowest < SHORT and self._steps >= SETTLED
-            self._every = TOGETHER if short and process_group.ranks() > 1 else 1
-
-    def _microseconds_a_step(self) -> int:
-        """Since this was last asked; only the agreed one may decide anything."""
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        return round(seconds / self._every * 1e6)
+        if self._steps % self._every:
+            return
+        now, before = time.monotonic(), self._since
+        self._since = now
+        self._end_if_agreed(UNKNOWN if before is None else round((now - before) / self._every * 1e6))
+        short = self._short_votes >= SHORT_VOTES and process_group.ranks() > 1
+        self._every = STEPS_TOGETHER if short else 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._vote.finish()
 
     def _stop_evaluation(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._since = None  # its batches say nothing of a step's length
         self._end_if_agreed()
 
     on_validation_batch_end = on_test_batch_end = _stop_evaluation

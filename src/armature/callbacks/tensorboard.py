@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, with the same arguments; TensorBoard shows the same. A full disk ends it, and not the run."""
+    """Lightning's logger, with the same arguments; TensorBoard shows the same. A full disk ends it, and not the run.
+
+    Where `save_dir` is an object store, events go through tensorboard's own writer.
+    """
 
     _lost = False
 
@@ -43,6 +46,11 @@ class TensorBoard(TensorBoardLogger):
         if not isinstance(writer.event_writer, Events):
             writer.event_writer = Events(writer.event_writer)
         return writer.event_writer
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self._guarded(lambda: TensorBoardLogger.log_hyperparams(self, *args, **kwargs))
 
     @override
     @rank_zero_only
@@ -76,10 +84,13 @@ class Events:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        begun.close()
         self._folder: str = begun.get_logdir()
-        self._file = Path(begun._file_name).open("ab")  # noqa: SIM115 (until `close`)
-        self._records = RecordWriter(self._file)
+        if "://" in self._folder:
+            self._file = self._records = _Passed(begun)
+        else:
+            begun.close()
+            self._file = Path(begun._file_name).open("ab")  # noqa: SIM115 (until `close`)
+            self._records = RecordWriter(self._file)
         self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -103,3 +114,11 @@ class Events:
 
     def close(self) -> None:
         self._file.close()
+
+
+class _Passed:
+    """Serialised events, to tensorboard's writer."""
+
+    def __init__(self, begun: Any) -> None:
+        self.write = begun._async_writer.write
+        self.flush, self.close = begun.flush, begun.close

@@ -126,12 +126,17 @@ class Muon(Optimizer):
 
 
 class Alone:
-    """Every matrix by itself, in this process."""
+    """Every matrix by itself, in this process, which has all of it."""
 
     def rounds(self, matrices: Sequence[Tensor]) -> list[list[int]]:
         return [[i] for i in range(len(matrices))]
 
     def map(self, matrices: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        if any(hasattr(matrix, "full_tensor") for matrix in matrices):
+            raise TypeError(
+                "Muon needs whole matrices, and this one is cut over ranks. Our strategies see to that; in a loop of "
+                "your own, set optimizer.matrices = armature.parallel.whole_matrices.Divided()."
+            )
         return [function(matrix) for matrix in matrices]
 
 

@@ -38,7 +38,7 @@ class Options:
     reduce_dtype: torch.dtype | None
     cpu_offload: bool
     prefetch: int
-    min_num_params: int = 0
+    min_num_params: int
     compile_mode: str = "default"
     float8: bool | str = False
 
@@ -132,7 +132,8 @@ def blocks_of(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
 def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
     """fully_shard (FSDP2) on units of blocks, on each end, and on what is left.
 
-    What backward begins with, the last end or what is left, stays gathered after forward.
+    What backward begins with, the last end or what is left, stays gathered after forward. Where no backward follows,
+    nothing does: else a later forward would find the weights of an earlier one.
     """
     arguments: dict[str, Any] = {
         "mesh": mesh,
@@ -141,6 +142,7 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
         "reshard_after_forward": options.reshard_after_forward,
     }
     kept = {**arguments, "reshard_after_forward": False}
+    sharded = [model]
     if plan is None:
         log.warning(
             "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. A plan.py "
@@ -152,6 +154,7 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
         for unit in units:
             fully_shard(unit, **arguments)
         heads = [unit[0] for unit in units]
+        sharded += heads
         for i, head in enumerate(heads):
             ahead = heads[i + 1 : i + 1 + options.prefetch]
             if options.prefetch > 1 and ahead and isinstance(head, FSDPModule):
@@ -161,11 +164,23 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
                 here = [module for end in ends if (module := getattr(model, end)) is not None]
                 if here:
                     fully_shard(here, **(kept if keep else arguments))
+                    sharded.append(here[0])
     fully_shard(model, **kept)
+
+    def let_go(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            for module in sharded:
+                module.reshard()  # pyright: ignore[reportCallIssue]
+
+    model.register_forward_hook(let_go)
 
 
 def units_of(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
-    """Consecutive blocks that are gathered together; none where the whole model is no larger than one unit may be."""
+    """Consecutive blocks that are gathered together; none where the whole model is no larger than one unit may be.
+
+    Args:
+        min_num_params: counted as they are on one rank of the tensor axis.
+    """
 
     def size(*modules: nn.Module) -> int:
         held = (p.to_local() if isinstance(p, DTensor) else p for module in modules for p in module.parameters())
@@ -180,7 +195,8 @@ def units_of(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[
         else:
             units.append([block])
     if len(units) > 1 and size(*units[-1]) < min_num_params:
-        units[-2] += units.pop()
+        rest = units.pop()
+        units[-1].extend(rest)
     return units
 
 

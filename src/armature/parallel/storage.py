@@ -109,6 +109,8 @@ def remove(directory: Path) -> None:
 def clear_unfinished(checkpoints: Path) -> None:
     """Remove what a crash in the middle of a save has left."""
     if checkpoints.is_dir():
+        if manifest.is_local(checkpoints):
+            files.clear_parts(checkpoints)
         for path in list(checkpoints.iterdir()):
             if path.name.startswith("step=") and path.name.endswith(UNFINISHED):
                 replaced = path.with_name(path.name.removesuffix(".old"))
@@ -116,8 +118,6 @@ def clear_unfinished(checkpoints: Path) -> None:
                     path.rename(replaced)  # it was to make room for one that never came
                 else:
                     remove(path)
-            elif path.name.startswith(".last."):
-                path.unlink()
 
 
 def failure(error: CheckpointException) -> OSError:

@@ -1,9 +1,9 @@
 """Work on whole matrices, such as Muon's, divided over the ranks that would otherwise all do the same.
 
-Matrices of one shape go through in rounds of one for each rank. Where every rank has the whole matrix, each works on
-one of them and an all-gather tells the results. Where each has a slice, one all-to-all brings every matrix together on
-a rank of its own, and another one takes the slices of the result back: as much is sent as the ranks hold, where
-gathering every matrix everywhere would send that times the number of ranks.
+Matrices of one shape go through in rounds of one for each rank, or of fewer where they are large. Where every rank has
+the whole matrix, each works on one of them and tells the others the result. Where each has a slice, one all-to-all
+brings every matrix together on a rank of its own, and another one takes the slices of the result back: as much is sent
+as the ranks hold, where gathering every matrix everywhere would send that times the number of ranks.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 Function = Callable[[Tensor], Tensor]
+ROUND = 2**28  # elements
 
 
 class Divided:
@@ -39,9 +40,12 @@ class Divided:
             alike.setdefault(key, []).append(i)
         rounds = []
         for indices in alike.values():
-            group, _ = self._held(matrices[indices[0]])
+            first = matrices[indices[0]]
+            group, dim = self._held(first)
             size = 1 if group is None else group.size()
-            rounds += [indices[first : first + size] for first in range(0, len(indices), size)]
+            if dim is None:  # all results of a round lie in memory at once
+                size = max(1, min(size, ROUND // first.numel()))
+            rounds += [indices[i : i + size] for i in range(0, len(indices), size)]
         return rounds
 
     def map(self, matrices: list[Tensor], function: Function) -> list[Tensor]:
@@ -78,10 +82,15 @@ def on_whole(matrix: Tensor, function: Function) -> Tensor:
 
 def _gathered(matrices: list[Tensor], function: Function, *, group: dist.ProcessGroup) -> list[Tensor]:
     rank, like = group.rank(), matrices[0]
-    mine = function(matrices[rank]).contiguous() if rank < len(matrices) else torch.zeros_like(like)
-    results = like.new_empty(group.size(), *like.shape)
-    dist.all_gather_into_tensor(results.view(-1), mine.view(-1), group=group)
-    return list(results[: len(matrices)])
+    results = like.new_empty(len(matrices), *like.shape)
+    if rank < len(matrices):
+        results[rank] = function(matrices[rank])
+    if len(matrices) == group.size():
+        dist.all_gather_into_tensor(results.view(-1), results[rank].clone().view(-1), group=group)
+    else:  # so that nothing is sent for ranks that had no matrix
+        for i, result in enumerate(results):
+            dist.broadcast(result, group_src=i, group=group)
+    return list(results)
 
 
 def _exchanged(matrices: list[DTensor], function: Function, *, dim: int, group: dist.ProcessGroup) -> list[Tensor]:

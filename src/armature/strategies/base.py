@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.optim.muon import Muon
 from armature.parallel import apply, background, blocks, gradients, initialisation, process_group, randomness
 from armature.parallel import checkpoint as ckpt
 from armature.parallel.whole_matrices import Divided
@@ -130,8 +131,8 @@ class Common(_Base):
             self.module.__dict__["_armature_built"] = True
         super().setup(trainer)
         for optimizer in self.optimizers:
-            if hasattr(optimizer, "matrices"):  # Muon
-                optimizer.matrices = self.matrices()  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(optimizer, Muon):
+                optimizer.matrices = self.matrices()
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
         self.precision_plugin.clip_gradients = self.clip_gradients
         if trainer.state.fn == TrainerFn.FITTING:

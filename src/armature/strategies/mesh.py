@@ -31,8 +31,9 @@ class MeshStrategy(Common, ModelParallelStrategy):
             bf16 precision, else fp32.
         cpu_offload: keep sharded weights, gradients and optimiser state in the CPU's memory.
         prefetch: units that are gathered ahead of the one that computes.
-        min_num_params: consecutive blocks are gathered together until they have as many parameters: sending little is
-            not much faster than sending more. A smaller model is one unit, which stays gathered until backward.
+        min_num_params: consecutive blocks are gathered together until they have as many parameters (of those on
+            one rank of the tensor axis): sending little is not much faster than sending more. A smaller model is one
+            unit, which stays gathered until backward.
         sequence_parallel: divide norms and activations between blocks over the tensor axis too, where the plan can.
         schedule, microbatches, stages: of the pipeline; `stages` lists how many blocks each one holds, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.

@@ -1,0 +1,84 @@
+"""What is gathered together under sharding, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from armature.parallel import apply
+from armature.parallel.plan import Plan
+from tests.parallel.harness import DECODER, on_ranks
+
+
+class Stack(nn.Module):
+    """Blocks of 100 parameters, and an end of 10."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.end = nn.Linear(10, 1, bias=False)
+        self.blocks = nn.ModuleDict({str(i): nn.Linear(10, 10, bias=False) for i in range(blocks)})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "at_least", "sizes"),
+    [
+        (4, 0, [1, 1, 1, 1]), (4, 100, [1, 1, 1, 1]), (4, 101, [2, 2]), (5, 200, [2, 3]), (3, 200, [3]), (2, 150, [2]),
+        (11, 200, [2, 2, 2, 2, 3]), (11, 300, [3, 3, 5]), (7, 709, [7]), (7, 710, []), (1, 100, [1]),
+    ],
+)  # fmt: skip
+def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list[int]) -> None:
+    model = Stack(blocks)
+    units = apply.units_of(model, Plan(), min_num_params=at_least)
+    assert [len(unit) for unit in units] == sizes
+    if sizes:
+        assert [block for unit in units for block in unit] == list(model.blocks.children())
+
+
+def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[float]]:
+    """Whether all weights are shards again after evaluation, also after training; and outputs of changed weights."""
+    from torch.distributed.tensor import DTensor
+
+    from armature.models.decoder.model import Decoder
+    from armature.models.decoder.plan import PLAN
+    from armature.parallel import mesh
+
+    options = apply.Options(
+        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
+        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
+        min_num_params=min_num_params,
+    )  # fmt: skip
+    sizes: dict[str, Any] = {"pipe": 1, "replicate": 1, "shard": torch.distributed.get_world_size(), "tensor": 1}
+    with torch.device("meta"):
+        model = Decoder(**DECODER, tied=tied)
+    device_mesh = mesh.build(sizes, device_type="cpu")
+    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    tokens = torch.arange(16)[None] % DECODER["vocab_size"]
+
+    def all_shards() -> bool:
+        return all(isinstance(param, DTensor) for param in model.parameters())
+
+    model(tokens, tokens).backward()
+    after_training = all_shards()
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(float(model(tokens, tokens)))
+            for param in model.parameters():
+                if isinstance(param, DTensor):
+                    param.to_local().mul_(0.5)
+    return after_training, all_shards(), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("min_num_params", [10_000, 8_000_000])
+def test_weights_that_change_after_an_evaluation_are_gathered_anew(min_num_params: int, tied: bool) -> None:
+    first, second = (on_ranks(evaluated_twice, size, tied, ranks=2) for size in (0, min_num_params))
+    for after_training, after_evaluation, losses in second:
+        assert after_training
+        assert after_evaluation
+        assert losses[0] != losses[1]
+        assert losses == pytest.approx(first[0][2], rel=1e-6)
