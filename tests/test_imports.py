@@ -31,31 +31,35 @@ NEVER = {
 }
 
 SCRIPT = """
-import json, runpy, sys
+import gc, json, runpy, sys
 sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
     files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
     tops = {name.partition(".")[0] for name, file in files.items() if "-packages/" in file}
+    print("FROZEN", gc.get_freeze_count())
     print("LOADED", json.dumps(sorted(top for top in tops if hasattr(sys.modules.get(top), "__path__"))))
 """
 
 
-def loaded(*overrides: str, corpus, folder) -> set[str]:
+def loaded(*overrides: str, corpus, folder) -> tuple[set[str], int]:
+    """The packages, and how many objects collecting garbage leaves out."""
     launcher = [sys.executable, "-c", SCRIPT, str(running.ROOT / "train.py")]
     done = subprocess.run(
         running.command(*overrides, corpus=corpus, launcher=launcher), cwd=folder, env=running.environment(),
         capture_output=True, text=True,
     )  # fmt: skip
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED "))
-    return set(json.loads(line.removeprefix("LOADED ")))
+    (frozen,) = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("FROZEN "))
+    return set(json.loads(line.removeprefix("LOADED "))), int(frozen)
 
 
 @pytest.mark.parametrize("logger", ["none", "tensorboard"])
 def test_a_run_loads_what_it_uses_and_no_more(logger, corpus, cache, tmp_path):
-    found = loaded(f"logger={logger}", corpus=corpus, folder=tmp_path)
+    found, frozen = loaded(f"logger={logger}", corpus=corpus, folder=tmp_path)
     assert "lightning" in found
+    assert frozen > 100_000  # the imports' objects: going through them costs 10 ms in each step of training
     assert not found & NEVER
     allowed = OURS | WITH_LIGHTNING | WITH_TORCH | IF_INSTALLED | (TENSORBOARD if logger == "tensorboard" else set())
     assert found <= allowed, f"loaded and not listed: {sorted(found - allowed)}"
