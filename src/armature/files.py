@@ -5,6 +5,8 @@ import os
 import socket
 from pathlib import Path
 
+import psutil
+
 
 def replace(file: Path, text: str) -> None:
     """Written beside its target and renamed, so that nobody reads half of it."""
@@ -14,9 +16,13 @@ def replace(file: Path, text: str) -> None:
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what `replace` left there when it was killed."""
-    for part in folder.glob(".*.part"):
-        part.unlink(missing_ok=True)
+    """Removes what processes of this machine that are gone left in the middle of `replace`.
+
+    Others, here or on another machine, may be writing there at this moment.
+    """
+    for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
+        if not psutil.pid_exists(int(part.name.split(".")[-2])):
+            part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

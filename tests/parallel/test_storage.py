@@ -3,6 +3,9 @@
 import io
 import pickle
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,7 +105,9 @@ def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
 def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None:
     shutil.copytree(saved, saved.with_name("step=000003.part"))
     saved.rename(saved.with_name("step=000002.old"))  # killed between the two renames of a replacement
-    (saved.parent / ".last.host.1.part").write_text("step=0000")
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    (saved.parent / f".last.{socket.gethostname()}.{gone.pid}.part").write_text("step=0000")
     assert [path.name for path in resume.candidates(saved.parent)] == ["step=000001"]
     storage.clear_unfinished(saved.parent)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step=000001", "step=000002"]

@@ -1,0 +1,30 @@
+"""Files that are whole or not there."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from armature import files
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    files.replace(tmp_path / "a.txt", "first")
+    files.replace(tmp_path / "a.txt", "second\n")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "second\n")]
+
+
+def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    host = socket.gethostname()
+    gone_part = tmp_path / f".config.yaml.{host}.{gone.pid}.part"
+    kept = [
+        tmp_path / f".config.yaml.{host}.{os.getpid()}.part",  # another start on this machine, which is writing
+        tmp_path / f".config.yaml.another-{host}.{gone.pid}.part",  # one on another machine
+        tmp_path / "step=000002.part",
+    ]
+    for path in [gone_part, *kept]:
+        path.write_text("half")
+    files.clear_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
