@@ -121,7 +121,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     trainer.step_ended = [partial(checkpointing.step_ended, trainer), stop.step_ended]
     started = time.monotonic()
     if not gc.get_freeze_count():  # a sweep's second trial must not keep what is left of the first
-        gc.freeze()  # the imports' objects, which collecting after steps would go through: 10 ms a step
+        gc.freeze()  # the imports' objects, which cost 0.8 s of gpt_nano's first 60 steps
     gc.enable()
     try:
         trainer.fit(task, datamodule=data, ckpt_path=checkpoint)

@@ -64,3 +64,13 @@ def test_a_full_disk_is_told_once_and_ends_only_the_events(tmp_path, caplog):
         logger.save()
         logger.finalize("success")
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_events_in_an_object_store_go_through_tensorboard_s_own_writer(monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    logger = TensorBoard("memory://runs", name="a", version="")
+    logger.write_rows([{"step": 3, "a": 1.0}, {"step": 4, "a": 2.0}])
+    logger.finalize("success")
+    (path,) = fsspec.filesystem("memory").glob("/runs/a/events.*")
+    content = fsspec.filesystem("memory").cat(path)
+    assert content.count(b"a") >= 2
