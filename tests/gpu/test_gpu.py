@@ -66,6 +66,30 @@ def test_two_devices_train_as_one_cpu_does(reference, tmp_path, strategy):
     assert running.losses(tmp_path / "outputs" / "two") == pytest.approx(losses, rel=2e-2)
 
 
+WITHIN = ("model.document_token=0", "data.context=300", "data.source.vocab_size=300")  # three blocks a window
+
+
+@pytest.fixture(scope="module")
+def within_documents(tmp_path_factory):
+    """Losses on a CPU, through a dense mask, where attention keeps within documents; and where they were made."""
+    folder = tmp_path_factory.mktemp("within")
+    source = running.write_corpus(folder / "corpus", files=40)
+    running.train("run.name=cpu", *COMMON, *WITHIN, cwd=folder, corpus=source)
+    return running.losses(folder / "outputs" / "cpu"), source
+
+
+@pytest.mark.parametrize("compiled", ["none", "block"])
+@pytest.mark.parametrize("recomputation", ["none", "selective"])
+def test_attention_that_skips_blocks_trains_as_the_dense_mask(within_documents, tmp_path, compiled, recomputation):
+    losses, source = within_documents
+    running.train(
+        "run.name=flex", *COMMON, *WITHIN, f"trainer.accelerator={ACCELERATOR}", "trainer.precision=bf16-mixed",
+        f"strategy.compile={compiled}", f"strategy.activation_checkpointing={recomputation}", cwd=tmp_path,
+        corpus=source,
+    )  # fmt: skip
+    assert running.losses(tmp_path / "outputs" / "flex") == pytest.approx(losses, rel=2e-2)
+
+
 def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
     losses, source = reference
     running.train(

@@ -19,11 +19,13 @@ EXPENSIVE = (
     "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu", "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
+    "flex_attention", "inductor_compiled_code",  # within a compiled block, and compiled by itself
 )  # fmt: skip
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = str(op).rpartition(".")[0] in EXPENSIVE
+    name = str(op)
+    kept = name in EXPENSIVE or name.rpartition(".")[0] in EXPENSIVE
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

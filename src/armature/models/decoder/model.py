@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import TypeIs
 
+from armature.models.decoder import documents
 from armature.models.decoder.check import problems
 
 
@@ -26,7 +28,7 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.length = 0
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.documents_BT: Tensor | None = None  # the number of each position's document, where that counts
+        self.documents_BS: Tensor | None = None  # the number of each position's document, where that counts
 
     def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values, and give back all of them."""
@@ -60,7 +62,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         rotary_C2K: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         cache: KeyValueCache | None = None,
         name: str = "",
     ) -> Tensor:
@@ -78,14 +80,17 @@ class Attention(nn.Module):
             new, seen = q_BHTK.shape[2], k_BGTK.shape[2]
             if mask is None and 1 < new < seen:
                 mask = torch.ones(new, seen, dtype=torch.bool, device=x_BTD.device).tril(seen - new)
-        a_BHTK = F.scaled_dot_product_attention(
-            q_BHTK,
-            k_BGTK,
-            v_BGTK,
-            attn_mask=mask,
-            is_causal=mask is None and q_BHTK.shape[2] == k_BGTK.shape[2],
-            enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
-        )
+        if isinstance(mask, BlockMask):
+            a_BHTK = documents.attend(q_BHTK, k_BGTK, v_BGTK, mask)
+        else:
+            a_BHTK = F.scaled_dot_product_attention(
+                q_BHTK,
+                k_BGTK,
+                v_BGTK,
+                attn_mask=mask,
+                is_causal=mask is None and q_BHTK.shape[2] == k_BGTK.shape[2],
+                enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
+            )
         return self.o(a_BHTK.transpose(1, 2).flatten(2))
 
 
@@ -119,7 +124,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rotary_C2K: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         cache: KeyValueCache | None = None,
         name: str = "",
     ) -> Tensor:
@@ -258,7 +263,7 @@ class Decoder(nn.Module):
         if self.embed is not None and start + inputs.shape[1] > self.context:
             raise ValueError(f"{start + inputs.shape[1]} positions do not fit in model.context={self.context}")
         rotary_C2K = self.rotary(start=start, device=inputs.device)
-        mask = self.same_document(inputs, cache) if self.document_token is not None else None
+        mask = self.within_documents(inputs, cache) if self.document_token is not None else None
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
             x_BTD = block(x_BTD, rotary_C2K, mask, cache, name) if cache is not None else block(x_BTD, rotary_C2K, mask)
@@ -279,17 +284,17 @@ class Decoder(nn.Module):
         total = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         return total / (targets != -100).sum().clamp(min=1)
 
-    def same_document(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor:
-        """Whether position j comes before i and belongs to its document, (B, 1, T, all positions so far)."""
-        document_BT = all_BT = (inputs_BT == self.document_token).cumsum(dim=1)
+    def within_documents(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor | BlockMask:
+        """What lets each position see its own document up to itself."""
+        document_BT = document_BS = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
         if cache is not None:
-            if cache.documents_BT is not None:
-                document_BT = document_BT + cache.documents_BT[:, -1:]
-                all_BT = torch.cat([cache.documents_BT, document_BT], dim=1)
-            cache.documents_BT = all_BT
-        new, seen = document_BT.shape[1], all_BT.shape[1]
-        before = torch.ones(new, seen, dtype=torch.bool, device=inputs_BT.device).tril(seen - new)
-        return before & (document_BT[:, None, :, None] == all_BT[:, None, None, :])
+            if cache.documents_BS is not None:
+                document_BT = document_BT + cache.documents_BS[:, -1:]
+                document_BS = torch.cat([cache.documents_BS, document_BT], dim=1)
+            cache.documents_BS = document_BS
+        elif documents.skips_blocks(inputs_BT.device, self.head_dim):
+            return documents.block_mask(document_BT)
+        return documents.dense_mask(document_BT, document_BS)
 
     def rotary(self, *, start: int = 0, device: torch.device | str) -> Tensor:
         """Cosines and sines (C, 2, K/2) in fp32 from position `start`, made here so that the model has no buffers.

@@ -1,0 +1,95 @@
+"""FlexAttention's blocks let through what the dense mask does; its kernels are for tests/gpu."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as torch_flex
+
+from armature.models.decoder import documents
+from armature.models.decoder.model import Decoder, KeyValueCache
+from armature.parallel import blocks
+
+# torch's own tracing looks at .grad of what is no leaf
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+SIZES = {"vocab_size": 97, "context": 300, "width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "document_token": 0}
+
+
+@pytest.fixture
+def flex(monkeypatch):
+    """The path that GPUs take, with the formula that torch gives for its kernels. On CPUs it refuses to go backward."""
+    monkeypatch.setattr(documents, "skips_blocks", lambda device, head_dim: True)
+    monkeypatch.setattr(documents, "compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # or it compiles itself
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(**SIZES)
+
+
+def packed(rows: int = 2, length: int = 300, every: float = 60) -> torch.Tensor:
+    ids = torch.randint(1, 97, (rows, length + 1))
+    ids[torch.rand(ids.shape) < 1 / every] = 0
+    return ids
+
+
+@settings(max_examples=40)
+@given(length=st.integers(1, 500), every=st.sampled_from([1, 2, 30, 150, 1000]), seed=st.integers(0, 2**20))
+def test_blocks_are_what_torch_finds_in_the_dense_mask(length, every, seed):
+    torch.manual_seed(seed)
+    document = (packed(2, length - 1, every) == 0).cumsum(1, dtype=torch.int32)
+    ours, dense = documents.block_mask(document), documents.dense_mask(document, document)
+    theirs = torch_flex.create_block_mask(lambda b, h, i, j: dense[b, 0, i, j], 2, None, length, length, device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths
+    for found, expected in zip(ours.as_tuple(flatten=False)[1:9], theirs.as_tuple(flatten=False)[1:9], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("length", [7, 128, 300])
+def test_losses_and_gradients_are_those_of_the_dense_mask(flex, monkeypatch, length):
+    ids = packed(length=length)
+    found = []
+    for skips in (True, False):
+        monkeypatch.setattr(documents, "skips_blocks", lambda device, head_dim, skips=skips: skips)
+        model = decoder()
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        found.append([loss, *(param.grad for param in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
+def test_generation_still_reads_from_its_cache(flex):
+    model, ids, cache = decoder().eval(), packed(length=20), KeyValueCache()
+    pieces = [model(piece, cache=cache) for piece in ids[:, :20].split([12, 1, 7], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids[:, :20]))
+
+
+def test_other_documents_compile_nothing_anew(flex, monkeypatch, tmp_path):
+    make = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode: make(function, backend="aot_eager"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    model, counters = decoder(), torch._dynamo.utils.counters["stats"]
+    blocks.compile_forward(model.blocks.values())
+    before = counters["unique_graphs"]
+    for _ in range(4):
+        ids = packed(length=150, every=20)
+        model(ids[:, :-1], ids[:, 1:]).backward()
+    assert counters["unique_graphs"] - before == 1
+    torch._dynamo.reset()
+
+
+def test_selective_recomputation_keeps_attention(flex, monkeypatch):
+    inner, calls, ids = sys.modules["torch._higher_order_ops.flex_attention"], [], packed(length=20, every=5)
+    formula = inner.math_attention
+    monkeypatch.setattr(inner, "math_attention", lambda *args: (calls.append(1), formula(*args))[1])
+    for mode, computed in (("none", 2), ("every", 4), ("selective", 2)):
+        model = decoder()
+        blocks.recompute(model.blocks.values(), mode=mode)
+        model(ids[:, :-1], ids[:, 1:]).backward()
+        assert len(calls) == computed, mode
+        calls.clear()
