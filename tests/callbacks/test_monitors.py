@@ -59,6 +59,20 @@ class Rows(DataModule):
         return Table(batch)
 
 
+class Padded(Rows):
+    """One sample in three has a target that does not count."""
+
+    def dataset(self, split):
+        whole = super().dataset(split)
+
+        def batch(indices):
+            made = whole.batch(indices)
+            made["targets"][torch.tensor([index % 3 == 0 for index in indices])] = -100
+            return made
+
+        return Table(batch)
+
+
 class Table:
     def __init__(self, batch) -> None:
         self.batch = batch
@@ -67,15 +81,15 @@ class Table:
         return 1000
 
 
-def fit(folder, *callbacks, steps=6, accumulate=1, every=2, data_pause=0.0, model_pause=0.0, model=Net):
+def fit(folder, *callbacks, steps=6, accumulate=1, every=2, data_pause=0.0, model_pause=0.0, model=Net, micro=4, rows=Rows):
     """Trains; returns the step log, the task and the Trainer."""
     folder.mkdir(exist_ok=True)
-    data = Rows(global_batch_size=4 * accumulate, micro_batch_size=4)
+    data = rows(global_batch_size=micro * accumulate, micro_batch_size=micro)
     data.pause = data_pause
     log = StepLog(
         MetricsCSV(folder),
         every_n_steps=every,
-        global_batch_size=4 * accumulate,
+        global_batch_size=micro * accumulate,
         train_size=1000,
         tokens_per_sample=None,
     )
@@ -232,6 +246,16 @@ def test_norms_are_those_of_the_weights(tmp_path):
     assert have[2]["train/weight_norm/up"] == pytest.approx(up, rel=1e-5)
     parts = [have[2][f"train/grad_norm/{part}"] for part in ("up", "down")]
     assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(have[2]["train/grad_norm"], rel=1e-5)
+
+
+def test_what_is_logged_is_the_mean_over_all_targets_of_a_step(tmp_path):
+    for name, micro, accumulate in (("whole", 16, 1), ("parts", 4, 4)):
+        monitors = Monitors(norms_every_n_steps=1, norms_by_part=True)
+        fit(tmp_path / name, monitors, micro=micro, accumulate=accumulate, rows=Padded)
+    whole, parts = table(tmp_path / "whole" / "metrics.csv"), table(tmp_path / "parts" / "metrics.csv")
+    assert {"train/loss", "train/grad_norm", "train/grad_norm/up"} <= set(whole[0])
+    for row, expected in zip(parts, whole, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
 
 
 class Reads(TorchDispatchMode):

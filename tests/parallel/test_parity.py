@@ -48,6 +48,28 @@ def test_validation_agrees(name: str) -> None:
     assert run.facts["val/loss"] == pytest.approx(_reference(job).facts["val/loss"], rel=TOLERANCE)
 
 
+IGNORING = [
+    "single, micro-batch 4", "ddp 2", "fsdp 2", "fsdp 2 × tensor 2", "pipeline 2, 1f1b", "fsdp 2 × pipeline 2",
+    "deepspeed 2 at 2", "deepspeed 3 at 2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IGNORING)
+def test_each_target_weighs_the_same_where_micro_batches_have_unequal_numbers(name: str) -> None:
+    job = replace(LAYOUTS[name], ignore=True)
+    far = difference(fit(job), _reference(replace(job, accumulate=1)))  # the mean over all targets of a step
+    assert max(far.values()) <= TOLERANCE, far
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [{"clip": None}, {"clip": 1e-3, "clip_algorithm": "value"}], ids=["none", "value"])
+def test_targets_weigh_the_same_however_gradients_are_clipped(clip: dict) -> None:
+    job = replace(mesh(2, shard=2), ignore=True, **clip)
+    far = difference(fit(job), _reference(replace(job, accumulate=1)))
+    assert max(far.values()) <= TOLERANCE, far
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False}])
 def test_tied_embeddings_stay_tied(options: dict) -> None:

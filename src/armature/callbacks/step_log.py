@@ -120,7 +120,9 @@ class StepLog(Callback):
         if (
             isinstance(outputs, dict) and "loss" in outputs
         ):  # the micro-batch's share: Lightning divides by accumulation
-            loss = outputs["loss"].detach()
+            loss, weights = outputs["loss"].detach(), getattr(trainer.strategy, "target_weights", None)
+            if weights is not None and weights.current is not None:
+                loss = loss * weights.current
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return
@@ -128,7 +130,8 @@ class StepLog(Callback):
         self.csv.step = step = trainer.global_step
         row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
         if self._loss is not None:
-            row["train/loss"], self._loss = self._loss, None
+            scale = getattr(trainer.strategy, "gradient_scale", lambda: None)()
+            row["train/loss"], self._loss = self._loss if scale is None else self._loss * scale, None
         grad_norm = getattr(trainer.strategy, "grad_norm", None)
         if grad_norm is not None:
             row["train/grad_norm"] = grad_norm

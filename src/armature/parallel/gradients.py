@@ -67,14 +67,13 @@ def pieces(part: Tensor, cuts: int) -> list[tuple[Tensor, int]]:
 
 
 @torch.no_grad()
-def clip_by_norm(parts: list[tuple[Tensor, int]], *, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm, which is `norm` now, is at most `max_norm`."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+def multiply(parts: list[tuple[Tensor, int]], *, by: Tensor) -> None:
+    """Multiply all gradients by a number, 0-dim."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part, _ in parts:
         by_device.setdefault(part.device, []).append(part)
     for device, grads in by_device.items():
-        torch._foreach_mul_(grads, factor.to(device))
+        torch._foreach_mul_(grads, by.to(device))
 
 
 @torch.no_grad()

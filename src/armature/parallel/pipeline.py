@@ -25,9 +25,11 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from armature.data.samples import IGNORED
 from armature.errors import ConfigError
 from armature.parallel.plan import Plan
 from armature.parallel.split import SCHEDULES, balanced, stages_of_rank
+from armature.parallel.targets import UNIT, TargetWeights
 
 CLASSES = {
     "gpipe": ScheduleGPipe,
@@ -158,7 +160,8 @@ class Runner:
     whole_outputs: Callable[[Tensor], Tensor]
     prepared: dict[Any, Any] = field(default_factory=dict)
     shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    valid: Tensor | None = None
+    weights: TargetWeights | None = None
+    valid: Tensor | None = None  # targets that a micro-batch's loss is divided by
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         for part in self.stages.parts:
@@ -178,10 +181,16 @@ class Runner:
 
     # ------------------------------------------------------------ training
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss over the valid targets of all of them."""
+        """Forward and backward of all micro-batches; the mean loss over the valid targets of all of them.
+
+        Where `weights` counts targets, gradients are multiplied by their number, since they are made here.
+        """
         schedule, losses = self._schedule(inputs), []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
-        self.valid = None if targets.is_floating_point() else (targets != -100).sum().clamp(min=1)
+        self.valid = None if targets.is_floating_point() else (targets != IGNORED).sum().clamp(min=1)
+        count = None if self.weights is None else self.weights.current
+        if count is not None:
+            self.valid = torch.full_like(count, UNIT)
         with grads_aside(params):
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()),
@@ -191,6 +200,8 @@ class Runner:
             )
             made = [param.grad for param in params]
         loss = self._from_last(torch.stack([part.detach() for part in losses]).mean() if losses else None, scalar=True)
+        if self.weights is not None and count is not None:
+            loss, self.weights.within = loss / count.clamp(min=1 / UNIT), True
         return HandOver.apply(loss.requires_grad_(), params, made)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -198,7 +209,7 @@ class Runner:
         loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         if self.valid is None:
             return loss
-        return loss * ((targets != -100).sum() * self.microbatches / self.valid)
+        return loss * ((targets != IGNORED).sum() * self.microbatches / self.valid)
 
     def _schedule(self, inputs: Tensor) -> Any:
         """The schedule for inputs of this shape; torch fixes the shapes that stages exchange at the first step."""

@@ -6,6 +6,7 @@ Mixed in before one of Lightning's strategies: `class DDP(Common, DDPStrategy)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from typing_extensions import override
 from armature.optim.muon import Muon
 from armature.parallel import apply, background, blocks, gradients, initialisation, process_group, randomness
 from armature.parallel import checkpoint as ckpt
+from armature.parallel.targets import TargetWeights
 from armature.parallel.whole_matrices import Divided
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Common(_Base):
         self.compile, self.compile_mode, self.float8 = compile, compile_mode, float8
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
+        self.target_weights, self._scaled = TargetWeights(), False
         self.initial_weights: Path | None = None
         self.facts: dict[str, Any] = {}
         self.published: Callable[[Path], None] | None = None
@@ -134,7 +137,9 @@ class Common(_Base):
             if isinstance(optimizer, Muon):
                 optimizer.matrices = self.matrices()
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
-        self.precision_plugin.clip_gradients = self.clip_gradients
+        plugin = self.precision_plugin
+        plugin.clip_gradients = self.clip_gradients
+        plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))  # pyright: ignore[reportAttributeAccessIssue]
         if trainer.state.fn == TrainerFn.FITTING:
             randomness.begin(seed=self.seed, stream=self.stream)
 
@@ -158,27 +163,72 @@ class Common(_Base):
         return Divided()
 
     # ------------------------------------------------------------ gradients
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's. Where the batch is one of several of an optimiser step, its targets are counted."""
+        if self._is_shared and getattr(self.module, "mean_over_targets", False):
+            self.target_weights.begin(args[0])
+            self._scaled = False
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.target_weights.multiply(
+            closure_loss, micro_batches=self.module.trainer.accumulate_grad_batches, ranks=self.world_size
+        )
+        return super().backward(loss, *args, **kwargs)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether an optimiser step's batch is divided over ranks or micro-batches, and this class may weigh them."""
+        module = self.module
+        return module.automatic_optimization and module.trainer.accumulate_grad_batches * self.data_size > 1
+
+    def gradient_scale(self) -> Tensor | None:
+        """What this step's gradients are to be multiplied by until they are clipped, 0-dim; None: nothing.
+
+        Asked for by all ranks, between the backward of a step's last micro-batch and the next step.
+        """
+        return self.target_weights.scale(
+            micro_batches=self.module.trainer.accumulate_grad_batches, ranks=self.world_size
+        )
+
+    def _after_closure(self, lightnings: Callable[..., None], module: L.LightningModule, optimizer: Optimizer) -> None:
+        lightnings(module, optimizer)
+        if not self._scaled:  # a module that clips by itself
+            self.scale_gradients(optimizer)
+
+    def scale_gradients(self, optimizer: Optimizer) -> None:
+        """Multiply the gradients by `gradient_scale`."""
+        scale = self.gradient_scale()
+        if scale is not None:
+            gradients.multiply(gradients.local_gradients(parameters_of(optimizer)), by=scale)
+
     def clip_gradients(
         self,
         optimizer: Optimizer,
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Note the gradient's norm and clip. Lightning's precision plugin calls this before every optimiser step."""
+        """Note the gradient's norm, scale and clip. Lightning's precision plugin calls this before every step."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # Lightning leaves it to fused optimisers, which then could not be clipped
-        parameters = (param for group in optimizer.param_groups for param in group["params"])
-        parts = gradients.local_gradients(parameters)
+        parts, factor = gradients.local_gradients(parameters_of(optimizer)), self.gradient_scale()
+        self._scaled = True
         self.grad_norm = gradients.total_norm(
             parts, ranks=self.ranks_per_stage, divided=self.divided, device=self.root_device
         )
-        if not clip_val:
-            return
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        if factor is not None:
+            self.grad_norm = self.grad_norm * factor
+        by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        if clip_val and not by_value:
+            shrink = (clip_val / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            factor = shrink if factor is None else shrink * factor  # one pass for both
+        if factor is not None:
+            gradients.multiply(parts, by=factor)
+        if clip_val and by_value:
             gradients.clip_by_value(parts, value=clip_val)
-        else:
-            gradients.clip_by_norm(parts, norm=self.grad_norm, max_norm=clip_val)
 
     # ------------------------------------------------------------ checkpoints
     @property
@@ -285,6 +335,11 @@ class Common(_Base):
             for kind, tensors in self.extra_state.items()
             for name, value in tensors().items()
         }
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimiser steps."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def models_of(module: L.LightningModule) -> list[tuple[str, nn.Module]]:

@@ -58,6 +58,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         # a client's own optimiser on offloaded state is slower than DeepSpeed's, and computes the same
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
+        self._lent: tuple[float, float] | None = None  # the engine's loss scale, and what stands in for it in a step
         self.configure_common(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
             float8=float8,
@@ -110,9 +111,26 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the engine clips in its step."""
 
+    @property
+    @override
+    def _is_shared(self) -> bool:
+        return super()._is_shared and hasattr(self._zero, "loss_scaler")
+
+    @override
+    def scale_gradients(self, optimizer: Optimizer) -> None:
+        """The engine divides by its loss scale in its step, whatever that is by then."""
+        if self.deepspeed_engine.is_gradient_accumulation_boundary():
+            scale, scaler = self.gradient_scale(), self._zero.loss_scaler
+            if scale is not None:
+                self._lent = (scaler.cur_scale, scaler.cur_scale / float(scale))
+                scaler.cur_scale = self._lent[1]
+
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._lent is not None:
+            (own, lent), self._lent = self._lent, None
+            self._zero.loss_scaler.cur_scale = own * (self._zero.loss_scaler.cur_scale / lent)  # fp16's may have moved
         norm = self.deepspeed_engine.get_global_grad_norm()
         if norm is not None:
             self.grad_norm = torch.as_tensor(norm, dtype=torch.float32)

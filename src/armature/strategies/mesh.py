@@ -131,9 +131,10 @@ class MeshStrategy(Common, ModelParallelStrategy):
             plan, prefix = apply.plan_of(model), f"{name}."
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronise(model, group=batchnorm.data_group(self.device_mesh))
-            self.applied.append(
-                apply.parallelize(model, plan, self.device_mesh, options, device=self.root_device, prefix=prefix)
-            )
+            applied = apply.parallelize(model, plan, self.device_mesh, options, device=self.root_device, prefix=prefix)
+            if applied.runner is not None:
+                applied.runner.weights = self.target_weights
+            self.applied.append(applied)
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 
     def _resolved(self) -> apply.Options:

@@ -30,7 +30,13 @@ class Task(L.LightningModule):
 
     `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
     A subclass adds metrics in `metrics`, `update` and `figures`.
+
+    Attributes:
+        mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are not -100. Each target
+            of an optimiser step then weighs the same, however many of them lie in one micro-batch.
     """
+
+    mean_over_targets = True
 
     def __init__(
         self,

@@ -1,0 +1,124 @@
+"""What a micro-batch weighs; that layouts agree is tests/parallel/test_parity.py's."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from armature.parallel.targets import TargetWeights
+from armature.strategies.single import SingleDevice
+from armature.tasks.base import Task
+
+COUNTED = [4, 1, 0, 3]  # targets of the four micro-batches of a step
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for counted in COUNTED * 3:
+        targets = torch.randint(0, 3, (4,), generator=generator)
+        targets[counted:] = -100
+        made.append({"inputs": torch.randn(4, 5, generator=generator), "targets": targets})
+    return made
+
+
+class Linear(nn.Linear):
+    def forward(self, inputs, targets):
+        total = nn.functional.cross_entropy(super().forward(inputs), targets, ignore_index=-100, reduction="sum")
+        return total / (targets != -100).sum().clamp(min=1)
+
+
+class ClipsByItself(Task):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        pass
+
+
+class Unweighed(Task):
+    mean_over_targets = False
+
+
+class Named(Task):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "more": 1}
+
+
+def trained(task: type[Task], data: list[dict[str, torch.Tensor]], *, accumulate: int) -> torch.Tensor:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Linear(5, 3)
+
+    made = task(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=SingleDevice(), accumulate_grad_batches=accumulate, max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
+    )  # fmt: skip
+    loader = DataLoader(data, batch_size=None)
+    trainer.fit(made, loader, loader)
+    assert made.model is not None
+    return made.model.weight.detach()
+
+
+def together(data: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """A batch a step."""
+    return [{key: torch.cat([b[key] for b in data[i : i + 4]]) for key in data[i]} for i in range(0, len(data), 4)]
+
+
+@pytest.mark.parametrize("task", [Task, ClipsByItself, Named])
+def test_accumulation_is_the_mean_over_all_targets(task):
+    torch.testing.assert_close(trained(task, batches(), accumulate=4), trained(Task, together(batches()), accumulate=1))
+
+
+def test_a_task_may_say_that_its_loss_is_no_mean_over_targets():
+    alone, plain = trained(Unweighed, batches(), accumulate=4), trained(Task, together(batches()), accumulate=1)
+    assert not torch.allclose(alone, plain, atol=1e-2)
+
+
+def test_an_epoch_may_end_with_fewer_micro_batches():
+    whole = [*together(batches())[:2], *together(batches())[2:3]]
+    whole[2] = {key: value[:8] for key, value in whole[2].items()}  # two of four
+    torch.testing.assert_close(trained(Task, batches()[:10], accumulate=4), trained(Task, whole, accumulate=1))
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(3), {"inputs": torch.zeros(3)}, {"targets": torch.zeros(3)}], ids=["tensor", "none", "float"]
+)
+def test_batches_without_classes_are_left_alone(batch):
+    weights, loss = TargetWeights(), torch.tensor(2.0)
+    weights.begin(batch)
+    assert weights.multiply(loss, micro_batches=2, ranks=1) is loss
+    assert weights.scale(micro_batches=2, ranks=1) is None
+
+
+def test_a_step_without_any_target_changes_nothing():
+    weights, loss = TargetWeights(), torch.zeros((), requires_grad=True)
+    for _ in range(2):
+        weights.begin({"targets": torch.full((4,), -100)})
+        weighed = weights.multiply(loss, micro_batches=2, ranks=1)
+    scale = weights.scale(micro_batches=2, ranks=1)
+    assert scale is not None
+    assert (weighed * scale).item() == 0
+
+
+def test_a_micro_batch_that_is_skipped_counts_nothing():
+    weights = TargetWeights()
+    for goes_backward, targets in ((True, 1024), (False, 512)):
+        weights.begin({"targets": torch.zeros(targets, dtype=torch.long)})
+        if goes_backward:
+            weights.multiply(torch.tensor(2.0), micro_batches=2, ranks=1)
+    assert weights.scale(micro_batches=2, ranks=1) == 2.0
+
+
+def test_hooks_see_the_loss_that_the_task_gave(monkeypatch):
+    given, seen = [], []
+
+    class Watched(Task):
+        def training_step(self, batch, batch_idx):
+            given.append(super().training_step(batch, batch_idx))
+            return given[-1]
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(outputs["loss"] * 4)
+
+    trained(Watched, batches(), accumulate=4)
+    torch.testing.assert_close(seen, [loss.detach() for loss in given])
