@@ -29,4 +29,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    cli.run(main, config_dir=ROOT / "configs")
+    cli.run(main, config_dir=ROOT / "configs", check=check)

@@ -27,6 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+try:
+    import pytest  # noqa: F401
+except ModuleNotFoundError:
+    sys.exit("This takes what the tests take: type `make faults ARGS='…'`, which installs it.")
+
 from tests.faults import matrix as local
 from tests.faults import over_network, report, trials, under_slurm
 from tests.faults.cells import COLUMNS, Column, Session

@@ -44,7 +44,11 @@ def main() -> int:
     parser.add_argument("--resume", nargs="?", const="all", choices=("all", "distinct"), help="checkpoints, too")
     parser.add_argument("--no-train", action="store_true", help="checkpoints alone")
     args = parser.parse_args()
+    if args.no_train and not args.resume:
+        parser.error("--no-train leaves nothing to compare: type --resume with it")
     layouts = {n: job for n, job in LAYOUTS.items() if args.only is None or any(word in n for word in args.only)}
+    if not layouts:
+        parser.error(f"--only {' '.join(args.only or [])}: no layout has that in its name: {'; '.join(LAYOUTS)}")
     reference = fit(LAYOUTS["single"])
     worst = 0.0 if args.no_train else train_all(layouts, reference)
     if args.resume == "distinct":

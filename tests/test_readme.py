@@ -23,10 +23,12 @@ def clone(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copy(ROOT / "train.py", folder)
     blocks = re.findall(
-        r"```(?:python|yaml)\n# ((?:src|configs)/\S+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+        r"```(?:python|yaml)\n((?:# @.*\n)?# ((?:src|configs)/[\w/.]+\.\w+).*?)```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
     )
     assert len(blocks) == 7
-    for name, text in blocks:
+    for text, name in blocks:  # whole, as one would copy them
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder

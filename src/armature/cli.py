@@ -4,6 +4,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.errors import ConfigError, RunFailed
-from armature.validation.compose import CONFIG_ERRORS, explain
+from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
 EXIT_CONFIG = 2  # a mistake of the user's, told before any process started
 
 
-def run(main: Callable[[], None], *, config_dir: Path) -> None:
-    """Runs a `@hydra.main` function. A mistake in the configuration ends with one message and exit code 2."""
+def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConfig], object] | None = None) -> None:
+    """Runs a `@hydra.main` function. A mistake in the configuration ends with one message and exit code 2.
+
+    Args:
+        check: what `main` will ask of a configuration; a sweep asks it for all its values before the first trial.
+    """
     gc.disable()  # collecting during imports takes a quarter of the start; the worker turns it on again
     if "OMP_WAIT_POLICY" not in os.environ:
         # how long an idle OpenMP thread spins before it sleeps: the default steals a busy machine's cores from itself
@@ -33,10 +38,12 @@ def run(main: Callable[[], None], *, config_dir: Path) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions over instead of printing and exiting
     config.register()
     sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
+    arguments, _ = get_args_parser().parse_known_args()
+    if arguments.multirun and check is not None and (found := explain_sweep(arguments.overrides, config_dir, check)):
+        refuse(found)
     try:
         main()
     except CONFIG_ERRORS as error:
-        arguments, _ = get_args_parser().parse_known_args()
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # of a sweep, whose other trials have run
         print(error, file=sys.stderr)
@@ -65,9 +72,11 @@ def reported(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig
         except ConfigError as error:
             refuse(error.problems)
         except RunFailed as error:
-            if error.exit_code == 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+            sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+            if error.exit_code == 1 and sweep:
                 raise
-            print(error, file=sys.stderr)
+            name = _sweep_name(cfg) if sweep else None  # what was typed is the sweep's name, not the trial's
+            print(re.sub(r"(?<=run\.name=)\S+", name, str(error)) if name else error, file=sys.stderr)
             sys.exit(error.exit_code)
 
     return wrapper
@@ -85,8 +94,14 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     label = str(choices.get("experiment") or choices.get("model"))
-    trial = f"{Path(hydra.sweep.dir).name}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
+    trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
+
+
+def _sweep_name(cfg: DictConfig) -> str:
+    """The sweep's folder below run.root."""
+    folder, root = Path(HydraConfig.get().sweep.dir), Path(cfg.run.root)
+    return str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
 
 
 def overrides() -> list[str]:

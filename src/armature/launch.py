@@ -12,13 +12,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from armature import rank, run_dir, slurm, supervise
+from armature import rank, resume, run_dir, slurm, supervise
 from armature.errors import ConfigError
 from armature.parallel import checks as parallel_checks
 from armature.validation import resize
 from armature.validation.checks import beside, plain, world_size
 
 log = logging.getLogger(__name__)
+
+RESULT = ("seed", "task", "model", "data", "optimizer", "scheduler")
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -107,10 +109,28 @@ def _finished(cfg: DictConfig) -> str | None:
         return None
     if cfg.trainer.max_steps is not None and cfg.trainer.max_steps > summary["global_step"]:
         return None
+    if other := _other_settings(cfg):
+        raise ConfigError(
+            f"{cfg.run.dir} is finished, and was trained with other settings: {'; '.join(other[:3])}"
+            f"{f'; and {len(other) - 3} more' if len(other) > 3 else ''}. Type another run.name."
+        )
     return (
         f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise trainer.max_steps; "
         "to start anew, type another run.name."
     )
+
+
+def _other_settings(cfg: DictConfig) -> list[str]:
+    """What decides the result, and was another in the run that the directory holds."""
+    here, there = (
+        {key: value for group in RESULT for key, value in resume.flat(container.get(group), group).items()}
+        for container in (run_dir.without_secrets(cfg), run_dir.without_secrets(run_dir.read(Path(cfg.run.dir))))
+    )
+    return [
+        f"{key}={there.get(key)} there, {here.get(key)} here"
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key) != there.get(key)
+    ]
 
 
 def _raise_if_stopped(cfg: DictConfig) -> None:

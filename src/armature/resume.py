@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from armature import manifest
 from armature.errors import ConfigError
@@ -70,7 +70,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     saved = OmegaConf.load(file)
     found = []
     for group in ("model", "task._target_", "optimizer._target_"):
-        there, here = (_flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
+        there, here = (flat(_plain(OmegaConf.select(c, group, default=None)), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             if there.get(key) != here.get(key) and not isinstance(
                 here.get(key), float
@@ -82,10 +82,15 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     return found
 
 
-def _flat(node: Any, path: str) -> dict[str, Any]:
-    if isinstance(node, DictConfig):
-        return {k: v for name in map(str, node) for k, v in _flat(node[name], f"{path}.{name}").items()}
-    return {path: OmegaConf.to_container(node) if isinstance(node, ListConfig) else node}
+def flat(value: Any, path: str) -> dict[str, Any]:
+    """What is below `path`, by its full names."""
+    if isinstance(value, dict):
+        return {k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()}
+    return {path: value}
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
 def problems(cfg: DictConfig) -> list[str]:

@@ -76,7 +76,12 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         raise ConfigError(
             f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
         )
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir}: cannot be made ({error.strerror}). Type run.root=… with a folder that can."
+        ) from error
     files.clear_parts(run_dir)
     cfg.run.id = _id(run_dir)
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))

@@ -129,7 +129,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         metrics = {**_last_row(step_log), **metrics}
         reason = stop.received or "finished"  # at the last step, or before it by a callback such as early stopping
         test = reason == "finished" and cfg.trainer.test_at_end
-        tested = trainer.test(task, datamodule=data, verbose=False)[0] if test else {}
+        tested = next(iter(trainer.test(task, datamodule=data, verbose=False)), {}) if test else {}
         metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(stop.received), _last_row(step_log)

@@ -81,7 +81,9 @@ class Table:
         return 1000
 
 
-def fit(folder, *callbacks, steps=6, accumulate=1, every=2, data_pause=0.0, model_pause=0.0, model=Net, micro=4, rows=Rows):
+def fit(
+    folder, *callbacks, steps=6, accumulate=1, every=2, data_pause=0.0, model_pause=0.0, model=Net, micro=4, rows=Rows
+):
     """Trains; returns the step log, the task and the Trainer."""
     folder.mkdir(exist_ok=True)
     data = rows(global_batch_size=micro * accumulate, micro_batch_size=micro)

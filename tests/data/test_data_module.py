@@ -233,9 +233,18 @@ def test_held_out_samples_are_not_augmented():
     assert batch["inputs"].flatten().tolist() == [0.0, 1.0, 2.0]
 
 
-def test_padding_of_the_last_batch_has_no_target():
+def test_the_last_batch_is_a_smaller_one():
     batches = list(NumbersData().val_dataloader())
-    assert [batch["targets"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7, IGNORED]]
+    assert [batch["targets"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_a_rank_without_a_sample_has_one_that_does_not_count():
+    data = NumbersData(eval_batch_size=8)
+    data._rank_and_ranks = lambda: (0, 9)
+    (empty,) = data.val_dataloader()
+    data._rank_and_ranks = lambda: (8, 9)
+    (last,) = data.val_dataloader()
+    assert [batch["targets"].tolist() for batch in (empty, last)] == [[IGNORED], [7]]
 
 
 def test_the_same_loader_serves_every_epoch():

@@ -40,8 +40,8 @@ def test_batches_have_images_and_classes(data):
 
 def test_evaluation_serves_each_image_once(data):
     targets = torch.cat([batch["targets"] for batch in data.test_dataloader()])
-    assert (targets != IGNORED).sum() == 176
-    assert len(targets) == 200
+    assert len(targets) == 176
+    assert (targets != IGNORED).all()
 
 
 def test_augmentation_moves_the_image_and_keeps_its_size():

@@ -138,11 +138,17 @@ def test_position_is_asked_when_iteration_starts():
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 6))
 def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_size, ranks):
     streams = [list(EvalSampler(size, batch_size=batch_size, rank=r, ranks=ranks)) for r in range(ranks)]
-    indices = [i for stream in streams for batch in stream for i in batch]
-    assert sorted(i for i in indices if i != PADDING) == list(range(size))
-    assert len({len(stream) for stream in streams}) == 1
-    assert all(len(batch) == batch_size for stream in streams for batch in stream)
-    assert sum(len(batch) for batch in streams[0]) * ranks - size < batch_size * ranks
+    batches = [batch for stream in streams for batch in stream]
+    assert sorted(i for batch in batches for i in batch if i != PADDING) == list(range(size))
+    assert {len(stream) for stream in streams} == {-(-size // (batch_size * ranks))}
+    assert all(1 <= len(batch) <= batch_size for batch in batches)
+    padding = [batch for batch in batches if PADDING in batch]
+    assert all(batch == [PADDING] for batch in padding)
+    if size >= ranks and batch_size > 1:
+        assert not padding
+    for round_ in zip(*streams, strict=True):  # in the order of the samples
+        taken = [i for batch in round_ for i in batch if i != PADDING]
+        assert taken == sorted(taken)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

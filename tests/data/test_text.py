@@ -71,9 +71,9 @@ def test_bits_per_byte_are_exact(corpus, split):
     assert per_token / math.log(2) / data.bytes_per_token(split) == pytest.approx(bits / figures["bytes"])
 
 
-def test_batches_are_contiguous_and_of_one_shape(corpus):
+def test_batches_are_contiguous_and_all_but_the_last_of_one_shape(corpus):
     batches = list(text_data(corpus).val_dataloader())
-    assert {tuple(batch["inputs"].shape) for batch in batches} == {(5, 32)}
+    assert {tuple(batch["inputs"].shape) for batch in batches[:-1]} == {(5, 32)}
     assert all(batch["inputs"].is_contiguous() and batch["targets"].is_contiguous() for batch in batches)
 
 

@@ -1,6 +1,7 @@
 """When checkpoints are saved, which are kept, and which one `last` names."""
 
 import logging
+import math
 import shutil
 import time
 from datetime import timedelta
@@ -62,6 +63,7 @@ class Checkpointing(Checkpoint):
         self._validated_step = -1
         self._owes_validation = False  # due at the step of the checkpoint, and not run
         self._due = False
+        self._monitor_told = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"scores": dict(self.scores), "owes_validation": self._owes_validation}
@@ -105,7 +107,14 @@ class Checkpointing(Checkpoint):
             return
         self._validated_step, self._owes_validation = trainer.global_step, False
         value = trainer.callback_metrics.get(self.monitor)
-        score = None if value is None else float(value)
+        score = None if value is None or math.isnan(value) else float(value)
+        if value is None and self.keep_best and trainer.is_global_zero and not self._monitor_told:
+            self._monitor_told = True
+            log.warning(
+                "checkpoint.monitor=%s: nothing has that name, so no checkpoint is kept as best. Logged are: %s.",
+                self.monitor,
+                ", ".join(sorted(trainer.callback_metrics)) or "nothing",
+            )
         if self._due or self._is_best(score):
             self._save(trainer, score)
 

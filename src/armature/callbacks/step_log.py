@@ -5,6 +5,7 @@ and one copy to the host serve them all. `self.log` would cost about 240 µs for
 """
 
 import logging
+import math
 import time
 from typing import Any, Protocol
 
@@ -84,6 +85,7 @@ class StepLog(Callback):
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr = 0.0
+        self._nan_told = False
         self._since = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,8 +192,22 @@ class StepLog(Callback):
         numbers = torch.cat([values, everyones.flatten()]).tolist()
         for (row, name), number in zip(cells, numbers, strict=False):
             row[name] = number
+        self._warn_of_nan(trainer, rows)
         by_rank = numbers[len(cells) :]
         return [by_rank[i :: len(own)] for i in range(len(own))]
+
+    def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
+        """Once: the run goes on, since one bad batch need not spoil it."""
+        lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
+        if lost is not None and not self._nan_told:
+            self._nan_told = True
+            if trainer.is_global_zero:
+                log.warning(
+                    "train/loss is %s at step %d. Look at that step's samples and the learning rate; debug=nan shows "
+                    "the operation.",
+                    lost["train/loss"],
+                    lost["step"],
+                )
 
     def _write(self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
         for row in rows:

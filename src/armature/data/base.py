@@ -58,8 +58,10 @@ class DataModule(L.LightningDataModule):
         self._loaders: dict[Any, DataLoader[Any]] = {}
         self._resumed = (0, 0)  # (samples, optimiser steps) seen when this run began
 
-    def dataset(self, split: Split) -> Dataset[Any] | Stream:
+    def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
         """A map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once a split.
+
+        None for a split ("val", "test") that there is not.
 
         It may define `batch(indices) -> {"inputs", "targets"}`, which serves a whole batch at once and draws no random
         numbers, and `augment(sample, generator) -> sample`, which is called on training samples with a generator that
@@ -196,7 +198,8 @@ class DataModule(L.LightningDataModule):
 
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:
-            self._datasets[split] = self.dataset(split)
+            made = self.dataset(split)
+            self._datasets[split] = cast(Any, []) if made is None else made
         return self._datasets[split]
 
     def _rank_and_ranks(self) -> tuple[int, int]:

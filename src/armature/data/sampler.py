@@ -85,7 +85,9 @@ class TrainSampler:
 class EvalSampler:
     """Yields one data rank's batches of an evaluation: each sample once over all ranks, in order.
 
-    All ranks get the same number of batches, all of the same size; what is missing at the end is `PADDING`.
+    All ranks get the same number of batches. Where samples do not fill the last ones, all ranks share them, so
+    that each has at least one; only where there are too few for that, a rank's batch is `[PADDING]`. No batch mixes
+    samples and padding, since not every loss leaves out a part of a batch.
     """
 
     def __init__(self, size: int, *, batch_size: int, rank: int, ranks: int) -> None:
@@ -95,9 +97,13 @@ class EvalSampler:
         return -(-self.size // (self.batch_size * self.ranks))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(len(self)):
-            start = (batch * self.ranks + self.rank) * self.batch_size
-            yield [i if i < self.size else PADDING for i in range(start, start + self.batch_size)]
+        full, end = self.batch_size * self.ranks, 0
+        for left in range(len(self), 0, -1):
+            start, rest = end, self.size - end
+            even = left == 2 and rest - full < self.ranks and self.batch_size > 1  # else the last would be too small
+            end = start + (rest // 2 if even else min(full, rest))
+            lower, upper = (start + (end - start) * r // self.ranks for r in (self.rank, self.rank + 1))
+            yield list(range(lower, upper)) or [PADDING]
 
 
 def permuted(places: NDArray[np.int64], *, size: int, seed: int | str, epoch: int) -> NDArray[np.int64]:

@@ -230,6 +230,13 @@ class Common(_Base):
         if clip_val and by_value:
             gradients.clip_by_value(parts, value=clip_val)
 
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # the mean of whole numbers would be cut to one: `self.log(…, sync_dist=True)` counts its samples so
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
     # ------------------------------------------------------------ checkpoints
     @property
     @override

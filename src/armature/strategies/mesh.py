@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
@@ -151,6 +152,8 @@ class MeshStrategy(Common, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
+        if not is_overridden("configure_model", self.module):  # the model was built in __init__: nothing is left to do
+            self.module.__dict__["configure_model"] = lambda: None
         if self.sizes["tensor"] > 1:
             self._while_running.enter_context(loss_parallel())  # backward needs it too
         super().setup(trainer)

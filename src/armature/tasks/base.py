@@ -25,6 +25,22 @@ def mean_metric() -> MeanMetric:
     return MeanMetric(nan_strategy=float("nan"))
 
 
+def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The batch's inputs and targets.
+
+    Raises:
+        TypeError: for a batch of another form.
+    """
+    try:
+        return batch["inputs"], batch["targets"]
+    except (KeyError, TypeError, IndexError):
+        form = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        raise TypeError(
+            f'A batch has {form}: each sample of `dataset(split)` must be {{"inputs": Tensor, "targets": Tensor}}. '
+            "For samples of another form, write a task whose training_step, validation_step and test_step read them."
+        ) from None
+
+
 class Task(L.LightningModule):
     """Trains whatever `model()` builds on the loss that it computes, and measures that loss on held-out batches.
 
@@ -72,7 +88,7 @@ class Task(L.LightningModule):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         assert self.model is not None
-        return self.model(batch["inputs"], batch["targets"])
+        return self.model(*pair(batch))
 
     def metrics(self) -> dict[str, Metric]:
         """The metrics of one evaluation, by name; each is a sum over samples and ranks, so it is exact."""
@@ -81,8 +97,8 @@ class Task(L.LightningModule):
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. Padding, whose targets are all -100, weighs nothing."""
         assert self.model is not None
-        loss = self.model(batch["inputs"], batch["targets"])
-        metrics["loss"].update(loss, weight=(batch["targets"] != -100).sum())
+        inputs, targets = pair(batch)
+        metrics["loss"].update(self.model(inputs, targets), weight=(targets != -100).sum())
 
     def figures(self, values: dict[str, float], split: str) -> dict[str, float]:
         """What is logged for `split` ("val" or "test"), from the computed metrics."""

@@ -66,7 +66,7 @@ def check(cfg: DictConfig) -> DictConfig:
         problems += layout_problems(cfg)
         problems += _launch_problems(cfg)
     problems += _logger_problems(cfg)
-    problems += _folder_problems(Path(cfg.run.root))
+    problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
     problems += _data_problems(cfg, prepare=not problems)
     if problems:
@@ -159,10 +159,14 @@ def _range_problems(cfg: DictConfig) -> list[str]:
         )
     positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
     every = [f"checkpoint.{key}" for key in ("every_n_steps", "every_n_minutes", "keep_every_n_steps")]
-    for key in [*(f"trainer.{k}" for k in positive), *every]:
+    sizes = [f"data.{key}" for key in ("train_limit", "eval_batch_size")]
+    for key in [*(f"trainer.{k}" for k in positive), *every, *sizes]:
         value = OmegaConf.select(cfg, key)
-        if value is not None and value <= 0:
+        if isinstance(value, (int, float)) and value <= 0:
             problems.append(f"{key}={value}: must be positive (null turns it off where it may be off).")
+    workers = OmegaConf.select(cfg, "data.num_workers")
+    if isinstance(workers, int) and workers < 0:
+        problems.append(f"data.num_workers={workers}: must not be negative; 0 loads in the training process.")
     rate = OmegaConf.select(cfg, "optimizer.lr")
     if isinstance(rate, (int, float)) and rate <= 0:
         problems.append(f"optimizer.lr={rate}: must be positive.")
@@ -317,6 +321,12 @@ def _has_wandb_key() -> bool:
         return netrc.netrc().authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _name_problems(name: str | None) -> list[str]:
+    if name is None or (name and not Path(name).is_absolute() and ".." not in Path(name).parts):
+        return []
+    return [f"run.name={name}: must be a folder below run.root. Type run.root=… to have it elsewhere."]
 
 
 def _folder_problems(folder: Path) -> list[str]:

@@ -4,7 +4,8 @@ Hydra stops at the first mistake. On this path alone, each override is tried by 
 """
 
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -15,6 +16,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from armature.errors import ConfigError
+
+OPEN = ("callbacks", "logger")  # groups to which a key may be added
+GLOBAL = ("experiment", "debug", "sweep")  # groups whose files set values of the whole configuration
+HEADER = "# @package _global_"
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -42,6 +48,41 @@ def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: 
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
     return problems or [_plain(error)]
+
+
+def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]) -> list[str]:
+    """What is wrong with any value of a sweep, before its first trial: each is tried beside the others' first values.
+
+    Args:
+        check: raises ConfigError for a configuration that a run would refuse.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
+        parser = OverridesParser.create()
+        try:
+            parsed = parser.parse_overrides(overrides)
+            fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+            sweeper = compose("train", overrides=fixed, return_hydra_config=True).hydra.sweeper
+        except CONFIG_ERRORS:
+            return []  # Hydra meets it, too
+        if not str(sweeper._target_).endswith("BasicSweeper"):
+            return []  # which values there are is the sweeper's secret
+        given = {o.key_or_group for o in parsed}
+        lines = [f"{key}={value}" for key, value in (sweeper.params or {}).items() if key not in given]
+        swept = [o for o in [*parsed, *parser.parse_overrides(lines)] if o.is_sweep_override()]
+        values = [[f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] for o in swept]
+        found = []
+        for i, of_one in enumerate(values):
+            for value in of_one:
+                others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i and each)]
+                if (problem := _try([*others, value])) is not None:
+                    found.append(_describe(problem, value, _groups(config_dir), others, config_dir))
+                    continue
+                try:
+                    check(compose("train", overrides=[*others, value]))
+                except ConfigError as error:
+                    found += error.problems
+    return list(dict.fromkeys(found))
 
 
 def _try(overrides: list[str]) -> Exception | None:
@@ -72,6 +113,8 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     if isinstance(error, MissingConfigException) or key in groups:
         value = override.split("=", 1)[-1]
         options = groups[key]
+        if value in options:
+            return f"{override}: {_inside(error, config_dir / key / f'{value}.yaml', sound)}"
         return f"{override}: {key} has no option '{value}'.{_nearest(value, options)} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
         reason = str(error.__cause__ or error).splitlines()[0]
@@ -84,7 +127,29 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {' and '.join(having)} {have} it."
+    if group in OPEN and name and not override.startswith("+"):
+        return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
+
+
+def _inside(error: Exception, file: Path, sound: list[str]) -> str:
+    """What is wrong in the file of an option that there is."""
+    where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
+    if isinstance(error, yaml.YAMLError):
+        return f"{where}: {_plain(error)}."
+    first, *_ = [*filter(None, map(str.strip, file.read_text(encoding="utf-8").splitlines())), ""]
+    if file.parent.name in GLOBAL and first != HEADER:
+        return f"{where}: its first line must be '{HEADER}', and is '{first}'."
+    if isinstance(error, MissingConfigException):
+        missing = str(error.missing_cfg_file)
+        options = [str(option) for option in error.options or ()]
+        return f"{where}: there is no '{missing}'.{_nearest(missing.rsplit('/', 1)[-1], options)}"
+    unknown = re.search(r"full_key: (\S+)", str(error.__cause__ or error))
+    if unknown is None:
+        return f"{where}: {_plain(error)}."
+    return (
+        f"{where}: there is no key '{unknown[1]}'.{_nearest(unknown[1], [*_keys(compose('train', overrides=sound))])}"
+    )
 
 
 def _nearest(word: str, known: list[str]) -> str:
