@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -75,9 +76,32 @@ CASES = {
     "an object store nobody knows": (["checkpoint.root=s4://bucket"], ["checkpoint.root=s4://bucket: ", "s4"]),
     "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
     "a precision by another name": (["trainer.precision=fp16"], ["trainer.precision=16-mixed"]),
-    "nothing to go on from": (["resume=required", "run.name=new"], ["resume=required", "no complete checkpoint"]),
+    "nothing to go on from": (
+        [
+            "data=text",
+            "data.path=long.txt",
+            "data.source.vocab_size=300",
+            "data.context=8",
+            "resume=required",
+            "run.name=new",
+        ],
+        ["resume=required", "no complete checkpoint"],
+    ),
     "options of Hydra's own are no mistakes": (["--cfg", "job", "trainer.devces=2"], ["1 problem:", "trainer.devices"]),
     "dp": (["strategy=dp"], ["strategy=ddp"]),
+    "batches of nothing": (
+        ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
+        ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
+    ),
+    "a run outside of run.root": (["run.name=../../elsewhere"], ["run.name=../../elsewhere", "below run.root"]),
+    "a callback without its plus": (["callbacks.mine._target_=a.B"], ["Type +callbacks.mine._target_=a.B"]),
+    "a value of a sweep": (
+        ["-m", "data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=8", "optimizer.lr=1,-1"],
+        ["1 problem:", "optimizer.lr=-1: must be positive"],
+    ),
+    "an option in a sweep": (["-m", "strategy=dpd,fspd"], ["strategy has no option 'fspd'. Did you mean 'fsdp'?"]),
+    "beside a sweep": (["-m", "seed=0,1", "model.heads=3"], ["1 problem:", "model.heads=3"]),
+    "in a sweep's file": (["-m", "sweep=lr", "model.heads=3"], ["1 problem:", "model.heads=3"]),
 }
 
 
@@ -110,6 +134,29 @@ def test_several_mistakes_of_the_second_kind_are_told_together(folder):
         train("trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb", cwd=folder, HOME=str(folder))
     )
     assert "4 problems" in stderr
+
+
+FILES = {
+    "# comment\n# @package _global_\nseed: 1\n": "its first line must be '# @package _global_', and is '# comment'",
+    "seed: 1\n": "its first line must be '# @package _global_', and is 'seed: 1'",
+    "# @package _global_\ntrainer: {max_stps: 3}\n": "no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?",
+    "# @package _global_\ndefaults: [override /model: gpt_nan]\n": "no 'model/gpt_nan'. Did you mean 'gpt_nano'?",
+    "# @package _global_\nseed: [\n": "expected the node content",
+    "# @package _global_\nseed: many\n": "'many'",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
+    from armature import config
+    from armature.validation.compose import explain
+
+    config.register()
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
+    (problem,) = explain(Exception(), ["experiment=mine"], tmp_path / "configs")
+    assert problem.startswith("experiment=mine: in configs/experiment/mine.yaml: ")
+    assert FILES[text] in problem
 
 
 def test_more_gpus_than_there_are(folder):

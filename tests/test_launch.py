@@ -7,10 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
+from armature import cli, config, supervise
 from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
@@ -111,14 +115,38 @@ def test_srun_joins_as_ranks(single, corpus, tmp_path):
 
 def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     launcher = [sys.executable, TRAIN, "-m"]
-    overrides = ["seed=0,1", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=3"]
+    overrides = ["seed=0,1", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=3", "run.name=group/sweep"]
     running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher)
-    (sweep,) = (tmp_path / "outputs").iterdir()
+    sweep = tmp_path / "outputs" / "group" / "sweep"
     trials = sorted(path for path in sweep.iterdir() if path.is_dir())
     assert [trial.name for trial in trials] == ["0", "1"]
     assert [running.summary(trial)["global_step"] for trial in trials] == [3, 3]
     assert running.losses(trials[0]) != running.losses(trials[1])
-    assert sweep.name.startswith("sweep-")
+    again = running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher)
+    assert again.stderr.count("is finished (3 steps)") == 2
+    overrides[0] = "seed=2,3"
+    other = running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher, check=False)
+    assert other.returncode == 2
+    assert "trained with other settings" in other.stderr
+    assert "seed=0 there, 2 here" in other.stderr
+
+
+def test_a_sweep_without_a_name_has_the_time():
+    config.register()
+    assert OmegaConf.create({"of": "${sweep_name:${name}}", "name": None}).of.startswith("sweep-")
+
+
+def test_a_stopped_sweep_is_told_to_go_on_by_its_own_name(monkeypatch, capsys):
+    hydra = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir="outputs/a/b"))
+    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    cfg = OmegaConf.create({"run": {"root": "outputs", "name": "a/b/1"}})
+
+    def trial(_):
+        raise supervise.stopped(cfg, "SIGTERM", step=3)
+
+    with pytest.raises(SystemExit, match="143"):
+        cli.reported(trial)(cfg)
+    assert "The same command with run.name=a/b goes on" in capsys.readouterr().err
 
 
 def test_a_finished_run_says_so_and_stops(single, corpus):

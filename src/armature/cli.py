@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dotenv import load_dotenv
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -38,6 +39,8 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions over instead of printing and exiting
     config.register()
     sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
+    if not any("hydra.mode" in argument for argument in sys.argv) and not _names_a_mode(config_dir):
+        Hydra.get_mode = lambda *args, **kwargs: None  # composes everything once more, to read hydra.mode
     arguments, _ = get_args_parser().parse_known_args()
     if arguments.multirun and check is not None and (found := explain_sweep(arguments.overrides, config_dir, check)):
         refuse(found)
@@ -50,6 +53,10 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         sys.exit(error.exit_code)
     if "RANK" in os.environ and "armature.worker" in sys.modules:
         sys.modules["armature.worker"].leave()
+
+
+def _names_a_mode(config_dir: Path) -> bool:
+    return any("MULTIRUN" in file.read_text(encoding="utf-8") for file in config_dir.rglob("*.yaml"))
 
 
 def quoted(argument: str) -> str:

@@ -2,10 +2,12 @@
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 
 from armature import manifest
 from armature.callbacks.checkpointing import Checkpointing
@@ -84,3 +86,26 @@ def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path
     (tmp_path / "outputs/a/checkpoints/last").unlink()
     done = train(*args, cwd=tmp_path, corpus=corpus)
     assert "step=000004, step 4" in done.stderr
+
+
+@pytest.mark.parametrize(("logged", "told"), [({}, "nothing"), ({"val/lost": torch.tensor(1.0)}, "val/lost")])
+def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told):
+    log: Any = Quiet()
+    trainer: Any = Trainer(set())
+    trainer.state, trainer.sanity_checking, trainer.callback_metrics = SimpleNamespace(fn="fit"), False, logged
+    callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
+    for _ in range(2):
+        callback.on_validation_end(trainer, log)
+    said = "checkpoint.monitor=val/loss: nothing has that name, so no checkpoint is kept as best. Logged are:"
+    assert caplog.text.count(f"{said} {told}.") == 1
+
+
+def test_a_score_that_is_no_number_is_never_best(tmp_path):
+    log: Any = Quiet()
+    trainer: Any = Trainer(set())
+    trainer.state, trainer.sanity_checking = SimpleNamespace(fn="fit"), False
+    trainer.callback_metrics = {"val/loss": torch.tensor(float("nan"))}
+    callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
+    callback.on_validation_end(trainer, log)
+    assert callback.best is None
+    assert not [*tmp_path.iterdir()]

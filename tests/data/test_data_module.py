@@ -247,6 +247,12 @@ def test_a_rank_without_a_sample_has_one_that_does_not_count():
     assert [batch["targets"].tolist() for batch in (empty, last)] == [[IGNORED], [7]]
 
 
+def test_there_need_not_be_a_split():
+    data = NumbersData()
+    data.dataset = lambda split: None
+    assert list(data.val_dataloader()) == []
+
+
 def test_the_same_loader_serves_every_epoch():
     data = NumbersData(num_workers=1)
     assert data.train_dataloader() is data.train_dataloader()

@@ -12,7 +12,7 @@ from armature.models.vit.model import VisionTransformer
 from armature.optim import schedules
 from armature.optim.muon import Muon
 from armature.parallel.initialisation import initialise_by_name, materialise
-from armature.tasks.base import Task
+from armature.tasks.base import Task, pair
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
 
@@ -156,3 +156,11 @@ def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
 
 def test_nothing_is_saved_as_a_hyperparameter():
     assert not LanguageModeling(DECODER, **FACTORIES).hparams
+
+
+@pytest.mark.parametrize(
+    ("batch", "has"), [({"x": torch.ones(1), "y": torch.ones(1)}, "the keys x, y"), ([torch.ones(1)] * 2, "a list")]
+)
+def test_a_batch_of_another_form_is_told(batch, has):
+    with pytest.raises(TypeError, match=f"A batch has {has}: each sample of .* must be"):
+        pair(batch)

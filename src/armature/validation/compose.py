@@ -6,6 +6,7 @@ Hydra stops at the first mistake. On this path alone, each override is tried by 
 import difflib
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -26,6 +27,7 @@ CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
+    _composed.cache_clear()
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
         if (problem := _try([])) is not None:
@@ -75,22 +77,34 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
         for i, of_one in enumerate(values):
             for value in of_one:
                 others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i and each)]
-                if (problem := _try([*others, value])) is not None:
-                    found.append(_describe(problem, value, _groups(config_dir), others, config_dir))
+                made = _composed((*others, value))
+                if isinstance(made, Exception):
+                    found.append(_describe(made, value, _groups(config_dir), others, config_dir))
                     continue
                 try:
-                    check(compose("train", overrides=[*others, value]))
+                    check(made)
                 except ConfigError as error:
                     found += error.problems
     return list(dict.fromkeys(found))
 
 
 def _try(overrides: list[str]) -> Exception | None:
+    made = _composed(tuple(overrides))
+    return made if isinstance(made, Exception) else None
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> DictConfig | Exception:
     try:
-        compose("train", overrides=overrides)
+        return compose("train", overrides=[*overrides])
     except CONFIG_ERRORS as error:
         return error
-    return None
+
+
+def _known(overrides: list[str]) -> list[str]:
+    """The keys of what sound overrides make."""
+    made = _composed(tuple(overrides))
+    return [] if isinstance(made, Exception) else [*_keys(made)]
 
 
 def _groups(config_dir: Path) -> dict[str, list[str]]:
@@ -119,7 +133,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
         reason = str(error.__cause__ or error).splitlines()[0]
         return f"{override}: {reason}."
-    known = [*_keys(compose("train", overrides=sound)), *groups]
+    known = [*_known(sound), *groups]
     group, _, name = key.partition(".")
     files = {option: OmegaConf.load(config_dir / group / f"{option}.yaml") for option in groups.get(group, []) if name}
     # "name in file" leaves out required values
@@ -144,12 +158,11 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
         missing = str(error.missing_cfg_file)
         options = [str(option) for option in error.options or ()]
         return f"{where}: there is no '{missing}'.{_nearest(missing.rsplit('/', 1)[-1], options)}"
-    unknown = re.search(r"full_key: (\S+)", str(error.__cause__ or error))
-    if unknown is None:
+    said = str(error.__cause__ or error)
+    unknown = re.search(r"full_key: (\S+)", said)
+    if unknown is None or "not in" not in said:
         return f"{where}: {_plain(error)}."
-    return (
-        f"{where}: there is no key '{unknown[1]}'.{_nearest(unknown[1], [*_keys(compose('train', overrides=sound))])}"
-    )
+    return f"{where}: there is no key '{unknown[1]}'.{_nearest(unknown[1], _known(sound))}"
 
 
 def _nearest(word: str, known: list[str]) -> str:
