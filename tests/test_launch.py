@@ -131,6 +131,25 @@ def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     assert "seed=0 there, 2 here" in other.stderr
 
 
+def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corpus, tmp_path):
+    for source, target in (
+        (single, "start.safetensors"),
+        ("start.safetensors", "outputs/start/checkpoints/step=000000"),
+    ):
+        convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(source), target]
+        subprocess.run(convert, cwd=tmp_path, env=running.environment(), check=True, capture_output=True)
+    other = tmp_path / "other.txt"
+    other.write_text(
+        "".join(f"line {i} of another text, in which the brown fox jumps {i} times.\n" for i in range(900))
+    )
+    known = f"data.source.tokenizer={single}/tokenizer.json"
+    running.train("run.name=tuned", "resume=outputs/start", known, "scheduler=constant", cwd=tmp_path, corpus=other)
+    running.train("run.name=new", known, "scheduler=constant", cwd=tmp_path, corpus=other)
+    tuned, new = (running.losses(tmp_path / "outputs" / name) for name in ("tuned", "new"))
+    assert len(tuned) == len(new) == 6
+    assert tuned[0] < new[0] - 0.1
+
+
 def test_a_sweep_without_a_name_has_the_time():
     config.register()
     assert OmegaConf.create({"of": "${sweep_name:${name}}", "name": None}).of.startswith("sweep-")

@@ -393,3 +393,42 @@ def test_the_standard_library_is_found_without_tests_and_packages():
     assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
     assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
     assert Splitter.choose(files, val_fraction=0.05, test_fraction=0.05).by == "file"
+
+
+def test_a_tokenizer_from_elsewhere_is_taken_as_it_is(files, corpus, tmp_path):
+    first = corpus(f"{files}/**/*.txt")
+    first.prepare()
+    other = tmp_path / "other.txt"
+    other.write_text(some_text(7, lines=400))
+    given = str(first.folder / "tokenizer.json")
+    made = corpus(str(other), tokenizer=given, vocab_size=400)  # the model may have room for more
+    made.prepare()
+    assert made.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert "".join(chain(*(decoded(made, split) for split in SPLITS)))
+    own = corpus(str(other), vocab_size=400)
+    own.prepare()
+    assert own.folder != made.folder
+
+
+def test_documents_begin_with_the_end_that_a_tokenizer_has(files, corpus, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    theirs = Tokenizer(models.WordLevel({"<unk>": 0, "self": 1, "</s>": 2}, unk_token="<unk>"))
+    theirs.pre_tokenizer = pre_tokenizers.Whitespace()
+    theirs.save(str(tmp_path / "theirs.json"))
+    made = corpus(f"{files}/**/*.txt", tokenizer=str(tmp_path / "theirs.json"))
+    made.prepare()
+    tokens = np.array(made.tokens("train"))
+    assert (tokens == 2).sum() == made.header["splits"]["train"]["documents"]
+    assert set(tokens.tolist()) == {0, 1, 2}
+
+
+def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
+    (tmp_path / "no.json").write_text("{}")
+    for path, words in (("nowhere.json", "no such file"), (str(tmp_path / "no.json"), "Name a tokenizer.json")):
+        with pytest.raises(ConfigError, match=words):
+            corpus(f"{files}/**/*.txt", tokenizer=path).check()
+    made = corpus(f"{files}/**/*.txt", vocab_size=320)
+    made.prepare()
+    with pytest.raises(ConfigError, match=r"vocab_size=300 is smaller than the 320 tokens .* vocab_size=320"):
+        corpus(f"{files}/**/*.txt", tokenizer=str(made.folder / "tokenizer.json")).check()

@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 
 class ClipsByItself(Task):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        pass
+        nn.utils.clip_grad_norm_(self.parameters(), 0.3)
 
 
 class Unweighed(Task):
@@ -66,7 +66,12 @@ def together(data: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor
 
 @pytest.mark.parametrize("task", [Task, ClipsByItself, Named])
 def test_accumulation_is_the_mean_over_all_targets(task):
-    torch.testing.assert_close(trained(task, batches(), accumulate=4), trained(Task, together(batches()), accumulate=1))
+    torch.testing.assert_close(trained(task, batches(), accumulate=4), trained(task, together(batches()), accumulate=1))
+
+
+def test_it_matters_who_clips():
+    one, other = (trained(task, together(batches()), accumulate=1) for task in (Task, ClipsByItself))
+    assert not torch.allclose(one, other, atol=1e-3)
 
 
 def test_a_task_may_say_that_its_loss_is_no_mean_over_targets():

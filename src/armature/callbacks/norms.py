@@ -57,7 +57,7 @@ class Norms:
             parts = [part for i in with_gradient for part in norms.local_gradients([weights[i]])]
             of_parts = self._of(trainer, parts, [self._groups[i] for i in with_gradient])
             strategy: Any = trainer.strategy
-            scale = strategy.gradient_scale()
+            scale = None if strategy.gradients_are_scaled else strategy.gradient_scale()
             of_parts = of_parts if scale is None else of_parts * scale
             self._columns |= self._named("train/grad_norm", of_parts)
         if self.update_ratio:

@@ -48,6 +48,8 @@ class Corpus:
         context: tokens a training sample has; a train split shorter than that is an error.
         val_fraction: share of the bytes that is held out for validation, about.
         test_fraction: the same for the test.
+        tokenizer: a tokenizer.json to use instead of training one, as fine-tuning needs; it decides what a document
+            begins with.
         tokenizer_bytes: how much text the tokenizer sees.
         cache_dir: where prepared corpora are kept; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
     """
@@ -61,13 +63,14 @@ class Corpus:
         context: int | None = None,
         val_fraction: float = 0.05,
         test_fraction: float = 0.05,
+        tokenizer: str | None = None,
         tokenizer_bytes: int = 200_000_000,
         cache_dir: str | None = None,
     ) -> None:
         self.path = path if path is None or isinstance(path, str) else list(path)
         self.field, self.vocab_size, self.context = field, vocab_size, context
         self.val_fraction, self.test_fraction, self.tokenizer_bytes = val_fraction, test_fraction, tokenizer_bytes
-        self.cache_dir = cache_dir
+        self.tokenizer_path, self.cache_dir = tokenizer, cache_dir
         self._opened: tuple[Path, dict[str, Any]] | None = None
 
     def prepare(self) -> None:
@@ -136,6 +139,14 @@ class Corpus:
                 f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and {tokenizer.END_OF_TEXT} "
                 f"need {tokenizer.SMALLEST_VOCABULARY}."
             )
+        if self.tokenizer_path is not None:
+            size = tokenizer.given(self.tokenizer_path).get_vocab_size()
+            if size > self.vocab_size:
+                problems.append(
+                    f"data.source.vocab_size={self.vocab_size} is smaller than the {size:,} tokens of "
+                    f"data.source.tokenizer={self.tokenizer_path}. Type data.source.vocab_size={size}, or as many as "
+                    "the model has that you start from."
+                )
         fractions = (self.val_fraction, self.test_fraction)
         if min(fractions) <= 0 or sum(fractions) >= 0.9:
             problems.append(
@@ -149,6 +160,8 @@ class Corpus:
         """Changes with any file's name, size or time, and with every setting that the tokens depend on."""
         settings = [_VERSION, self.field, self.vocab_size, self.val_fraction, self.test_fraction, self.tokenizer_bytes]
         key = hashlib.sha256(json.dumps(settings).encode())
+        if self.tokenizer_path is not None:
+            key.update(Path(self.tokenizer_path).read_bytes())
         for file in files:
             key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
         return key.hexdigest()[:16]
@@ -161,7 +174,7 @@ class Corpus:
         sources.check_heads(files)
         split = Splitter.choose(files, val_fraction=self.val_fraction, test_fraction=self.test_fraction)
         with tokenizer.all_cores():
-            bpe = tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
+            bpe = self._tokenizer(files, split)
             bpe.save(str(part / TOKENIZER_FILE))
             figures = self._encode(part, files, split, bpe)
         empty = [name for name, figure in figures.items() if not figure["bytes"]]
@@ -186,6 +199,11 @@ class Corpus:
             "splits": figures,
             "prepared_in_seconds": round(seconds, 2),
         }
+
+    def _tokenizer(self, files: list[SourceFile], split: Splitter) -> Tokenizer:
+        if self.tokenizer_path is not None:
+            return tokenizer.given(self.tokenizer_path)
+        return tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
 
     def _train_text(self, files: list[SourceFile], split: Splitter) -> Iterator[str]:
         """The train split's text, as much as the tokenizer is to see."""
@@ -239,7 +257,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self._file = self.path.open("wb")
-        self._end = np.array([self.bpe.token_to_id(tokenizer.END_OF_TEXT)], self.dtype).tobytes()
+        self._end = np.array([tokenizer.end_of_text(self.bpe)], self.dtype).tobytes()
 
     def add(self, file: SourceFile, piece: Piece, ids: list[int]) -> None:
         if not piece.size:

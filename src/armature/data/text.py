@@ -51,7 +51,7 @@ class TokenData(DataModule):
             raise ConfigError(
                 f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
                 f"({self.source.fingerprint}): files or settings of the corpus have changed. Bring back what it was "
-                "trained on, or type resume=never."
+                "trained on, or type resume=never; to go on from its weights alone, see Fine-tuning in the README."
             )
         super().load_state_dict(state_dict)
 

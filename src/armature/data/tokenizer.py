@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from armature.errors import ConfigError
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")  # by what others call it
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 
 
@@ -38,6 +41,31 @@ def load(path: Path) -> Tokenizer:
 
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True  # END_OF_TEXT in a text is eleven characters, not the end of it; not saved
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The id of the token that parts documents, by the names that are usual; None where there is none."""
+    return next((i for i in map(tokenizer.token_to_id, ENDS) if i is not None), None)
+
+
+def given(path: str) -> Tokenizer:
+    """A tokenizer that was trained elsewhere: of another run, or Hugging Face's.
+
+    Raises:
+        ConfigError: for a file that is none, or that has no token to part documents with.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"data.source.tokenizer={path}: no such file. Name a tokenizer.json: a run directory has one, and so has a "
+            "model from Hugging Face."
+        )
+    try:
+        tokenizer = load(Path(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"data.source.tokenizer={path}: {error}. Name a tokenizer.json.") from error
+    if end_of_text(tokenizer) is None:
+        raise ConfigError(f"data.source.tokenizer={path}: it has none of {', '.join(ENDS)} to part documents with.")
     return tokenizer
 
 

@@ -28,6 +28,10 @@ class TargetWeights:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was counted."""
         self.current: Tensor | None = None
         self.within = False
         self._counted: Tensor | None = None  # in this step so far, on this rank; in the end on all
@@ -38,7 +42,7 @@ class TargetWeights:
     def begin(self, batch: Any) -> None:
         """Counts the targets of a batch, before `training_step` has it."""
         if self._scale is not None:
-            self.__init__()
+            self.forget()
         targets = batch.get("targets") if isinstance(batch, dict) else None
         counts = isinstance(targets, Tensor) and not targets.is_floating_point()
         self.current = (targets != IGNORED).sum(dtype=torch.float32) / UNIT if counts else None

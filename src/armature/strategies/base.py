@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,6 +38,7 @@ class Common(_Base):
     Attributes:
         seed: decides the initial weights and the random streams.
         grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
+        gradients_are_scaled: by `gradient_scale`, in this step.
         data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
         initial_weights: a checkpoint to begin with instead of the seed's weights.
         facts: what a checkpoint's manifest says of the run.
@@ -73,7 +75,7 @@ class Common(_Base):
         self.compile, self.compile_mode, self.float8 = compile, compile_mode, float8
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
-        self.target_weights, self._scaled = TargetWeights(), False
+        self.target_weights, self.gradients_are_scaled = TargetWeights(), False
         self.initial_weights: Path | None = None
         self.facts: dict[str, Any] = {}
         self.published: Callable[[Path], None] | None = None
@@ -168,7 +170,9 @@ class Common(_Base):
         """The module's. Where the batch is one of several of an optimiser step, its targets are counted."""
         if self._is_shared and getattr(self.module, "mean_over_targets", False):
             self.target_weights.begin(args[0])
-            self._scaled = False
+            self.gradients_are_scaled = False
+        elif self.target_weights.current is not None:  # accumulation has ended
+            self.target_weights.forget()
         return super().training_step(*args, **kwargs)
 
     @override
@@ -194,13 +198,16 @@ class Common(_Base):
         )
 
     def _after_closure(self, lightnings: Callable[..., None], module: L.LightningModule, optimizer: Optimizer) -> None:
+        hooks = ("configure_gradient_clipping", "on_before_optimizer_step")
+        if self.target_weights.current is not None and any(is_overridden(hook, module) for hook in hooks):
+            self.scale_gradients(optimizer)  # the module looks at them; else clipping does it in its own pass
         lightnings(module, optimizer)
-        if not self._scaled:  # a module that clips by itself
+        if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
         """Multiply the gradients by `gradient_scale`."""
-        scale = self.gradient_scale()
+        scale, self.gradients_are_scaled = self.gradient_scale(), True
         if scale is not None:
             gradients.multiply(gradients.local_gradients(parameters_of(optimizer)), by=scale)
 
@@ -214,8 +221,8 @@ class Common(_Base):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # Lightning leaves it to fused optimisers, which then could not be clipped
-        parts, factor = gradients.local_gradients(parameters_of(optimizer)), self.gradient_scale()
-        self._scaled = True
+        parts = gradients.local_gradients(parameters_of(optimizer))
+        factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
         self.grad_norm = gradients.total_norm(
             parts, ranks=self.ranks_per_stage, divided=self.divided, device=self.root_device
         )
