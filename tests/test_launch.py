@@ -147,7 +147,7 @@ def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corp
     running.train("run.name=new", known, "scheduler=constant", cwd=tmp_path, corpus=other)
     tuned, new = (running.losses(tmp_path / "outputs" / name) for name in ("tuned", "new"))
     assert len(tuned) == len(new) == 6
-    assert tuned[0] < new[0] - 0.1
+    assert tuned[0] < new[0] - 0.05  # after six steps on the first text
 
 
 def test_a_sweep_without_a_name_has_the_time():
