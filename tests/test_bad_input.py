@@ -9,6 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+
+from armature import config
+from armature.errors import ConfigError
+from armature.validation.checks import check
+from armature.validation.compose import CONFIG_ERRORS, explain
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,7 +122,35 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+# sweeps and Hydra's own options, and what is found after the check: not to be had without the command
+AS_A_COMMAND = [
+    n for n, (overrides, _) in CASES.items() if {"-m", "--cfg", "resume=required", "strategy=dp"} & {*overrides}
+]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in AS_A_COMMAND])
+def test_a_mistake_is_found(name, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("ARMATURE_CACHE", str(folder / "cache"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    overrides, words = CASES[name]
+    config.register()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+            check(compose("train", overrides=overrides))
+    except ConfigError as error:
+        problems = error.problems
+    except CONFIG_ERRORS as error:
+        problems = explain(error, overrides, ROOT / "configs")
+    else:
+        pytest.fail("nothing was found")
+    assert all(word in "\n".join(problems) for word in words), problems
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in AS_A_COMMAND else pytest.mark.slow) for name in CASES]
+)
 def test_a_mistake_is_refused(name, folder):
     overrides, words = CASES[name]
     refused(train(*overrides, cwd=folder, HOME=str(folder)), *words)
@@ -148,9 +182,6 @@ FILES = {
 
 @pytest.mark.parametrize("text", FILES)
 def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
-    from armature import config
-    from armature.validation.compose import explain
-
     config.register()
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
