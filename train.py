@@ -9,6 +9,7 @@ Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ compu
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -29,4 +30,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    cli.run(main, config_dir=ROOT / "configs", check=check)
+    cli.run(main, config_dir=ROOT / "configs", check=partial(check, prepare=False))

@@ -43,7 +43,7 @@ def generate(args: argparse.Namespace) -> None:
     from tokenizers import Tokenizer
 
     from armature import generation
-    from armature.data.tokenizer import end_of_text
+    from armature.data.tokenizer import document_token
     from armature.loading import load_task
 
     file = Path(cfg.run.dir) / "tokenizer.json"
@@ -62,7 +62,7 @@ def generate(args: argparse.Namespace) -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        eot=end_of_text(tokenizer),
+        eot=document_token(tokenizer),
         generator=torch.Generator(device).manual_seed(args.seed),
     )
     for row in ids.tolist():

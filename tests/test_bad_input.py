@@ -106,6 +106,9 @@ CASES = {
         ["1 problem:", "optimizer.lr=-1: must be positive"],
     ),
     "an option in a sweep": (["-m", "strategy=dpd,fspd"], ["strategy has no option 'fspd'. Did you mean 'fsdp'?"]),
+    "a sweep over files": (["-m", "scheduler=glob(*)", "model.heads=3"], ["1 problem:", "model.heads=3"]),
+    "a long sweep": (["-m", "seed=range(0,1000)", "model.heads=3"], ["1 problem:", "model.heads=3"]),
+    "a launcher nobody knows": (["-m", "seed=0,1", "hydra/launcher=nope"], ["1 problem:", "hydra/launcher/nope"]),
     "beside a sweep": (["-m", "seed=0,1", "model.heads=3"], ["1 problem:", "model.heads=3"]),
     "in a sweep's file": (["-m", "sweep=lr", "model.heads=3"], ["1 problem:", "model.heads=3"]),
 }
@@ -155,6 +158,23 @@ def test_a_mistake_is_refused(name, folder):
     overrides, words = CASES[name]
     refused(train(*overrides, cwd=folder, HOME=str(folder)), *words)
     assert not (folder / "outputs").exists()
+
+
+def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch):
+    from armature.validation import compose as module
+
+    def elsewhere(overrides):
+        fixed, values, here = usual(overrides)
+        assert here
+        return fixed, values, False
+
+    usual = module._sweep
+    overrides = ["seed=0,1", "trainer.accelerator=gpu", "trainer.devices=99"]
+    config.register()
+    assert "99" in " ".join(module.explain_sweep(overrides, ROOT / "configs", check))
+    monkeypatch.setattr(module, "_sweep", elsewhere)
+    assert module.explain_sweep(overrides, ROOT / "configs", check) == []
+    assert module.explain_sweep(["seed=0,no"], ROOT / "configs", check)
 
 
 def test_several_mistakes_are_told_together(folder):

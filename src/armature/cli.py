@@ -4,9 +4,9 @@ import functools
 import gc
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,13 +39,13 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions over instead of printing and exiting
     config.register()
     sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
-    if not any("hydra.mode" in argument for argument in sys.argv) and not _names_a_mode(config_dir):
-        Hydra.get_mode = lambda *args, **kwargs: None  # composes everything once more, to read hydra.mode
     arguments, _ = get_args_parser().parse_known_args()
-    if arguments.multirun and check is not None and (found := explain_sweep(arguments.overrides, config_dir, check)):
-        refuse(found)
+    usual = not (arguments.config_dir or arguments.config_name or arguments.config_path)
     try:
-        main()
+        with _mode_as_typed() if usual and not _names_a_mode(config_dir) else nullcontext():
+            if arguments.multirun and usual and check is not None:
+                _check_sweep(arguments.overrides, config_dir, check)
+            main()
     except CONFIG_ERRORS as error:
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # of a sweep, whose other trials have run
@@ -55,8 +55,29 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         sys.modules["armature.worker"].leave()
 
 
+def _check_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]) -> None:
+    if found := explain_sweep(overrides, config_dir, check):
+        refuse(found)
+
+
+@contextmanager
+def _mode_as_typed() -> Iterator[None]:
+    """Spares Hydra from composing everything once more, to read hydra.mode."""
+    usual = Hydra.get_mode
+    Hydra.get_mode = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        Hydra.get_mode = usual
+
+
 def _names_a_mode(config_dir: Path) -> bool:
-    return any("MULTIRUN" in file.read_text(encoding="utf-8") for file in config_dir.rglob("*.yaml"))
+    """Whether hydra.mode may be set by more than -m."""
+    words = ("hydra.mode", "hydra.searchpath")
+    if any(word in argument for argument in sys.argv for word in words):
+        return True
+    files = [file.read_bytes() for file in config_dir.rglob("*.yaml") if file.is_file()]
+    return any(word in file for file in files for word in (b"MULTIRUN", b"searchpath"))
 
 
 def quoted(argument: str) -> str:
@@ -82,8 +103,9 @@ def reported(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig
             sweep = HydraConfig.get().mode == RunMode.MULTIRUN
             if error.exit_code == 1 and sweep:
                 raise
-            name = _sweep_name(cfg) if sweep else None  # what was typed is the sweep's name, not the trial's
-            print(re.sub(r"(?<=run\.name=)\S+", name, str(error)) if name else error, file=sys.stderr)
+            if sweep and error.run_name is not None:
+                error.run_name = _sweep_name(cfg)  # what was typed, or would have been
+            print(error, file=sys.stderr)
             sys.exit(error.exit_code)
 
     return wrapper
@@ -107,8 +129,8 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
 
 def _sweep_name(cfg: DictConfig) -> str:
     """The sweep's folder below run.root."""
-    folder, root = Path(HydraConfig.get().sweep.dir), Path(cfg.run.root)
-    return str(folder.relative_to(root)) if folder.is_relative_to(root) else folder.name
+    folder, root = Path(HydraConfig.get().sweep.dir).absolute(), Path(cfg.run.root).absolute()
+    return str(folder.relative_to(root)) if root in folder.parents else folder.name
 
 
 def overrides() -> list[str]:

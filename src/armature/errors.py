@@ -17,8 +17,17 @@ class ConfigError(ValueError):
 
 
 class RunFailed(Exception):
-    """The run ended early: by a signal, or by an error. The text is the traceback of the rank that failed first."""
+    """The run ended early: by a signal, or by an error. The text is the traceback of the rank that failed first.
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    Attributes:
+        exit_code: of the command.
+        run_name: of a run that goes on when it is started again.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, *, run_name: str | None = None) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.run_name = exit_code, run_name
+
+    def __str__(self) -> str:
+        go_on = f" The same command with run.name={self.run_name} goes on from the last checkpoint."
+        return super().__str__() + (go_on if self.run_name is not None else "")

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -21,6 +22,7 @@ from armature.validation.checks import beside, plain, world_size
 log = logging.getLogger(__name__)
 
 RESULT = ("seed", "task", "model", "data", "optimizer", "scheduler")
+INDIFFERENT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir")  # to what comes out of them
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -129,8 +131,14 @@ def _other_settings(cfg: DictConfig) -> list[str]:
     return [
         f"{key}={there.get(key)} there, {here.get(key)} here"
         for key in sorted(here.keys() | there.keys())
-        if here.get(key) != there.get(key)
+        if key.rpartition(".")[2] not in INDIFFERENT and not _alike(here.get(key), there.get(key))
     ]
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Also one path in two ways."""
+    both = isinstance(value, str) and isinstance(other, str)
+    return value == other or (both and os.path.realpath(value) == os.path.realpath(other))
 
 
 def _raise_if_stopped(cfg: DictConfig) -> None:

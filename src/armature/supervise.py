@@ -85,8 +85,7 @@ def stopped(cfg: DictConfig, name: str, *, step: int | None = None) -> RunFailed
     """The error that a stopped run ends with. Its exit code tells a batch script whether to queue it again."""
     after = f" after step {step}" if step is not None else ""
     how = "Stopped before the job's time limit" if name == "time_limit" else f"Stopped by {name}"
-    go_on = f"The same command with run.name={cfg.run.name} goes on from the last checkpoint."
-    return RunFailed(f"{how}{after}. {go_on}", EXIT_CODES.get(name, 1))
+    return RunFailed(f"{how}{after}.", EXIT_CODES.get(name, 1), run_name=cfg.run.name)
 
 
 class Stop:

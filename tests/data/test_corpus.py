@@ -430,5 +430,5 @@ def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
             corpus(f"{files}/**/*.txt", tokenizer=path).check()
     made = corpus(f"{files}/**/*.txt", vocab_size=320)
     made.prepare()
-    with pytest.raises(ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .* vocab_size=3\d\d"):
+    with pytest.raises(ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .*vocab_size=3\d\d"):
         corpus(f"{files}/**/*.txt", tokenizer=str(made.folder / "tokenizer.json")).check()

@@ -66,7 +66,12 @@ def test_two_devices_train_as_one_cpu_does(reference, tmp_path, strategy):
     assert running.losses(tmp_path / "outputs" / "two") == pytest.approx(losses, rel=2e-2)
 
 
-WITHIN = ("model.document_token=0", "data.context=300", "data.source.vocab_size=300")  # three blocks a window
+WITHIN = (
+    "model.document_token=0",
+    "model.qk_norm=true",
+    "data.context=300",
+    "data.source.vocab_size=300",
+)  # three blocks a window
 
 
 @pytest.fixture(scope="module")

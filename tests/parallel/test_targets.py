@@ -34,6 +34,11 @@ class ClipsByItself(Task):
         nn.utils.clip_grad_norm_(self.parameters(), 0.3)
 
 
+class Looks(Task):
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(self.model.weight.grad.clone())
+
+
 class Unweighed(Task):
     mean_over_targets = False
 
@@ -74,6 +79,14 @@ def test_it_matters_who_clips():
     assert not torch.allclose(one, other, atol=1e-3)
 
 
+def test_who_looks_at_gradients_sees_those_of_the_whole_step(monkeypatch):
+    monkeypatch.setattr(Looks, "seen", parts := [], raising=False)
+    trained(Looks, batches(), accumulate=4)
+    monkeypatch.setattr(Looks, "seen", whole := [])
+    trained(Looks, together(batches()), accumulate=1)
+    torch.testing.assert_close(parts, whole)
+
+
 def test_a_task_may_say_that_its_loss_is_no_mean_over_targets():
     alone, plain = trained(Unweighed, batches(), accumulate=4), trained(Task, together(batches()), accumulate=1)
     assert not torch.allclose(alone, plain, atol=1e-2)
@@ -102,6 +115,7 @@ def test_a_step_without_any_target_changes_nothing():
         weighed = weights.multiply(loss, micro_batches=2, ranks=1)
     scale = weights.scale(micro_batches=2, ranks=1)
     assert scale is not None
+    assert torch.isfinite(scale)
     assert (weighed * scale).item() == 0
 
 

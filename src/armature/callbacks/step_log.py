@@ -108,6 +108,9 @@ class StepLog(Callback):
         self.wait = DataWait(trainer)
         self.restart_clock()
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loss = None  # of an epoch that ended with fewer micro-batches than a step has
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler moves it on
 

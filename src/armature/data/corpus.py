@@ -158,7 +158,8 @@ class Corpus:
 
     def _key(self, files: list[SourceFile]) -> str:
         """Changes with any file's name, size or time, and with every setting that the tokens depend on."""
-        settings = [_VERSION, self.field, self.vocab_size, self.val_fraction, self.test_fraction, self.tokenizer_bytes]
+        seen = self.tokenizer_bytes if self.tokenizer_path is None else None
+        settings = [_VERSION, self.field, self.vocab_size, self.val_fraction, self.test_fraction, seen]
         key = hashlib.sha256(json.dumps(settings).encode())
         if self.tokenizer_path is not None:
             key.update(Path(self.tokenizer_path).read_bytes())
@@ -257,7 +258,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self._file = self.path.open("wb")
-        self._end = np.array([tokenizer.end_of_text(self.bpe)], self.dtype).tobytes()
+        self._end = np.array([tokenizer.document_token(self.bpe)], self.dtype).tobytes()
 
     def add(self, file: SourceFile, piece: Piece, ids: list[int]) -> None:
         if not piece.size:

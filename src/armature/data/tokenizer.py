@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")  # by what others call it
+# what parts documents elsewhere: that which they begin with, where a tokenizer tells it from their end
+BEGINNINGS = (END_OF_TEXT, "<|begin_of_text|>", "<bos>", "<s>", "</s>", "<eos>", "<|end_of_text|>")
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 
 
@@ -44,9 +45,9 @@ def load(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id of the token that parts documents, by the names that are usual; None where there is none."""
-    return next((i for i in map(tokenizer.token_to_id, ENDS) if i is not None), None)
+def document_token(tokenizer: Tokenizer) -> int | None:
+    """The id that each document begins with in our corpora, by the names that are usual; None where there is none."""
+    return next((i for i in map(tokenizer.token_to_id, BEGINNINGS) if i is not None), None)
 
 
 def given(path: str) -> Tokenizer:
@@ -64,8 +65,10 @@ def given(path: str) -> Tokenizer:
         tokenizer = load(Path(path))
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"data.source.tokenizer={path}: {error}. Name a tokenizer.json.") from error
-    if end_of_text(tokenizer) is None:
-        raise ConfigError(f"data.source.tokenizer={path}: it has none of {', '.join(ENDS)} to part documents with.")
+    if document_token(tokenizer) is None:
+        raise ConfigError(
+            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to part documents with."
+        )
     return tokenizer
 
 

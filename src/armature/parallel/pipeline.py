@@ -108,16 +108,22 @@ def _view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: 
 
 # ---------------------------------------------------------------- running
 class HandOver(torch.autograd.Function):
-    """The loss of a step of the schedule, whose backward adds the gradients that the schedule has made."""
+    """The loss of a step of the schedule, whose backward adds the gradients that the schedule has made.
+
+    They are those of the loss multiplied by `count`, where that is given.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None]) -> Tensor:
-        ctx.pairs = list(zip(params, grads, strict=True))
+    def forward(
+        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], count: Tensor | None
+    ) -> Tensor:
+        ctx.pairs, ctx.count = list(zip(params, grads, strict=True)), count
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
+        scale = scale if ctx.count is None else scale / ctx.count
         for param, grad in ctx.pairs:
             if grad is None:
                 continue
@@ -126,7 +132,7 @@ class HandOver(torch.autograd.Function):
                 param.grad = grad
             else:
                 local(param.grad).add_(local(grad))
-        return None, None, None
+        return None, None, None, None
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -200,9 +206,9 @@ class Runner:
             )
             made = [param.grad for param in params]
         loss = self._from_last(torch.stack([part.detach() for part in losses]).mean() if losses else None, scalar=True)
-        if self.weights is not None and count is not None:
-            loss, self.weights.within = loss / count.clamp(min=1 / UNIT), True
-        return HandOver.apply(loss.requires_grad_(), params, made)  # pyright: ignore[reportReturnType]
+        if count is not None:
+            loss = loss / count
+        return HandOver.apply(loss.requires_grad_(), params, made, count)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """A micro-batch's mean loss, weighted so that the mean over micro-batches is that over all valid targets."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from armature.data.samples import IGNORED
 
+LEAST = 1e-12  # targets
 UNIT = 1024.0  # targets: so that what a loss is multiplied by stays in the range of fp16
 
 
@@ -24,7 +25,6 @@ class TargetWeights:
 
     Attributes:
         current: the number of targets in the newest batch, in UNITs, 0-dim; None where they are not counted.
-        within: set by a model that goes backward within `training_step`, and has multiplied by `current` there.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,6 @@ class TargetWeights:
     def forget(self) -> None:
         """Nothing was counted."""
         self.current: Tensor | None = None
-        self.within = False
         self._counted: Tensor | None = None  # in this step so far, on this rank; in the end on all
         self._micro_batches = 0
         self._sum: dist.Work | None = None
@@ -45,7 +44,8 @@ class TargetWeights:
             self.forget()
         targets = batch.get("targets") if isinstance(batch, dict) else None
         counts = isinstance(targets, Tensor) and not targets.is_floating_point()
-        self.current = (targets != IGNORED).sum(dtype=torch.float32) / UNIT if counts else None
+        # never 0, so that a pipeline can divide by it
+        self.current = (targets != IGNORED).sum(dtype=torch.float32).clamp(min=LEAST) / UNIT if counts else None
 
     def multiply(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:
         """What to go backward from: the loss multiplied by the number of targets.
@@ -58,8 +58,7 @@ class TargetWeights:
         self._micro_batches += 1
         if self._micro_batches == micro_batches and ranks > 1:
             self._sum = dist.all_reduce(self._counted, async_op=True)
-        within, self.within = self.within, False
-        return loss if within else loss * self.current
+        return loss * self.current
 
     def scale(self, *, micro_batches: int, ranks: int) -> Tensor | None:
         """What the step's gradients are still to be multiplied by; None where nothing was counted.
@@ -71,5 +70,5 @@ class TargetWeights:
                 self._sum.wait()
             elif ranks > 1:  # an epoch that ends with fewer micro-batches
                 dist.all_reduce(self._counted)
-            self._scale = micro_batches * ranks / self._counted.clamp(min=1 / UNIT)
+            self._scale = micro_batches * ranks / self._counted
         return self._scale

@@ -32,6 +32,9 @@ else:
     _Base = object
 
 
+LOOKING = ("on_before_optimizer_step", "configure_gradient_clipping")  # hooks that gradients are finished for
+
+
 class Common(_Base):
     """The part that all strategies share.
 
@@ -76,6 +79,7 @@ class Common(_Base):
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
         self.target_weights, self.gradients_are_scaled = TargetWeights(), False
+        self._others_look_at_gradients = False
         self.initial_weights: Path | None = None
         self.facts: dict[str, Any] = {}
         self.published: Callable[[Path], None] | None = None
@@ -142,6 +146,11 @@ class Common(_Base):
         plugin = self.precision_plugin
         plugin.clip_gradients = self.clip_gradients
         plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))  # pyright: ignore[reportAttributeAccessIssue]
+        self.target_weights.forget()
+        self._others_look_at_gradients = any(is_overridden(hook, self.module) for hook in LOOKING) or any(
+            is_overridden(LOOKING[0], callback) and not type(callback).__module__.startswith("armature.")
+            for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             randomness.begin(seed=self.seed, stream=self.stream)
 
@@ -198,9 +207,8 @@ class Common(_Base):
         )
 
     def _after_closure(self, lightnings: Callable[..., None], module: L.LightningModule, optimizer: Optimizer) -> None:
-        hooks = ("configure_gradient_clipping", "on_before_optimizer_step")
-        if self.target_weights.current is not None and any(is_overridden(hook, module) for hook in hooks):
-            self.scale_gradients(optimizer)  # the module looks at them; else clipping does it in its own pass
+        if self._others_look_at_gradients:
+            self.scale_gradients(optimizer)  # else clipping does it in its own pass
         lightnings(module, optimizer)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,8 @@ from typing_extensions import override
 from armature.parallel import checkpoint as ckpt
 from armature.parallel import storage, ties
 from armature.strategies.base import Common
+
+log = logging.getLogger(__name__)
 
 
 class DeepSpeed(Common, DeepSpeedStrategy):
@@ -58,6 +61,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         # a client's own optimiser on offloaded state is slower than DeepSpeed's, and computes the same
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
+        self._told = False
         self._lent: tuple[float, float] | None = None  # the engine's loss scale, and what stands in for it in a step
         self.configure_common(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
@@ -114,7 +118,12 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     @property
     @override
     def _is_shared(self) -> bool:
-        return super()._is_shared and hasattr(self._zero, "loss_scaler")
+        if not super()._is_shared or hasattr(self._zero, "loss_scaler"):
+            return super()._is_shared
+        if self.global_rank == 0 and not self._told:
+            self._told = True
+            log.warning("%s has no loss scale: targets weigh by micro-batch.", type(self._zero).__name__)
+        return False
 
     @override
     def scale_gradients(self, optimizer: Optimizer) -> None:
@@ -128,10 +137,13 @@ class DeepSpeed(Common, DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._lent is not None:
-            (own, lent), self._lent = self._lent, None
-            self._zero.loss_scaler.cur_scale = own * (self._zero.loss_scaler.cur_scale / lent)  # fp16's may have moved
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            if self._lent is not None:
+                (own, lent), self._lent = self._lent, None
+                # fp16's may have moved
+                self._zero.loss_scaler.cur_scale = own * (self._zero.loss_scaler.cur_scale / lent)
         norm = self.deepspeed_engine.get_global_grad_norm()
         if norm is not None:
             self.grad_norm = torch.as_tensor(norm, dtype=torch.float32)

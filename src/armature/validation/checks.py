@@ -43,8 +43,11 @@ _SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)
 _SOURCES = Path(__file__).parents[2]  # src/: a user's own package beside ours may be named in `_target_`
 
 
-def check(cfg: DictConfig) -> DictConfig:
+def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     """The configuration with `auto` values decided.
+
+    Args:
+        prepare: prepare the data, too, which may take long.
 
     Raises:
         ConfigError: with every problem that was found.
@@ -68,7 +71,7 @@ def check(cfg: DictConfig) -> DictConfig:
     problems += _logger_problems(cfg)
     problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
-    problems += _data_problems(cfg, prepare=not problems)
+    problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return cfg

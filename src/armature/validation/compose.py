@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from armature.errors import ConfigError
 
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
+MOST_VALUES = 50  # of a sweep that are tried
 GLOBAL = ("experiment", "debug", "sweep")  # groups whose files set values of the whole configuration
 HEADER = "# @package _global_"
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -56,36 +57,43 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
     """What is wrong with any value of a sweep, before its first trial: each is tried beside the others' first values.
 
     Args:
-        check: raises ConfigError for a configuration that a run would refuse.
+        check: raises ConfigError for a configuration that a run would refuse here; trials that another launcher sends
+            elsewhere are only composed.
     """
+    _composed.cache_clear()
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
-        parser = OverridesParser.create()
         try:
-            parsed = parser.parse_overrides(overrides)
-            fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
-            sweeper = compose("train", overrides=fixed, return_hydra_config=True).hydra.sweeper
+            fixed, values, here = _sweep(overrides)
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
-        if not str(sweeper._target_).endswith("BasicSweeper"):
-            return []  # which values there are is the sweeper's secret
-        given = {o.key_or_group for o in parsed}
-        lines = [f"{key}={value}" for key, value in (sweeper.params or {}).items() if key not in given]
-        swept = [o for o in [*parsed, *parser.parse_overrides(lines)] if o.is_sweep_override()]
-        values = [[f"{o.get_key_element()}={v}" for v in o.sweep_string_iterator()] for o in swept]
         found = []
-        for i, of_one in enumerate(values):
-            for value in of_one:
-                others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i and each)]
-                made = _composed((*others, value))
-                if isinstance(made, Exception):
-                    found.append(_describe(made, value, _groups(config_dir), others, config_dir))
-                    continue
+        for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][:MOST_VALUES]:
+            others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
+            made = _composed((*others, value))
+            if isinstance(made, Exception):
+                found.append(_describe(made, value, _groups(config_dir), others, config_dir))
+            elif here:
                 try:
                     check(made)
                 except ConfigError as error:
                     found += error.problems
-    return list(dict.fromkeys(found))
+    return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
+
+
+def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
+    """The overrides that stay, the values of each that does not, and whether trials run on this machine."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed = parser.parse_overrides(overrides)
+    fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+    hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
+    if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
+        return fixed, [], False  # which values there are is the sweeper's secret
+    given = {override.key_or_group for override in parsed}
+    lines = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given]
+    swept = [override for override in [*parsed, *parser.parse_overrides(lines)] if override.is_sweep_override()]
+    values = [[f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()] for each in swept]
+    return fixed, [of_one for of_one in values if of_one], str(hydra.launcher._target_).endswith("BasicLauncher")
 
 
 def _try(overrides: list[str]) -> Exception | None:
@@ -126,6 +134,8 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         return f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, as in {one}."
     if isinstance(error, MissingConfigException) or key in groups:
         value = override.split("=", 1)[-1]
+        if key not in groups:  # Hydra's own
+            return f"{override}: {_plain(error)}"
         options = groups[key]
         if value in options:
             return f"{override}: {_inside(error, config_dir / key / f'{value}.yaml', sound)}"
