@@ -66,7 +66,7 @@ class Display(ProgressBar):
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=self.console,
-                refresh_per_second=2,
+                refresh_per_second=1,  # drawing takes a millisecond of a core that may be training
                 expand=True,
             )
             self._task = self._progress.add_task("", total=self.total_steps, completed=trainer.global_step)
@@ -79,7 +79,7 @@ class Display(ProgressBar):
             return
         if self._progress is not None:
             now = time.monotonic()
-            if now - self._printed > 0.2:
+            if now - self._printed > 0.5:
                 self._printed = now
                 self._progress.update(self._task, completed=trainer.global_step, description=self._figures())
         elif time.monotonic() - self._printed > self.plain_every:
