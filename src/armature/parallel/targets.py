@@ -25,6 +25,7 @@ class TargetWeights:
 
     Attributes:
         current: the number of targets in the newest batch, in UNITs, 0-dim; None where they are not counted.
+        counted: in this step so far, on this rank; in the end on all. None: nothing was.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class TargetWeights:
     def forget(self) -> None:
         """Nothing was counted."""
         self.current: Tensor | None = None
-        self._counted: Tensor | None = None  # in this step so far, on this rank; in the end on all
+        self.counted: Tensor | None = None
         self._micro_batches = 0
         self._sum: dist.Work | None = None
         self._scale: Tensor | None = None
@@ -54,10 +55,10 @@ class TargetWeights:
         """
         if self.current is None:
             return loss
-        self._counted = self.current.clone() if self._counted is None else self._counted + self.current
+        self.counted = self.current.clone() if self.counted is None else self.counted + self.current
         self._micro_batches += 1
         if self._micro_batches == micro_batches and ranks > 1:
-            self._sum = dist.all_reduce(self._counted, async_op=True)
+            self._sum = dist.all_reduce(self.counted, async_op=True)
         return loss * self.current
 
     def scale(self, *, micro_batches: int, ranks: int) -> Tensor | None:
@@ -65,10 +66,10 @@ class TargetWeights:
 
         A 0-dim fp32 tensor, the same on every rank. Asked for after the step's last micro-batch, by all ranks.
         """
-        if self._scale is None and self._counted is not None:
+        if self._scale is None and self.counted is not None:
             if self._sum is not None:
                 self._sum.wait()
             elif ranks > 1:  # an epoch that ends with fewer micro-batches
-                dist.all_reduce(self._counted)
-            self._scale = micro_batches * ranks / self._counted
+                dist.all_reduce(self.counted)
+            self._scale = micro_batches * ranks / self.counted
         return self._scale

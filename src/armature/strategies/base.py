@@ -53,6 +53,9 @@ class Common(_Base):
 
     seed: int
     grad_norm: Tensor
+    _trainer: L.Trainer
+    _data_ranks: int
+    _weighs: bool
     bubble_share: float = 0.0
 
     def configure_common(
@@ -146,6 +149,8 @@ class Common(_Base):
         plugin = self.precision_plugin
         plugin.clip_gradients = self.clip_gradients
         plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))  # pyright: ignore[reportAttributeAccessIssue]
+        self._trainer, self._data_ranks = trainer, self.data_size
+        self._weighs = self.can_weigh and getattr(self.module, "mean_over_targets", False)
         self.target_weights.forget()
         self._others_look_at_gradients = any(is_overridden(hook, self.module) for hook in LOOKING) or any(
             is_overridden(LOOKING[0], callback) and not type(callback).__module__.startswith("armature.")
@@ -177,34 +182,36 @@ class Common(_Base):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's. Where the batch is one of several of an optimiser step, its targets are counted."""
-        if self._is_shared and getattr(self.module, "mean_over_targets", False):
-            self.target_weights.begin(args[0])
+        weights = self.target_weights
+        if self._weighs and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
+            weights.begin(args[0])
             self.gradients_are_scaled = False
-        elif self.target_weights.current is not None:  # accumulation has ended
-            self.target_weights.forget()
+        elif weights.current is not None:  # accumulation has ended
+            weights.forget()
         return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.target_weights.multiply(
-            closure_loss, micro_batches=self.module.trainer.accumulate_grad_batches, ranks=self.world_size
-        )
-        return super().backward(loss, *args, **kwargs)
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether an optimiser step's batch is divided over ranks or micro-batches, and this class may weigh them."""
-        module = self.module
-        return module.automatic_optimization and module.trainer.accumulate_grad_batches * self.data_size > 1
+        if self.target_weights.current is not None:
+            micro_batches = self._trainer.accumulate_grad_batches
+            closure_loss = self.target_weights.multiply(
+                closure_loss, micro_batches=micro_batches, ranks=self.world_size
+            )
+        return super().backward(closure_loss, *args, **kwargs)
 
     def gradient_scale(self) -> Tensor | None:
         """What this step's gradients are to be multiplied by until they are clipped, 0-dim; None: nothing.
 
         Asked for by all ranks, between the backward of a step's last micro-batch and the next step.
         """
-        return self.target_weights.scale(
-            micro_batches=self.module.trainer.accumulate_grad_batches, ranks=self.world_size
-        )
+        if self.target_weights.counted is None:
+            return None
+        return self.target_weights.scale(micro_batches=self._trainer.accumulate_grad_batches, ranks=self.world_size)
+
+    @property
+    def can_weigh(self) -> bool:
+        """Whether gradients can still be multiplied once all of a step's targets are counted."""
+        return self.module.automatic_optimization
 
     def _after_closure(self, lightnings: Callable[..., None], module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._others_look_at_gradients:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,8 +20,6 @@ from typing_extensions import override
 from armature.parallel import checkpoint as ckpt
 from armature.parallel import storage, ties
 from armature.strategies.base import Common
-
-log = logging.getLogger(__name__)
 
 
 class DeepSpeed(Common, DeepSpeedStrategy):
@@ -61,7 +58,6 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         # a client's own optimiser on offloaded state is slower than DeepSpeed's, and computes the same
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
-        self._told = False
         self._lent: tuple[float, float] | None = None  # the engine's loss scale, and what stands in for it in a step
         self.configure_common(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
@@ -117,13 +113,8 @@ class DeepSpeed(Common, DeepSpeedStrategy):
 
     @property
     @override
-    def _is_shared(self) -> bool:
-        if not super()._is_shared or hasattr(self._zero, "loss_scaler"):
-            return super()._is_shared
-        if self.global_rank == 0 and not self._told:
-            self._told = True
-            log.warning("%s has no loss scale: targets weigh by micro-batch.", type(self._zero).__name__)
-        return False
+    def can_weigh(self) -> bool:
+        return super().can_weigh and hasattr(self._zero, "loss_scaler")
 
     @override
     def scale_gradients(self, optimizer: Optimizer) -> None:
