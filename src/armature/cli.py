@@ -44,7 +44,8 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     try:
         with _mode_as_typed() if usual and not _names_a_mode(config_dir) else nullcontext():
             if arguments.multirun and usual and check is not None:
-                _check_sweep(arguments.overrides, config_dir, check)
+                if found := explain_sweep(arguments.overrides, config_dir, check):
+                    refuse(found)
             main()
     except CONFIG_ERRORS as error:
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
@@ -53,11 +54,6 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         sys.exit(error.exit_code)
     if "RANK" in os.environ and "armature.worker" in sys.modules:
         sys.modules["armature.worker"].leave()
-
-
-def _check_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]) -> None:
-    if found := explain_sweep(overrides, config_dir, check):
-        refuse(found)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
 
     from armature import strategies
     from armature.data.base import DataModule
+    from armature.parallel import process_group
 
     warnings.filterwarnings("ignore")
 
@@ -56,7 +57,7 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
 
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
-        accelerator="cpu", devices=int(__import__("os").environ["WORLD_SIZE"]), max_epochs=2, logger=False,
+        accelerator="cpu", devices=process_group.ranks(), max_epochs=2, logger=False,
         strategy=getattr(strategies, strategy)(**options), use_distributed_sampler=False, num_sanity_val_steps=0,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip

@@ -160,6 +160,7 @@ class StepLog(Callback):
             own |= monitor.measured(trainer, window)
         self.wait.marks.forget()
         ranks = self._read(trainer, rows, list(own.values()))
+        self._warn_of_nan(trainer, rows)
         together = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
 
         self.rate, self.data_wait = samples / seconds, together["data_wait"]
@@ -195,7 +196,6 @@ class StepLog(Callback):
         numbers = torch.cat([values, everyones.flatten()]).tolist()
         for (row, name), number in zip(cells, numbers, strict=False):
             row[name] = number
-        self._warn_of_nan(trainer, rows)
         by_rank = numbers[len(cells) :]
         return [by_rank[i :: len(own)] for i in range(len(own))]
 

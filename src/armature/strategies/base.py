@@ -192,20 +192,15 @@ class Common(_Base):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.target_weights.current is not None:
-            micro_batches = self._trainer.accumulate_grad_batches
-            closure_loss = self.target_weights.multiply(
-                closure_loss, micro_batches=micro_batches, ranks=self.world_size
-            )
-        return super().backward(closure_loss, *args, **kwargs)
+        micro_batches = self._trainer.accumulate_grad_batches
+        loss = self.target_weights.multiply(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
+        return super().backward(loss, *args, **kwargs)
 
     def gradient_scale(self) -> Tensor | None:
         """What this step's gradients are to be multiplied by until they are clipped, 0-dim; None: nothing.
 
         Asked for by all ranks, between the backward of a step's last micro-batch and the next step.
         """
-        if self.target_weights.counted is None:
-            return None
         return self.target_weights.scale(micro_batches=self._trainer.accumulate_grad_batches, ranks=self.world_size)
 
     @property

@@ -120,9 +120,9 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     def scale_gradients(self, optimizer: Optimizer) -> None:
         """The engine divides by its loss scale in its step, whatever that is by then."""
         if self.deepspeed_engine.is_gradient_accumulation_boundary():
-            self.gradients_are_scaled = True
-            scale, scaler = self.gradient_scale(), self._zero.loss_scaler
-            if scale is not None:
+            scale, self.gradients_are_scaled = self.gradient_scale(), True
+            if scale is not None:  # only then is there sure to be a loss scale
+                scaler = self._zero.loss_scaler
                 self._lent = (scaler.cur_scale, scaler.cur_scale / float(scale))
                 scaler.cur_scale = self._lent[1]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchmetrics import Metric
 from typing_extensions import override
 
-from armature.tasks.base import Batch, Task, mean_metric
+from armature.tasks.base import Batch, Task, mean_metric, pair
 
 
 class ImageClassification(Task):
@@ -18,8 +18,8 @@ class ImageClassification(Task):
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         assert self.model is not None
-        targets = batch["targets"]
-        outputs = self.model(batch["inputs"])
+        inputs, targets = pair(batch)
+        outputs = self.model(inputs)
         counted = targets != -100
         metrics["loss"].update(self.model.loss(outputs, targets), weight=counted.sum())  # pyright: ignore[reportCallIssue]
         metrics["accuracy"].update((outputs.argmax(dim=-1) == targets).float(), weight=counted.float())
