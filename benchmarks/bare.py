@@ -43,7 +43,7 @@ def train(
         shard(model, repeated, bf16=job.precision.startswith("bf16"))
     optimizer = parts.optimizer_of(job, model)
     if strategy == "fsdp" and hasattr(optimizer, "matrices"):
-        from armature.parallel.whole_matrices import Divided
+        from armature.parallel.distributed_matrices import Divided
 
         optimizer.matrices = Divided()  # Muon needs whole matrices; AdamW does not  # pyright: ignore[reportAttributeAccessIssue]
     schedule = parts.schedule_of(job, optimizer)

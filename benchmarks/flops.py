@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from armature.flops import flops_per_sample, measured_peak
 from armature.hardware import cpu_name
+from armature.training.flops import flops_per_sample, measured_peak
 from benchmarks.job import Job
 from benchmarks.parts import call
 

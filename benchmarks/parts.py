@@ -52,7 +52,7 @@ def model_of(job: Job) -> nn.Module:
 
 
 def _generator(name: str) -> torch.Generator:
-    """As in armature.parallel.initialisation, whose import takes longer than a bare loop's first step."""
+    """As in armature.parallel.initialization, whose import takes longer than a bare loop's first step."""
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
 

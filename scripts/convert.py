@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from armature import cli, resume
+from armature import cli
+from armature.checkpoint import resume
 from armature.errors import ConfigError
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.target.exists():
         raise ConfigError(f"{args.target} exists already. Name another, or remove it.")
-    from armature.parallel import convert, storage
+    from armature.checkpoint import convert, storage
 
     if to_file:
         checkpoint = storage.first_sound(resume.meant_by(args.source), trust=args.trust)

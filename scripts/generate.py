@@ -42,9 +42,9 @@ def generate(args: argparse.Namespace) -> None:
     import torch
     from tokenizers import Tokenizer
 
-    from armature import generation
     from armature.data.tokenizer import document_token
     from armature.loading import load_task
+    from armature.models.decoder import generation
 
     file = Path(cfg.run.dir) / "tokenizer.json"
     if not file.exists():

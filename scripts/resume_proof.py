@@ -183,8 +183,8 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
     """Weights, optimiser state, what callbacks keep, and the state of the random number generators."""
     import torch
 
-    from armature import resume
-    from armature.parallel import checkpoint, storage
+    from armature.checkpoint import resume, storage
+    from armature.checkpoint import state as checkpoint
 
     paths = [resume.last_checkpoint(run) for run in (straight, resumed)]
     if None in paths:

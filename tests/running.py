@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from armature.callbacks.metrics_csv import read
+from armature.training.metrics_csv import read
 
 ROOT = Path(__file__).parents[1]
 TINY = [

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer import call
 from torch import nn
 from torch.utils.data import DataLoader
 
-from armature import dispatch
+from armature.training import dispatch
 
 HOOKS = [name for name in vars(L.Callback) if name.startswith("on_") and "checkpoint" not in name]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from armature.generation import generate, sample
+from armature.models.decoder.generation import generate, sample
 from armature.models.decoder.model import Decoder
 
 PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])

@@ -14,7 +14,8 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from armature import cli, config, supervise
+from armature import cli, config
+from armature.launcher import supervise
 from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]

@@ -1,6 +1,6 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
-from armature.callbacks.metrics_csv import MetricsCSV, read
+from armature.training.metrics_csv import MetricsCSV, read
 
 
 def write(log: MetricsCSV, first: int, last: int) -> None:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from armature import manifest, resume
+from armature.checkpoint import manifest, resume
 from tests.running import losses, summary, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")

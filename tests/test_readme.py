@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from armature.parallel import checks
+from armature.validation import parallelism as checks
 from tests import running
 
 ROOT = Path(__file__).parents[1]

@@ -13,12 +13,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from armature import config, supervise
-from armature.callbacks import heartbeat
+from armature import config
 from armature.errors import ConfigError, RunFailed
-from armature.supervise import Failure, describe
+from armature.launcher import supervise
+from armature.launcher.supervise import Failure, describe
+from armature.launcher.watch import Death
+from armature.training import heartbeat
 from armature.validation import checks, resize
-from armature.watch import Death
 from tests import running
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -5,7 +5,8 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
-from armature import manifest, resume, run_dir
+from armature import run_dir
+from armature.checkpoint import manifest, resume
 from armature.errors import ConfigError
 
 

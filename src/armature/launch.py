@@ -13,9 +13,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from armature import rank, resume, run_dir, slurm, supervise
+from armature import run_dir
+from armature.checkpoint import resume
 from armature.errors import ConfigError
-from armature.parallel import checks as parallel_checks
+from armature.launcher import rank, slurm, supervise
+from armature.validation import parallelism as parallel_checks
 from armature.validation import resize
 from armature.validation.checks import beside, plain, world_size
 

@@ -6,10 +6,10 @@ import lightning.pytorch as L
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from armature import resume, run_dir
+from armature import run_dir
+from armature.checkpoint import resume, storage
+from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
-from armature.parallel import storage
-from armature.parallel.checkpoint import load_full_state_dict
 
 
 def open_run(

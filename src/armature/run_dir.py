@@ -22,7 +22,8 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from armature import files, resume
+from armature import files
+from armature.checkpoint import resume
 from armature.errors import ConfigError
 
 

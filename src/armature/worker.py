@@ -1,6 +1,6 @@
 """One rank of a run: builds data, task, strategy, callbacks, loggers and Trainer, then fit, test, summary.
 
-Under the elastic agent a rank calls `main` (`armature.rank`); a run of one process calls `run` directly.
+Under the elastic agent a rank calls `main` (`armature.launcher.rank`); a run of one process calls `run` directly.
 """
 
 import atexit
@@ -26,18 +26,20 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature import manifest, report, resume, run_dir
-from armature.callbacks.checkpointing import Checkpointing
-from armature.callbacks.count_on import CountOn
-from armature.callbacks.display import Display
-from armature.callbacks.heartbeat import Heartbeat
-from armature.callbacks.metrics_csv import MetricsCSV
-from armature.callbacks.step_log import StepLog
-from armature.callbacks.stop import StopOnSignal, StoppedBySignal, deadline_of_the_job
+from armature import run_dir
+from armature.checkpoint import manifest, resume, storage
+from armature.checkpoint.state import is_weights_only
 from armature.data import batching
-from armature.parallel import process_group, storage
-from armature.parallel.checkpoint import is_weights_only
-from armature.trainer import Trainer
+from armature.parallel import process_group
+from armature.training import report
+from armature.training.checkpointing import Checkpointing
+from armature.training.display import Display
+from armature.training.heartbeat import Heartbeat
+from armature.training.metrics_csv import MetricsCSV
+from armature.training.restore_progress import CountOn
+from armature.training.step_log import StepLog
+from armature.training.stop import StopOnSignal, StoppedBySignal, deadline_of_the_job
+from armature.training.trainer import Trainer
 from armature.validation import resize
 from armature.validation.checks import data_size, world_size
 

@@ -9,9 +9,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from armature import manifest
-from armature.callbacks.checkpointing import Checkpointing
-from armature.parallel import storage
+from armature.checkpoint import manifest, storage
+from armature.training.checkpointing import Checkpointing
 from tests.running import train, write_corpus
 
 POLICY = {

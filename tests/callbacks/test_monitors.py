@@ -12,19 +12,19 @@ from hydra import compose, initialize_config_dir
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armature import config, flops, hardware
-from armature.callbacks import timings
-from armature.callbacks.metrics_csv import MetricsCSV, read
+from armature import config, hardware
 from armature.callbacks.monitors import Monitors
 from armature.callbacks.norms import part_of
-from armature.callbacks.step_log import StepLog
-from armature.callbacks.timings import DataWait, TimingsCSV, Watch, Window
 from armature.data.base import DataModule
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from armature.strategies import SingleDevice
 from armature.tasks.base import Task
-from armature.trainer import Trainer
+from armature.training import flops, timings
+from armature.training.metrics_csv import MetricsCSV, read
+from armature.training.step_log import StepLog
+from armature.training.timings import DataWait, TimingsCSV, Watch, Window
+from armature.training.trainer import Trainer
 from tests.running import ROOT, rows, summary, train, write_corpus
 
 torch.set_num_threads(1)

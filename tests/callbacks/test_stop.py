@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from armature.callbacks.stop import SHORT_VOTES, STEPS_TOGETHER, StopOnSignal, StoppedBySignal
+from armature.training.stop import SHORT_VOTES, STEPS_TOGETHER, StopOnSignal, StoppedBySignal
 from tests.parallel.harness import on_ranks
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from armature.callbacks.tensorboard import TensorBoard
+from armature.loggers.tensorboard import TensorBoard
 
 ROWS = [{"train/loss": 2.5, "lr": torch.tensor(1e-3), "samples": 32}, {"train/loss": float("nan"), "val/loss": 1.0}]
 

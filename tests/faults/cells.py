@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from armature import manifest, resume
+from armature.checkpoint import manifest, resume
 from tests import running
 from tests.faults.inject import note_strike
 
@@ -361,7 +361,8 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
     """Weights and optimiser state of the last checkpoint, undivided."""
-    from armature.parallel import checkpoint, storage
+    from armature.checkpoint import state as checkpoint
+    from armature.checkpoint import storage
 
     directory = checkpoints / (checkpoints / "last").read_text().strip()
     saved = storage.read_metadata(directory).state_dict_metadata

@@ -120,13 +120,13 @@ class Inject(Callback):
 
     def in_save(self, trainer: Trainer, module: LightningModule) -> None:
         """Dies when all files are written, and the directory does not have its name yet."""
-        from armature.parallel import storage
+        from armature.checkpoint import storage
 
         storage.publish = self._dies_instead_of(storage.publish, trainer)
 
     def in_pointer(self, trainer: Trainer, module: LightningModule) -> None:
         """Dies when the directory has its name, and `last` does not name it yet."""
-        from armature.callbacks import checkpointing
+        from armature.training import checkpointing
 
         checkpointing.write_pointer = self._dies_instead_of(checkpointing.write_pointer, trainer)
 

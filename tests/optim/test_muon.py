@@ -5,7 +5,7 @@ import torch
 
 from armature.optim import muon
 from armature.optim.muon import Muon, orthogonalize
-from armature.parallel.whole_matrices import Divided
+from armature.parallel.distributed_matrices import Divided
 from tests.parallel.harness import on_ranks
 
 

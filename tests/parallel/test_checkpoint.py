@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from armature import manifest
+from armature.checkpoint import convert, manifest
+from armature.checkpoint import state as checkpoint
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
-from armature.parallel import checkpoint, convert
-from armature.parallel.initialisation import initialise_by_name, materialise
+from armature.parallel.initialization import initialise_by_name, materialise
 from tests.parallel.harness import on_ranks
 
 MODEL = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 2}
@@ -167,7 +167,7 @@ def test_tied_parameters_stay_one_when_they_get_memory() -> None:
 
 
 def _saves_in_background(folder: str) -> list[float]:
-    from armature.parallel.background import BackgroundSaver
+    from armature.checkpoint.background import BackgroundSaver
 
     saver, published = BackgroundSaver(), []
     weight = torch.zeros(1 << 20)
@@ -188,7 +188,7 @@ def test_what_is_saved_in_the_background_is_the_moment_of_the_save(tmp_path: Pat
 
 
 def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(tmp_path: Path, monkeypatch) -> None:
-    from armature.parallel.background import BackgroundSaver
+    from armature.checkpoint.background import BackgroundSaver
 
     monkeypatch.setattr(manifest, "write", full_disk)
     saver = BackgroundSaver()

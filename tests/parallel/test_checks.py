@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from armature.models.decoder.plan import PLAN
-from armature.parallel import checks
-from armature.parallel.plan import Plan
+from armature.models.plan import Plan
+from armature.validation import parallelism as checks
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "strategy"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -169,5 +169,5 @@ def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
 
 
 def test_checks_need_no_torch() -> None:
-    code = "import sys, armature.parallel.checks, armature.models.decoder.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, armature.validation.parallelism, armature.models.decoder.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parents[2])

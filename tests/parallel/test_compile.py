@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from armature.generation import generate
+from armature.models.decoder.generation import generate
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
 from tests import running

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from armature import manifest, resume
+from armature.checkpoint import convert, manifest, resume, storage
+from armature.checkpoint import state as checkpoint
 from armature.errors import ConfigError
-from armature.parallel import checkpoint, convert, storage
 
 RAN: list[str] = []
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from armature.models.plan import Plan
 from armature.parallel import apply
-from armature.parallel.plan import Plan
 from tests.parallel.harness import DECODER, on_ranks
 
 

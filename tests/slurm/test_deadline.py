@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from armature import slurm
+from armature.launcher import slurm
 
 BEGIN = time.mktime((2026, 3, 4, 10, 0, 0, 0, 0, -1))
 HOUR = 3600.0

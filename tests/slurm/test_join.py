@@ -5,8 +5,8 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
-from armature import slurm
 from armature.errors import ConfigError
+from armature.launcher import slurm
 
 STEP = {
     "SLURM_JOB_ID": "41",

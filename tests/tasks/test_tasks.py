@@ -11,7 +11,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from armature.optim import schedules
 from armature.optim.muon import Muon
-from armature.parallel.initialisation import initialise_by_name, materialise
+from armature.parallel.initialization import initialise_by_name, materialise
 from armature.tasks.base import Task, pair
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling

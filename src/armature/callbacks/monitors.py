@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature import flops, hardware
-from armature.callbacks import step_log
+from armature import hardware
 from armature.callbacks.norms import Norms
-from armature.callbacks.timings import DataWait, Window
+from armature.training import flops, step_log
+from armature.training.timings import DataWait, Window
 
 GIB = 2**30
 

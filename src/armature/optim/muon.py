@@ -135,7 +135,7 @@ class Alone:
         if any(hasattr(matrix, "full_tensor") for matrix in matrices):
             raise TypeError(
                 "Muon needs whole matrices, and this one is cut over ranks. Our strategies see to that; in a loop of "
-                "your own, set optimizer.matrices = armature.parallel.whole_matrices.Divided()."
+                "your own, set optimizer.matrices = armature.parallel.distributed_matrices.Divided()."
             )
         return [function(matrix) for matrix in matrices]
 

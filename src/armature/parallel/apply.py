@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from armature.models.plan import Plan
 from armature.parallel import blocks, initialisation, pipeline, tensor, ties
-from armature.parallel.plan import Plan
 from armature.parallel.split import bubble_share
 
 log = logging.getLogger(__name__)

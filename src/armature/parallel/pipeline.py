@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from armature.data.samples import IGNORED
 from armature.errors import ConfigError
-from armature.parallel.plan import Plan
+from armature.models.plan import Plan
 from armature.parallel.split import SCHEDULES, balanced, stages_of_rank
 from armature.parallel.targets import UNIT, TargetWeights
 

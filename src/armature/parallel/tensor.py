@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from armature.errors import ConfigError
+from armature.models.plan import Plan
 from armature.parallel import ties
-from armature.parallel.plan import Plan
 
 
 class Gather(ParallelStyle):

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.checkpoint import background
+from armature.checkpoint import state as ckpt
 from armature.optim.muon import Muon
-from armature.parallel import apply, background, blocks, gradients, initialisation, process_group, randomness
-from armature.parallel import checkpoint as ckpt
+from armature.parallel import apply, blocks, gradients, process_group, randomness
+from armature.parallel import initialization as initialisation
+from armature.parallel.distributed_matrices import Divided
 from armature.parallel.targets import TargetWeights
-from armature.parallel.whole_matrices import Divided
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base  # whatever the mixin is mixed into has its attributes

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from armature.parallel import batchnorm
-from armature.parallel.whole_matrices import Divided
+from armature.parallel.distributed_matrices import Divided
 from armature.strategies.base import Common
 
 

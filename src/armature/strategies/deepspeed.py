@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.parallel import checkpoint as ckpt
-from armature.parallel import storage, ties
+from armature.checkpoint import state as ckpt
+from armature.checkpoint import storage
+from armature.parallel import ties
 from armature.strategies.base import Common
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from armature.generation import generate
+from armature.models.decoder.generation import generate
 from armature.tasks.base import Task
 
 

@@ -16,11 +16,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from armature import hardware, resume
+from armature import hardware
+from armature.checkpoint import resume
 from armature.config import Config
 from armature.data import batching
 from armature.errors import ConfigError
-from armature.parallel import checks as parallel_checks
+from armature.validation import parallelism as parallel_checks
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)

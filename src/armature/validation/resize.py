@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature.parallel import checks as parallel_checks
 from armature.parallel import mesh
 from armature.validation import checks
+from armature.validation import parallelism as parallel_checks
 
 FOLLOWS = ("trainer.devices", "data.micro_batch_size")  # what changes with the number of ranks
 

@@ -1,6 +1,6 @@
 """How a decoder may be divided."""
 
-from armature.parallel.plan import Plan
+from armature.models.plan import Plan
 
 PLAN = Plan(
     first=("embed",),

@@ -1,6 +1,6 @@
 """How a vision transformer may be divided. Few positions, a small head: only the blocks' matrices are worth it."""
 
-from armature.parallel.plan import Plan
+from armature.models.plan import Plan
 
 PLAN = Plan(
     first=("embed",),

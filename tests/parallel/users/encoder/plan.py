@@ -1,4 +1,4 @@
-from armature.parallel.plan import Plan
+from armature.models.plan import Plan
 
 PLAN = Plan(
     blocks="stack",

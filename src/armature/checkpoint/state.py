@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from armature.parallel import process_group, storage
+from armature.checkpoint import storage
+from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"
 EXTRA = "extra"  # what callbacks keep beside the weights, such as their average: "extra.ema.model.blocks.0.…"

@@ -1,4 +1,4 @@
-"""What the elastic agent starts: `python -m armature.rank RUN_DIR`. Ready for signals before the slow imports.
+"""What the elastic agent starts: `python -m armature.launcher.rank RUN_DIR`. Ready for signals before the slow imports.
 
 No process of a run outlives the one that started it, however that one went: SIGKILL cannot be handled, and what is
 left would hold its GPU and write into the run directory of the next start.

@@ -11,12 +11,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from armature import files, manifest
-from armature.callbacks.step_log import StepLog
-from armature.callbacks.stop import StoppedBySignal
-from armature.parallel import storage
-from armature.trainer import Trainer as OurTrainer
-from armature.trainer import validates_now
+from armature import files
+from armature.checkpoint import manifest, storage
+from armature.training.step_log import StepLog
+from armature.training.stop import StoppedBySignal
+from armature.training.trainer import Trainer as OurTrainer
+from armature.training.trainer import validates_now
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from armature import hardware, resume
+from armature import hardware
+from armature.checkpoint import resume
 from armature.errors import ConfigError, RunFailed
+from armature.launcher.watch import MERCY, Watch
 from armature.validation import resize
-from armature.watch import MERCY, Watch
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -192,7 +193,7 @@ class _Attempts:
         with _environment(self._variables(number, beats)), watch:
             self.stop.watch = watch
             try:
-                elastic_launch(config, sys.executable)("-u", "-m", "armature.rank", cfg.run.dir)
+                elastic_launch(config, sys.executable)("-u", "-m", "armature.launcher.rank", cfg.run.dir)
             except ChildFailedError as error:
                 return describe(error.failures, watch, Path(cfg.run.dir), oom=_is_oom(oom_kills))
             finally:
@@ -200,7 +201,7 @@ class _Attempts:
         return None
 
     def _variables(self, number: int, beats: Path) -> dict[str, str]:
-        path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
         devices = self.cfg.trainer.devices
         threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
         return {
@@ -338,7 +339,7 @@ def _is_oom(before: int | None) -> bool | None:
 def _gpus_now() -> int:
     """Asked of a new process: the driver tells one that is running what it told it at first."""
     code = "from armature import hardware; print(hardware.gpu_count())"
-    with _environment({"PYTHONPATH": str(Path(__file__).parents[1])}):
+    with _environment({"PYTHONPATH": str(Path(__file__).parents[2])}):
         return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 

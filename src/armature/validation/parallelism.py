@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from armature import hardware
+from armature.models.plan import Plan
 from armature.parallel import mesh
-from armature.parallel.plan import Plan
 from armature.parallel.split import SCHEDULES
 
 KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from armature.checkpoint import state as checkpoint
+from armature.checkpoint import storage
 from armature.errors import ConfigError
-from armature.parallel import checkpoint, storage
 
 MODEL = "model."  # the attribute of the LightningModule, which a file for others does not name
 

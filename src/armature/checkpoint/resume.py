@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature import manifest
+from armature.checkpoint import manifest
 from armature.errors import ConfigError
 
 MODES = ("auto", "never", "required")

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armature.callbacks.metrics_csv import MetricsCSV
-from armature.callbacks.tensorboard import TensorBoard
-from armature.callbacks.timings import DataWait, TimingsCSV, Totals, Watch, Window, over_ranks
+from armature.loggers.tensorboard import TensorBoard
+from armature.training.metrics_csv import MetricsCSV
+from armature.training.timings import DataWait, TimingsCSV, Totals, Watch, Window, over_ranks
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_only
 
 from armature import hardware
-from armature.callbacks.metrics_csv import MetricsCSV
+from armature.training.metrics_csv import MetricsCSV
 
 TOO_LONG = 0.05  # share of the time that waiting for data may take before it is told
 UNAVOIDABLE = 1e-3  # seconds a batch: handing one over from another process takes as long

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from armature.parallel import process_group, storage
+from armature.checkpoint import storage
+from armature.parallel import process_group
 
 
 class BackgroundSaver:

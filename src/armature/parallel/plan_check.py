@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from armature.errors import ConfigError
+from armature.models.plan import Plan
 from armature.parallel import ties
-from armature.parallel.plan import Plan
 from armature.parallel.tensor import matches
 
 

@@ -9,12 +9,12 @@ import lightning.pytorch as L
 import torch
 from omegaconf import DictConfig
 
-from armature import resume
-from armature.callbacks.display import Display
-from armature.callbacks.step_log import StepLog
+from armature.checkpoint import resume
 from armature.data.batching import Batches
 from armature.hardware import peak_resident_memory
-from armature.trainer import Trainer
+from armature.training.display import Display
+from armature.training.step_log import StepLog
+from armature.training.trainer import Trainer
 
 
 def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, trainer: L.Trainer) -> str:

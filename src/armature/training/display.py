@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from armature.callbacks.step_log import StepLog
-from armature.callbacks.timings import TOO_LONG
+from armature.training.step_log import StepLog
+from armature.training.timings import TOO_LONG
 
 
 class Display(ProgressBar):

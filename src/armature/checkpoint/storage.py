@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from armature import files, manifest
+from armature import files
+from armature.checkpoint import manifest
 from armature.errors import ConfigError
 from armature.parallel import process_group
 

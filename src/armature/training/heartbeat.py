@@ -1,4 +1,4 @@
-"""A sign of life for the process that watches the ranks (`armature.watch`)."""
+"""A sign of life for the process that watches the ranks (`armature.launcher.watch`)."""
 
 import math
 import os

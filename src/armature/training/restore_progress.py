@@ -7,8 +7,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
 
-from armature.callbacks import logged
 from armature.parallel import process_group
+from armature.training import epoch_metrics as logged
 
 
 class CountOn(Callback):

@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from armature import dispatch
+from armature.training import dispatch
 
 
 class _NoSignals:
