@@ -28,7 +28,7 @@ def train(
     batches: Iterator[tuple[Tensor, Tensor]] | None = None,
     step_done: Callable[[Tensor], None],
 ) -> nn.Module:
-    """Trains until `batches` end, or for ever; calls `step_done` with each optimiser step's last loss."""
+    """Trains until `batches` end, or for ever; calls `step_done` with each optimizer step's last loss."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = parts.device_of(job)
     if device.type == "cuda":

@@ -98,7 +98,7 @@ class Running:
         self.seconds_at_first_step = 0.0  # from the making of the gate to the first step's end
 
     def wait_for_first_step(self) -> float:
-        """Seconds from the command to the end of the first optimiser step, of the slowest rank."""
+        """Seconds from the command to the end of the first optimizer step, of the slowest rank."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while len(self._streams) < self.contender.ranks:

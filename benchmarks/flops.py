@@ -1,7 +1,7 @@
 """How much arithmetic a step is, and how much the machine can do, counted and measured as monitors do.
 
 python -m benchmarks.flops rate cuda bfloat16     this machine's matrix rate
-python -m benchmarks.flops step JOB               FLOPs of an optimiser step over all ranks, or null
+python -m benchmarks.flops step JOB               FLOPs of an optimizer step over all ranks, or null
 """
 
 import json

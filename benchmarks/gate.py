@@ -14,7 +14,7 @@ COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file that `LightningGate` c
 
 
 class Gate:
-    """Its `step` is called after every optimiser step; between two blocks it blocks, without using a CPU.
+    """Its `step` is called after every optimizer step; between two blocks it blocks, without using a CPU.
 
     Every rank has one. The first block is the first step, whose end the benchmark times from the command on. The
     process ends when the benchmark says so, or is gone.
@@ -34,7 +34,7 @@ class Gate:
             self._wait()
 
     def _wait(self) -> None:
-        synchronise()
+        synchronize()
         seconds, cpu_seconds = time.perf_counter() - self._since, time.process_time() - self._cpu_since
         self._send({"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak_memory(), "at": time.time()})
         line = self._stream.readline()
@@ -42,7 +42,7 @@ class Gate:
             sys.stdout.flush()
             os._exit(0)
         self._left = json.loads(line)["steps"]
-        synchronise()
+        synchronize()
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Gate:
             os._exit(0)
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     """Waits for the GPU, where the process uses one: a block ends when its work is done, not when it is queued."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

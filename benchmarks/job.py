@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.contender import ROOT, Contender, file_name
 
-FOREVER = 1_000_000  # optimiser steps: a benchmark ends when its blocks are measured
+FOREVER = 1_000_000  # optimizer steps: a benchmark ends when its blocks are measured
 CONFIGS = ROOT / "benchmarks" / "configs"  # groups that are only there to be measured
 TINY = (
     f"hydra.searchpath=[file://{CONFIGS}]",
@@ -24,7 +24,7 @@ TINY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimiser step's work. Batch sizes are samples; `micro_batch_size` None is a rank's whole share.
+    """One optimizer step's work. Batch sizes are samples; `micro_batch_size` None is a rank's whole share.
 
     Attributes:
         tokens: file and dtype of the memory-mapped tokens; None for the tiny model, whose data are made up.

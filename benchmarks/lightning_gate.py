@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.gate import COUNT_INTO, Gate
 
-_COUNTED = 3  # the optimiser step whose collectives are counted: the first ones set things up
+_COUNTED = 3  # the optimizer step whose collectives are counted: the first ones set things up
 
 
 class LightningGate(Callback):
@@ -33,7 +33,7 @@ class LightningGate(Callback):
 
 
 def _count_a_step(trainer: Trainer, file: Path) -> None:
-    """Counts what the batches of one optimiser step communicate."""
+    """Counts what the batches of one optimizer step communicate."""
     from benchmarks.volume import CollectiveCounter
 
     loop, counter, accumulate = trainer.fit_loop.epoch_loop, CollectiveCounter(), trainer.accumulate_grad_batches

@@ -1,4 +1,4 @@
-"""What all contenders train, from one job file: the same model, weights, data, optimiser and schedule, in plain torch.
+"""What all contenders train, from one job file: the same model, weights, data, optimizer and schedule, in plain torch.
 
 Job files are made from a command line's overrides (`benchmarks.job`), so that contenders need neither Hydra nor
 Lightning.

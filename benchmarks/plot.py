@@ -39,7 +39,7 @@ def draw(results: dict, picture: Path) -> None:
             ratios = [b / a for a, b in zip(record["seconds"], reference, strict=False)]
             low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
             ours = record["name"].startswith("ours")
-            axis.barh(place, middle, color="tab:blue" if ours else "lightgrey", xerr=[[middle - low], [high - middle]])
+            axis.barh(place, middle, color="tab:blue" if ours else "lightgray", xerr=[[middle - low], [high - middle]])
             axis.text(0.02, place, f"{middle:.2f}", va="center", color="white" if ours else "black")
         axis.set_yticks(range(len(records)), [record["name"] for record in records])
         axis.axvline(1.0, color="black", linewidth=0.8)

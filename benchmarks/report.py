@@ -18,7 +18,7 @@ TITLES = {
     "training": "One process",
     "strategies": "Several ranks",
     "overhead": "What a training loop adds to a step",
-    "startup": "From the command to the first optimiser step",
+    "startup": "From the command to the first optimizer step",
     "loss": "The loss of a large vocabulary",
     "data": "Data that keep up",
     "scale": "More ranks",
@@ -218,7 +218,7 @@ def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
 
 
 def _mfu(section: dict[str, Any], results: dict[str, Any], rate: float, ranks: int, *, measured: bool) -> str:
-    """Model FLOPs utilisation. The ranks of a CPU share the machine that was measured; each GPU has its own rate."""
+    """Model FLOPs utilization. The ranks of a CPU share the machine that was measured; each GPU has its own rate."""
     gpus = results["machine"]["gpus"]
     peak = results["rate"]["rate"] if measured else published_peak(results["machine"]["device"]) if gpus else None
     if section["flops_per_step"] is None or peak is None:

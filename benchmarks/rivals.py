@@ -2,7 +2,7 @@
 
     python -m benchmarks.rivals lightning|fabric|accelerate|transformers JOB FOLDER
 
-They get the same model, data, optimiser, schedule and precision as the bare loop. Checkpoints are on where the library
+They get the same model, data, optimizer, schedule and precision as the bare loop. Checkpoints are on where the library
 saves them by itself (Lightning, transformers).
 """
 

@@ -81,7 +81,7 @@ def efficiencies(point: dict[str, Any], record: Record, base_ranks: int, base: R
 
 
 def count(workload: Workload, folder: Path) -> list[dict[str, Any]]:
-    """The collectives of one optimiser step of ours on two ranks.
+    """The collectives of one optimizer step of ours on two ranks.
 
     Raises:
         ContenderFailed: where it does not run.

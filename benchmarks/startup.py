@@ -1,4 +1,4 @@
-"""From the command to the end of the first optimiser step, interleaved with what nobody can avoid."""
+"""From the command to the end of the first optimizer step, interleaved with what nobody can avoid."""
 
 import subprocess
 import sys

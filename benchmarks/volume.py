@@ -1,4 +1,4 @@
-"""What a rank sends in one optimiser step, counted from the collectives themselves."""
+"""What a rank sends in one optimizer step, counted from the collectives themselves."""
 
 # pyright: reportPrivateImportUsage=false
 import json

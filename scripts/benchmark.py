@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--training", action="store_true", help="one process: bare loop, ours, and what is installed")
     parser.add_argument("--strategies", action="store_true", help="ours and raw torch on several ranks")
     parser.add_argument("--overhead", action="store_true", help="what a training loop adds to a step of 130 µs")
-    parser.add_argument("--startup", action="store_true", help="from the command to the first optimiser step")
+    parser.add_argument("--startup", action="store_true", help="from the command to the first optimizer step")
     parser.add_argument("--loss", action="store_true", help="memory and time of a large vocabulary's loss")
     parser.add_argument("--data", action="store_true", help="whether data keep up with training")
     parser.add_argument("--scale", metavar="N,N,…", help="numbers of ranks; strategy= as for train.py")

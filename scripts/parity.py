@@ -5,7 +5,7 @@
     python scripts/parity.py --resume distinct   without the layouts that hold what another one holds
     python scripts/parity.py --only fsdp tensor  layouts whose name holds one of these words
 
-Twelve optimiser steps of AdamW, with clipping and accumulation on. Figures are the largest relative differences of any
+Twelve optimizer steps of AdamW, with clipping and accumulation on. Figures are the largest relative differences of any
 step's loss and gradient norm, and of the final weights. Ends with exit code 1 where one is above the tolerance.
 """
 

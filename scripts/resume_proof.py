@@ -4,7 +4,7 @@ python scripts/resume_proof.py experiment=mine
 python scripts/resume_proof.py --steps 20 --at 7,13 experiment=mine strategy=ddp trainer.devices=2
 
 It trains the experiment for a few steps without a stop. Then it does so again, in another run directory, where it sends
-the run a SIGTERM, and after the resume a SIGKILL, and resumes again. metrics.csv, weights, optimiser state and random
+the run a SIGTERM, and after the resume a SIGKILL, and resumes again. metrics.csv, weights, optimizer state and random
 state must be the same, bit for bit. The first difference is printed in words, with what may have caused it.
 """
 
@@ -47,7 +47,7 @@ class Difference:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="optimiser steps of the short run (8)")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the short run (8)")
     parser.add_argument("--at", help="the steps to stop at: SIGTERM at the first, SIGKILL at the second (the middle)")
     parser.add_argument("--keep", action="store_true", help="leave the run directories, also where all is equal")
     parser.add_argument("--config-dir", help="a folder with configurations of yours, as train.py takes it")
@@ -128,8 +128,8 @@ def train(root: Path, name: str, overrides: list[str], *, what: str, stop: int |
         log.seek(begin)
         output = log.read()
     print(f"  {name:<9} {what:<22} {time.monotonic() - started:5.1f} s", flush=True)
-    signalled = stop is not None and (root / name / f".stopped-at-{stop}").exists()
-    if (code == 0) == (stop is not None) or code == 2 or (code and not signalled):
+    signaled = stop is not None and (root / name / f".stopped-at-{stop}").exists()
+    if (code == 0) == (stop is not None) or code == 2 or (code and not signaled):
         was = f"finished before its stop at step {stop}" if code == 0 else f"ended with exit code {code}"
         print(f"\nThe run {was}. Its last lines:\n", file=sys.stderr)
         print("\n".join(output.splitlines()[-40:]), file=sys.stderr)
@@ -180,7 +180,7 @@ def _times(count: int) -> str:
 
 
 def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | None, str]:
-    """Weights, optimiser state, what callbacks keep, and the state of the random number generators."""
+    """Weights, optimizer state, what callbacks keep, and the state of the random number generators."""
     import torch
 
     from armature.checkpoint import resume, storage
@@ -211,7 +211,7 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
             return Difference(f"{name} at the end: {value} straight, {its} resumed"), ""
     metas = [storage.read_meta(path) for path in paths if path is not None]
     found = compare_state([{k: m.get(k) for k in ("random", "lr_schedulers", "param_groups")} for m in metas])
-    counts = f"{len(weights)} tensors of weights, {len(one) - len(weights)} of optimiser and average, random state"
+    counts = f"{len(weights)} tensors of weights, {len(one) - len(weights)} of optimizer and average, random state"
     return found, counts
 
 

@@ -28,7 +28,7 @@ INDIFFERENT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir"
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
-    """Trains and returns the monitored metric (what a sweep optimises).
+    """Trains and returns the monitored metric (what a sweep optimizes).
 
     Raises:
         RunFailed: when the run was stopped by a signal or by an error in a rank.

@@ -4,7 +4,7 @@ outputs/<run.name>/
   config.yaml      composed and resolved; values from the environment stay references
   overrides.txt    what was typed
   checkpoints/     step=000120/ …, and `last`, which names the newest complete one
-  metrics.csv      a row an optimiser step, and val/* and test/* values in the row of their step
+  metrics.csv      a row an optimizer step, and val/* and test/* values in the row of their step
   summary.json     written when the run ends
   logs/            one file a rank
   tokenizer.json   of a language model

@@ -139,7 +139,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     can_preview = hasattr(task, "preview") and getattr(strategy, "generates", True)
     preview = task.preview() if reason == "finished" and can_preview else None
     if trainer.is_global_zero:
-        summary = report.summarise(cfg, trainer, step_log, reason=reason, metrics=metrics, best=checkpointing.best)
+        summary = report.summarize(cfg, trainer, step_log, reason=reason, metrics=metrics, best=checkpointing.best)
         summary["seconds"] = time.monotonic() - started
         run_dir.write_summary(directory, summary)
         report.show(
@@ -148,7 +148,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
 
 
 def _total_steps(cfg: DictConfig, data: Any) -> int:
-    """Optimiser steps of the run: max_steps, or those that see max_epochs × the training samples."""
+    """Optimizer steps of the run: max_steps, or those that see max_epochs × the training samples."""
     limits = []
     if cfg.trainer.max_steps is not None:
         limits.append(cfg.trainer.max_steps)

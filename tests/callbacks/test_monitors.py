@@ -165,7 +165,7 @@ def test_the_warning_reaches_the_log(tmp_path, caplog):
 
 def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
     on_gpu = on_host = 0.0
-    synchronised = []
+    synchronized = []
 
     class Event:
         def __init__(self, enable_timing) -> None:
@@ -178,7 +178,7 @@ def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
             return (other.at - self.at) * 1e3
 
         def synchronize(self) -> None:
-            synchronised.append(self.at)
+            synchronized.append(self.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timings.time, "perf_counter", lambda: on_host)
@@ -195,10 +195,10 @@ def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
         loop._on_after_fetch()
         on_gpu = ends
         wait.batch_ended()
-        assert not synchronised
+        assert not synchronized
     # the first batch's host time counts whole, of the second what the GPU stood idle, of the third what the host took
     assert wait.read() == pytest.approx(0.5 + 0.1 + 0.5)
-    assert synchronised == [8.0]
+    assert synchronized == [8.0]
     assert wait.read() == 0.0
 
 

@@ -1,4 +1,4 @@
-"""The ranks agree on a stop, whichever of them was signalled, and short steps are not slowed down by asking."""
+"""The ranks agree on a stop, whichever of them was signaled, and short steps are not slowed down by asking."""
 
 import signal
 import time
@@ -9,7 +9,7 @@ from armature.training.stop import SHORT_VOTES, STEPS_TOGETHER, StopOnSignal, St
 from tests.parallel.harness import on_ranks
 
 
-def steps_until_stopped(signalled_at: int, seconds: float, steps: int, evaluated: int = 0) -> tuple[int, int]:
+def steps_until_stopped(signaled_at: int, seconds: float, steps: int, evaluated: int = 0) -> tuple[int, int]:
     """The step at which this rank stopped, and how often it voted; only the last rank gets the signal."""
     import torch.distributed as dist
 
@@ -18,7 +18,7 @@ def steps_until_stopped(signalled_at: int, seconds: float, steps: int, evaluated
     stop._own_reason = lambda: votes.append(1) or own_reason()  # asked once a vote
     for step in range(1, steps + 1):
         time.sleep(seconds)
-        if step == signalled_at and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
+        if step == signaled_at and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
             stop._handle(signal.SIGTERM, None)
         try:
             stop.step_ended()
@@ -42,8 +42,8 @@ def test_ranks_stop_together_one_vote_after_the_signal():
 
 @pytest.mark.slow
 def test_short_steps_share_a_vote():
-    signalled = SHORT_VOTES + 5 * STEPS_TOGETHER + 3
-    for stopped, votes in on_ranks(steps_until_stopped, signalled, 0.0, 3 * SHORT_VOTES, ranks=2):
+    signaled = SHORT_VOTES + 5 * STEPS_TOGETHER + 3
+    for stopped, votes in on_ranks(steps_until_stopped, signaled, 0.0, 3 * SHORT_VOTES, ranks=2):
         assert stopped == SHORT_VOTES + 7 * STEPS_TOGETHER  # cast at the next ten, read at the one after
         assert votes < SHORT_VOTES + 10
 

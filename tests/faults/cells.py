@@ -22,7 +22,7 @@ from tests import running
 from tests.faults.inject import note_strike
 
 STEPS = 10
-EVERY = 2  # optimiser steps between two checkpoints
+EVERY = 2  # optimizer steps between two checkpoints
 WITHIN = 60.0  # seconds from a fault to the first step beyond it, on two busy cores
 LIMIT = 90.0  # seconds for one command, after which it is taken for stuck and killed
 STOCK_LIMIT = 30.0  # the same of a stock script
@@ -310,7 +310,7 @@ class Run:
         unequal = [name for name in here if not torch.equal(here[name], there[name])]
         if unequal:
             only_state = all(name.startswith("optimizer_states.") for name in unequal)
-            return f"{'optimiser state differs' if only_state else 'weights differ'}"
+            return f"{'optimizer state differs' if only_state else 'weights differ'}"
         files = [(run.directory / "metrics.csv").read_bytes() for run in (self, other)]
         return None if files[0] == files[1] else "metrics.csv differs"
 
@@ -360,7 +360,7 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 
 def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimiser state of the last checkpoint, undivided."""
+    """Weights and optimizer state of the last checkpoint, undivided."""
     from armature.checkpoint import state as checkpoint
     from armature.checkpoint import storage
 

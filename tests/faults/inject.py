@@ -1,6 +1,6 @@
 """Breaks a run once, at an exact step, and keeps a journal of every step that was done. For plain Lightning, too.
 
-The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and optimiser step.
+The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and optimizer step.
 `struck` holds the time of the fault and the last checkpoint then; whoever finds it there does not strike again.
 """
 
@@ -31,7 +31,7 @@ class Inject(Callback):
 
     Args:
         fault: name of a method below; `none` keeps the journal only.
-        at_step: optimiser steps that are done when it strikes.
+        at_step: optimizer steps that are done when it strikes.
         rank: whom it strikes; -1: every rank.
         folder: of the cell.
         pause: seconds that each step is made longer by, so that something from outside can meet it.
@@ -42,7 +42,7 @@ class Inject(Callback):
         self.folder = Path(folder)
         self.over = (self.folder / "struck").exists()  # in an earlier process of this run
         self._filler: Path | None = None
-        self._signalled = False
+        self._signaled = False
 
     # ------------------------------------------------------------ Lightning's hooks
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,13 +88,13 @@ class Inject(Callback):
         self._strike(trainer)
         self._wait(lambda: (self.folder / "acted").exists())
 
-    def at_signalled(self, trainer: Trainer) -> None:
+    def at_signaled(self, trainer: Trainer) -> None:
         """Waits until this process has got a scheduler's signal, or its time is up."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._listen(number)
         deadline = float(os.environ.get("ARMATURE_DEADLINE", "inf"))
         self._strike(trainer)
-        self._wait(lambda: self._signalled or time.time() > deadline)
+        self._wait(lambda: self._signaled or time.time() > deadline)
         self._strike(trainer)
 
     def at_full_disk(self, trainer: Trainer) -> None:
@@ -161,7 +161,7 @@ class Inject(Callback):
         usual = signal.getsignal(number)
 
         def heard(received: int, frame: Any) -> None:
-            self._signalled = True
+            self._signaled = True
             if callable(usual):
                 usual(received, frame)
 

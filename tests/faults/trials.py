@@ -37,7 +37,7 @@ class Summary:
 
 # ---------------------------------------------------------------- SIGKILL at any time
 class Plain(Run):
-    """One process with the default data, optimiser and launcher; only small."""
+    """One process with the default data, optimizer and launcher; only small."""
 
     STEPS = 40
 
@@ -172,9 +172,9 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
         return 0.0, f"no step after the start, exit code {command.process.poll()}\n{run.output()[-2000:]}"
     time.sleep(after)
     os.kill(run.journal()[rank][-1][3], signal.SIGTERM)
-    signalled = time.monotonic()
+    signaled = time.monotonic()
     code = command.wait(SIGTERM_WITHIN)
-    seconds = time.monotonic() - signalled
+    seconds = time.monotonic() - signaled
     if code is None:
         return seconds, f"rank {rank}: stuck for {SIGTERM_WITHIN:.0f} s"
     summary = running.summary(run.directory)

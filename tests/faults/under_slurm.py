@@ -65,7 +65,7 @@ def under_slurm(
             if time.monotonic() > end:
                 slurm.run("scancel", job, check=False)
                 run.kill()
-                return judge(fault, run, [f"stuck, cancelled after {limit:.0f} s"])
+                return judge(fault, run, [f"stuck, canceled after {limit:.0f} s"])
             time.sleep(0.3)
         if found["JobState"] != "COMPLETED":
             remarks.append(f"{found['JobState']}, exit code {found['ExitCode']}, restarted {found['Restarts']} times")
@@ -104,7 +104,7 @@ FAULTS = (
     Fault(
         "slurm_requeue",
         "requeue by Slurm",
-        "at_signalled",
+        "at_signaled",
         every_rank=True,
         lost=0,
         flow=under_slurm([], requeue),
@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         "slurm_limit",
         "Slurm time limit",
-        "at_signalled",
+        "at_signaled",
         every_rank=True,
         lost=0,
         overrides=("launch.stop_minutes_before_limit=1",),

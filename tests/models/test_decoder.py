@@ -221,7 +221,7 @@ def test_stages_without_ends_compose_to_the_whole():
     torch.testing.assert_close(last(first(inputs), targets), whole(inputs, targets))
 
 
-def test_meta_model_has_no_buffers_and_stays_tied_when_materialised():
+def test_meta_model_has_no_buffers_and_stays_tied_when_materialized():
     with torch.device("meta"):
         model = small(tied=True)
     assert not list(model.buffers())

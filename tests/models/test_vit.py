@@ -42,7 +42,7 @@ def test_position_of_a_patch_matters():
     assert not torch.allclose(model(image), model(image.flip(-1)))
 
 
-def test_every_parameter_is_initialised_by_name():
+def test_every_parameter_is_initialized_by_name():
     with torch.device("meta"):
         model = small()
     model.to_empty(device="cpu")

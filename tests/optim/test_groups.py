@@ -33,7 +33,7 @@ def test_frozen_parameters_are_left_out_and_empty_groups_dropped():
     assert names(model) == [{"0.weight"}]
 
 
-def test_a_tied_weight_is_optimised_once():
+def test_a_tied_weight_is_optimized_once():
     model = Decoder(vocab_size=9, context=8, width=8, layers=1, heads=2, tied=True)
     torch.optim.AdamW(parameter_groups(model))
     assert names(model)[1] == {"embed.weight"}

@@ -63,5 +63,5 @@ def test_warm_up_and_decay_longer_than_the_run_are_refused():
 
 @pytest.mark.parametrize("warmup", [-1, 1.5])
 def test_a_length_that_is_neither_steps_nor_a_share_is_refused(warmup):
-    with pytest.raises(ValueError, match=r"scheduler.warmup=.* must be a whole number of optimiser steps, or a share"):
+    with pytest.raises(ValueError, match=r"scheduler.warmup=.* must be a whole number of optimizer steps, or a share"):
         rates("cosine", warmup=warmup)

@@ -284,7 +284,7 @@ def _fit(job: Job) -> Run:
 
 
 def _bytes(strategy: Any) -> int:
-    """What this rank's weights, gradients and optimiser state take."""
+    """What this rank's weights, gradients and optimizer state take."""
     import torch
 
     tensors = []

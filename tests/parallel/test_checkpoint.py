@@ -13,7 +13,7 @@ from armature.checkpoint import convert, manifest
 from armature.checkpoint import state as checkpoint
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
-from armature.parallel.initialization import initialise_by_name, materialise
+from armature.parallel.initialization import initialize_by_name, materialize
 from tests.parallel.harness import on_ranks
 
 MODEL = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 2}
@@ -24,7 +24,7 @@ class Holder(nn.Module):
         super().__init__()
         with torch.device("meta"):
             self.model = Decoder(**{**MODEL, **changes})
-        initialise_by_name(self, seed=0, names=materialise(self, device=torch.device("cpu")))
+        initialize_by_name(self, seed=0, names=materialize(self, device=torch.device("cpu")))
 
 
 def stepped(module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -79,10 +79,10 @@ def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
         checkpoint.load(saved, Holder(vocab_size=48), [])
 
 
-def test_another_optimisers_state_is_refused(saved: Path) -> None:
+def test_another_optimizers_state_is_refused(saved: Path) -> None:
     module = Holder()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="saved with another optimiser: its state holds exp_avg, exp_avg_sq, step"):
+    with pytest.raises(ValueError, match="saved with another optimizer: its state holds exp_avg, exp_avg_sq, step"):
         checkpoint.load(saved, module, [sgd])
 
 
@@ -148,17 +148,17 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 def test_initial_weights_depend_on_name_and_seed_alone() -> None:
     deep, shallow = Holder(), Holder(layers=1)
     torch.testing.assert_close(deep.model.embed.weight, shallow.model.embed.weight, rtol=0, atol=0)
-    other = partial(initialise_by_name, seed=1)
+    other = partial(initialize_by_name, seed=1)
     changed = Holder()
     other(changed)
     assert not torch.equal(changed.model.embed.weight, deep.model.embed.weight)
 
 
-def test_a_hollow_model_that_cannot_initialise_itself_is_refused() -> None:
+def test_a_hollow_model_that_cannot_initialize_itself_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'weight' was built on the meta device"):
-        initialise_by_name(model, seed=0, names=materialise(model, device=torch.device("cpu")))
+        initialize_by_name(model, seed=0, names=materialize(model, device=torch.device("cpu")))
 
 
 def test_tied_parameters_stay_one_when_they_get_memory() -> None:

@@ -133,7 +133,7 @@ def test_compiled_blocks_change_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_default_optimiser_agrees_when_matrices_are_divided() -> None:
+def test_the_default_optimizer_agrees_when_matrices_are_divided() -> None:
     job = replace(LAYOUTS["fsdp 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
     assert_same(job)
 
@@ -186,7 +186,7 @@ def test_averaged_weights_are_saved_and_resumed_under_any_layout(saved: str, res
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2×2", "fsdp 2 × tensor 2"])
-def test_a_rank_holds_its_share_of_weights_gradients_and_optimiser_state(name: str) -> None:
+def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: str) -> None:
     job = LAYOUTS[name]
     share = (job.options.get("tensor") or 1) * 2  # each of them shards over two
     whole = _reference(job).facts["bytes"]

@@ -1,4 +1,4 @@
-"""Real jobs on a real Slurm: submitted, signalled, preempted, out of time, cancelled, and going on by themselves."""
+"""Real jobs on a real Slurm: submitted, signaled, preempted, out of time, canceled, and going on by themselves."""
 
 import contextlib
 import sys
@@ -135,7 +135,7 @@ def test_an_agent_on_each_node_goes_on_after_sigusr1(submit, ranks):
     assert running.losses(submit.run_dir(job)) == pytest.approx(running.losses(submit.run_dir(ranks)), rel=1e-4)
 
 
-def test_a_cancelled_job_saves_and_stays_cancelled(submit):
+def test_a_canceled_job_saves_and_stays_canceled(submit):
     job = submit([])
     submit.wait_for_rows(job)
     submit.slurm.run("scancel", job)

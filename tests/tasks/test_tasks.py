@@ -11,7 +11,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from armature.optim import schedules
 from armature.optim.muon import Muon
-from armature.parallel.initialization import initialise_by_name, materialise
+from armature.parallel.initialization import initialize_by_name, materialize
 from armature.tasks.base import Task, pair
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
@@ -60,10 +60,10 @@ def trainer(**options) -> L.Trainer:
 
 
 def ready(task: Task) -> Task:
-    """Built and initialised, as a strategy does it."""
+    """Built and initialized, as a strategy does it."""
     task.configure_model()
-    materialise(task.model, device=torch.device("cpu"))
-    initialise_by_name(task.model, seed=0)
+    materialize(task.model, device=torch.device("cpu"))
+    initialize_by_name(task.model, seed=0)
     return task
 
 
@@ -115,7 +115,7 @@ def test_model_is_built_once_and_on_the_meta_device():
     assert all(name.startswith("model.") for name in task.state_dict())
 
 
-def test_a_model_that_cannot_initialise_itself_is_built_for_real():
+def test_a_model_that_cannot_initialize_itself_is_built_for_real():
     task = ImageClassification(functools.partial(nn.Linear, 3, 3), **FACTORIES)
     task.configure_model()
     assert not any(param.is_meta for param in task.parameters())

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 
 class EMA(L.Callback):
-    """Keeps the average of the weights over optimiser steps, and evaluates with it.
+    """Keeps the average of the weights over optimizer steps, and evaluates with it.
 
     Args:
         decay: weight of the past; 0.999 averages over about a thousand steps. Early on it is less, (1 + n) / (10 + n)

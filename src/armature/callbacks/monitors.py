@@ -25,8 +25,8 @@ class Monitors(L.Callback):
     """Adds to the step log what its arguments name; each of them can be left out.
 
     Args:
-        phases: seconds a step for data, forward, backward, optimiser and the rest (`time/…`).
-        mfu: model FLOPs utilisation, the share of the hardware's arithmetic that the model makes use of; and samples
+        phases: seconds a step for data, forward, backward, optimizer and the rest (`time/…`).
+        mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model makes use of; and samples
             and tokens a second of one rank.
         peak_tflops: of one device; None: the published dense bf16 rate of a GPU, measured for CPUs.
         memory: GiB allocated, reserved and at most allocated on a GPU; resident, and at most, on a CPU (`memory/…`).

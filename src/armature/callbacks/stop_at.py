@@ -16,7 +16,7 @@ class StopAt(Callback):
     python train.py run.name=mine '+callbacks.stop_at={_target_:armature.callbacks.stop_at.StopAt,signals:{SIGTERM:4}}'
 
     Args:
-        signals: optimiser step by name of signal, such as {"SIGTERM": 4, "SIGKILL": 6}.
+        signals: optimizer step by name of signal, such as {"SIGTERM": 4, "SIGKILL": 6}.
     """
 
     def __init__(self, signals: Mapping[str, int]) -> None:

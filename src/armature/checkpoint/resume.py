@@ -61,7 +61,7 @@ def find(path: Path) -> Path | None:
 
 
 def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
-    """What of a model, task or optimiser is another than in the run that a checkpoint belongs to."""
+    """What of a model, task or optimizer is another than in the run that a checkpoint belongs to."""
     run_dir = Path(cfg.run.dir)
     own = checkpoint.parent == folder(run_dir, cfg)
     file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"

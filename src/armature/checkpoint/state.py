@@ -1,12 +1,12 @@
 """Checkpoints that any layout writes and any other reads: a directory of torch.distributed.checkpoint.
 
     step=000120/
-      .metadata  __0_0.distcp …   each rank's part of the weights and optimiser state, keyed by undivided names
+      .metadata  __0_0.distcp …   each rank's part of the weights and optimizer state, keyed by undivided names
       meta.pt                     the rest of Lightning's checkpoint: loops, callbacks, schedulers, data position, each
                                   rank's random state; tensors and plain types only
       manifest.json               names, sizes and checksums of the others, written last
 
-Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), optimiser state as
+Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), optimizer state as
 "optimizer_states.<i>.<parameter name>.<key>", parameter groups in meta.pt as hyperparameters with parameter names.
 """
 
@@ -103,9 +103,9 @@ def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dic
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Make the state tensors of an optimiser that has not stepped yet, so that there is something to load into.
+    """Make the state tensors of an optimizer that has not stepped yet, so that there is something to load into.
 
-    A step with zero gradients and learning rate zero: the optimiser itself knows shapes, types and placements best.
+    A step with zero gradients and learning rate zero: the optimizer itself knows shapes, types and placements best.
     """
     if optimizer.state:
         return
@@ -129,7 +129,7 @@ def save(
     Called by all ranks. An error of one rank is raised on all of them, and leaves what was there before.
 
     Args:
-        tensors: this rank's part of weights and optimiser state.
+        tensors: this rank's part of weights and optimizer state.
         meta: Lightning's remaining checkpoint; rank 0's is written.
         facts: what the manifest says beside files and world size.
     """
@@ -145,13 +145,13 @@ def save(
 def load(
     directory: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Load weights, and the state of optimisers, in place; give back what meta.pt holds.
+    """Load weights, and the state of optimizers, in place; give back what meta.pt holds.
 
     Args:
         extra: further tensors to fill where the checkpoint has them, such as the averaged weights.
 
     Raises:
-        ValueError: where names, sizes or the optimiser's kind differ, naming them.
+        ValueError: where names, sizes or the optimizer's kind differ, naming them.
     """
     saved = storage.read_metadata(directory).state_dict_metadata
     names = parameter_names(module)
@@ -243,8 +243,8 @@ def _check_optimizer(directory: Path, saved: dict[str, Any], own: dict[str, Any]
     here = [name for name in own if any(name.rpartition(".")[0] == other.rpartition(".")[0] for other in there)]
     if kinds(there) != kinds(here):
         raise ValueError(
-            f"{directory} was saved with another optimiser: its state holds {_few(sorted(kinds(there)))}, "
-            f"this one's {_few(sorted(kinds(here)))}. Resume with the optimiser that the run began with."
+            f"{directory} was saved with another optimizer: its state holds {_few(sorted(kinds(there)))}, "
+            f"this one's {_few(sorted(kinds(here)))}. Resume with the optimizer that the run began with."
         )
 
 

@@ -30,7 +30,7 @@ class DataModule(L.LightningDataModule):
     """A subclass says what the samples are, in `dataset`; their order, batches, ranks and position are dealt with here.
 
     Args:
-        global_batch_size: samples an optimiser step, over all ranks.
+        global_batch_size: samples an optimizer step, over all ranks.
         micro_batch_size: samples that one data rank puts through the model at once; "auto": its whole share of a step.
         eval_batch_size: samples a rank and batch in validation and test.
         num_workers: loader processes a rank. 0 is fastest where a sample is a slice of memory.
@@ -56,7 +56,7 @@ class DataModule(L.LightningDataModule):
         self.seed, self.train_limit = seed, train_limit
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
-        self._resumed = (0, 0)  # (samples, optimiser steps) seen when this run began
+        self._resumed = (0, 0)  # (samples, optimizer steps) seen when this run began
 
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
         """A map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once a split.
@@ -90,7 +90,7 @@ class DataModule(L.LightningDataModule):
 
     @property
     def samples_seen(self) -> int:
-        """Position in the stream of training samples: those of all optimiser steps that are done.
+        """Position in the stream of training samples: those of all optimizer steps that are done.
 
         It follows the trainer's count of steps, so that batches fetched ahead do not move it. Set it only after the
         trainer knows its step.

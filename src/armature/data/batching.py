@@ -7,7 +7,7 @@ from armature.errors import ConfigError
 
 @dataclass(frozen=True)
 class Batches:
-    """How one optimiser step's samples are shared out: global = micro × accumulate × data ranks."""
+    """How one optimizer step's samples are shared out: global = micro × accumulate × data ranks."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -19,7 +19,7 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | str, data_ranks
     """The accumulation that follows from the batch sizes and the size of the data axis.
 
     Args:
-        global_batch_size: samples an optimiser step.
+        global_batch_size: samples an optimizer step.
         micro_batch_size: samples that one data rank puts through the model at once, or "auto": its whole share.
         data_ranks: size of the data axis; tensor and pipeline ranks see the same samples and do not count.
 

@@ -1,7 +1,7 @@
 """Which samples go where: a function of (seed, epoch, position) alone, whatever the ranks and micro-batches.
 
 Training reads one endless stream. Position p belongs to epoch p // N at place p % N of that epoch's permutation, and
-optimiser step k holds the positions [kG, (k + 1)G). A step may straddle two epochs: no sample is dropped or repeated.
+optimizer step k holds the positions [kG, (k + 1)G). A step may straddle two epochs: no sample is dropped or repeated.
 
 N: samples an epoch, G: global batch, R: data ranks, m: micro-batch.
 """
@@ -134,7 +134,7 @@ def _feistel(values: NDArray[np.uint64], *, keys: NDArray[np.uint64], bits: int)
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood 2014): each bit of the result depends on each bit of the input."""
+    """splitmix64's finalizer (Steele, Lea and Flood 2014): each bit of the result depends on each bit of the input."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Language modelling data: windows of a corpus's tokens."""
+"""Language modeling data: windows of a corpus's tokens."""
 
 from __future__ import annotations
 

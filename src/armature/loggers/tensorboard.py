@@ -117,7 +117,7 @@ class Events:
 
 
 class _Passed:
-    """Serialised events, to tensorboard's writer."""
+    """Serialized events, to tensorboard's writer."""
 
     def __init__(self, begun: Any) -> None:
         self.write = begun._async_writer.write

@@ -1,1 +1,1 @@
-"""Optimisers, their parameter groups and their schedules."""
+"""Optimizers, their parameter groups and their schedules."""

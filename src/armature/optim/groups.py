@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and which are the hidden matrices that Muon orthogonalises."""
+"""Which parameters are decayed, and which are the hidden matrices that Muon orthogonalizes."""
 
 from __future__ import annotations
 

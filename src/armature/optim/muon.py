@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is orthogonalised, for hidden matrices; AdamW for everything else, in one optimiser.
+"""Muon: momentum whose update is orthogonalized, for hidden matrices; AdamW for everything else, in one optimizer.
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the step size of
 "Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes its update as large as AdamW's.
@@ -21,7 +21,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """Takes the groups of `parameter_groups`: those with `hidden=True` are orthogonalised, the others get AdamW.
+    """Takes the groups of `parameter_groups`: those with `hidden=True` are orthogonalized, the others get AdamW.
 
     `lr` is the rate of both kinds: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
     `precision` is the run's: under "bf16-mixed" and "bf16-true" the iteration is in bf16, otherwise in fp32, where a
@@ -32,7 +32,7 @@ class Muon(Optimizer):
     square root of the width, then stays (arXiv:2310.17813).
 
     Attributes:
-        matrices: who orthogonalises which matrix. A strategy of several ranks sets one that divides the work, and that
+        matrices: who orthogonalizes which matrix. A strategy of several ranks sets one that divides the work, and that
             brings a matrix together which is cut over ranks.
     """
 
@@ -65,7 +65,7 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if group["hidden"] and param.ndim != 2:
-                    raise ValueError(f"Muon orthogonalises matrices only. Got a hidden parameter {tuple(param.shape)}")
+                    raise ValueError(f"Muon orthogonalizes matrices only. Got a hidden parameter {tuple(param.shape)}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]

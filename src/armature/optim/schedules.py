@@ -1,6 +1,6 @@
-"""Learning-rate schedules: a factor of the peak rate as a function of the optimiser step.
+"""Learning-rate schedules: a factor of the peak rate as a function of the optimizer step.
 
-Lengths (`warmup`, `decay`) are optimiser steps when whole numbers, and a share of the run when below 1.0. `final` is
+Lengths (`warmup`, `decay`) are optimizer steps when whole numbers, and a share of the run when below 1.0. `final` is
 the factor at the last step.
 """
 
@@ -86,7 +86,7 @@ def _steps(key: str, value: int | float, total_steps: int) -> int:
     if isinstance(value, float) and 0.0 <= value < 1.0:
         return round(value * total_steps)
     if value < 0 or value != int(value):
-        raise ValueError(f"{key}={value} must be a whole number of optimiser steps, or a share of the run below 1.0")
+        raise ValueError(f"{key}={value} must be a whole number of optimizer steps, or a share of the run below 1.0")
     return int(value)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from armature.models.plan import Plan
-from armature.parallel import blocks, initialisation, pipeline, tensor, ties
+from armature.parallel import blocks, initialization, pipeline, tensor, ties
 from armature.parallel.split import bubble_share
 
 log = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ def parallelize(
         for part in applied.parts:
             shard_part(part, plan, mesh=shard if mesh["replicate"].size() > 1 else mesh["shard"], options=options)
 
-    # 7. materialise: only now is there memory for weights, and only for this rank's
-    hollow = initialisation.materialise(model, device=torch.device("cpu") if options.cpu_offload else device)
+    # 7. materialize: only now is there memory for weights, and only for this rank's
+    hollow = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
 
-    # 8. initialise by name
-    initialisation.initialise_by_name(model, seed=options.seed, names=hollow, prefix=prefix)
+    # 8. initialize by name
+    initialization.initialize_by_name(model, seed=options.seed, names=hollow, prefix=prefix)
 
     # 9. pipeline schedule
     if stages is not None:

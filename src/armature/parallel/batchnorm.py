@@ -13,7 +13,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class _Synchronised(_BatchNorm):
+class _Synchronized(_BatchNorm):
     """In evaluation, and without tracked statistics in one process, plain BatchNorm."""
 
     group: dist.ProcessGroup
@@ -50,11 +50,11 @@ class _Synchronised(_BatchNorm):
             running.lerp_(new.to(running.dtype), weight)
 
 
-def synchronise(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     """Let every BatchNorm inside count the batches of all ranks of `group`."""
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronised, nn.SyncBatchNorm)):
-            child.__class__ = type(type(child).__name__, (_Synchronised,), {"group": group})
+        if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronized, nn.SyncBatchNorm)):
+            child.__class__ = type(type(child).__name__, (_Synchronized,), {"group": group})
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -48,7 +48,7 @@ def recompute(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
 
 
 def to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
-    """Let the Linears inside multiply in float8, forward and backward; weights and what the optimiser sees stay.
+    """Let the Linears inside multiply in float8, forward and backward; weights and what the optimizer sees stay.
 
     torchao scales each tensor by its largest value, anew in every step. A Linear whose sizes are not multiples of 16,
     which the hardware asks for, stays as it is.

@@ -26,7 +26,7 @@ def assign(param: Tensor, full: Tensor) -> None:
         param.copy_(full)
 
 
-def materialise(module: nn.Module, *, device: torch.device) -> set[str]:
+def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
     """Give storage on `device` to what is on the meta device, and move the rest there. Tied parameters stay tied.
 
     Returns:
@@ -47,7 +47,7 @@ def materialise(module: nn.Module, *, device: torch.device) -> set[str]:
     return hollow
 
 
-def initialise_by_name(module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = "") -> None:
+def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = "") -> None:
     """Fill parameters, one full CPU tensor at a time, by the `initialize_parameter` of the model that owns them.
 
     Args:
@@ -57,7 +57,7 @@ def initialise_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
             has the prefix "model." there, so the same seed makes the same weights in a bare loop and under a strategy.
 
     Raises:
-        ValueError: for a parameter that no model initialises.
+        ValueError: for a parameter that no model initializes.
     """
     owners = {name: owner for name, owner in module.named_modules() if hasattr(owner, "initialize_parameter")}
     done: set[Tensor] = set()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a tensor group are neighbours
+AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a tensor group are neighbors
 
 
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:

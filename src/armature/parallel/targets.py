@@ -1,4 +1,4 @@
-"""Each target of an optimiser step weighs the same, whatever micro-batch it lies in.
+"""Each target of an optimizer step weighs the same, whatever micro-batch it lies in.
 
 A model's loss is the mean over the targets that count in one micro-batch. Where micro-batches have different numbers of
 them (prompts and padding do not count), the mean of those means weighs a target the more, the fewer lie beside it: the

@@ -37,7 +37,7 @@ class Gather(ParallelStyle):
 class Whole(ParallelStyle):
     """Every rank holds a module's own parameters, and computes with them as if it were alone.
 
-    They become DTensors like all others, since optimisers do not step both kinds in one call, and the module sees
+    They become DTensors like all others, since optimizers do not step both kinds in one call, and the module sees
     plain tensors.
     """
 

@@ -24,7 +24,7 @@ from armature.checkpoint import background
 from armature.checkpoint import state as ckpt
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, process_group, randomness
-from armature.parallel import initialization as initialisation
+from armature.parallel import initialization as initialization
 from armature.parallel.distributed_matrices import Divided
 from armature.parallel.targets import TargetWeights
 
@@ -42,7 +42,7 @@ class Common(_Base):
 
     Attributes:
         seed: decides the initial weights and the random streams.
-        grad_norm: norm of the undivided model's gradient before clipping, of the last optimiser step; 0-dim fp32.
+        grad_norm: norm of the undivided model's gradient before clipping, of the last optimizer step; 0-dim fp32.
         gradients_are_scaled: by `gradient_scale`, in this step.
         data_size, data_rank: the data axis. Batch arithmetic uses it, never the number of processes.
         initial_weights: a checkpoint to begin with instead of the seed's weights.
@@ -133,7 +133,7 @@ class Common(_Base):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        torch.manual_seed(self.seed)  # a model that is not initialised by name is built alike on every rank
+        torch.manual_seed(self.seed)  # a model that is not initialized by name is built alike on every rank
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -162,28 +162,28 @@ class Common(_Base):
             randomness.begin(seed=self.seed, stream=self.stream)
 
     def build(self, module: L.LightningModule) -> None:
-        """Give the module its weights. Called once, after configure_model and before the optimisers are made."""
+        """Give the module its weights. Called once, after configure_model and before the optimizers are made."""
         for _, model in models_of(module):
             repeated = apply.blocks_of(model, apply.plan_of(model))
             blocks.to_float8(repeated, float8=self.float8)
             blocks.recompute(repeated, mode=self.activation_checkpointing)
             if self.compile != "none":
                 blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
-        hollow = initialisation.materialise(module, device=self.root_device)
-        initialisation.initialise_by_name(module, seed=self.seed, names=hollow)
+        hollow = initialization.materialize(module, device=self.root_device)
+        initialization.initialize_by_name(module, seed=self.seed, names=hollow)
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """This rank's part of the weights by name, as the optimiser steps them; none is gathered afterwards."""
+        """This rank's part of the weights by name, as the optimizer steps them; none is gathered afterwards."""
         return {name: param for param, name in ckpt.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
 
     def matrices(self) -> Divided:
-        """Who works on which whole matrix in the optimiser."""
+        """Who works on which whole matrix in the optimizer."""
         return Divided()
 
     # ------------------------------------------------------------ gradients
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's. Where the batch is one of several of an optimiser step, its targets are counted."""
+        """The module's. Where the batch is one of several of an optimizer step, its targets are counted."""
         weights = self.target_weights
         if self._weighs and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
             weights.begin(args[0])
@@ -232,7 +232,7 @@ class Common(_Base):
         """Note the gradient's norm, scale and clip. Lightning's precision plugin calls this before every step."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            scaler.unscale_(optimizer)  # Lightning leaves it to fused optimisers, which then could not be clipped
+            scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, which then could not be clipped
         parts = gradients.local_gradients(parameters_of(optimizer))
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
         self.grad_norm = gradients.total_norm(
@@ -313,7 +313,7 @@ class Common(_Base):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimiser state in place, and give back the rest of Lightning's checkpoint."""
+        """Load weights and optimizer state in place, and give back the rest of Lightning's checkpoint."""
         directory = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
         return self.note_random(ckpt.load(directory, self.module, self.optimizers, extra=self.extra_tensors()))
 
@@ -364,7 +364,7 @@ class Common(_Base):
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """What the optimiser steps."""
+    """What the optimizer steps."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

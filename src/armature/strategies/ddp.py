@@ -70,7 +70,7 @@ class DDP(Common, DDPStrategy):
     @override
     def build(self, module: L.LightningModule) -> None:
         if self.sync_batchnorm:
-            batchnorm.synchronise(module, group=dist.group.WORLD)
+            batchnorm.synchronize(module, group=dist.group.WORLD)
         super().build(module)
 
     @override

@@ -27,7 +27,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
     """The real engine, with initial weights, gradient norms and checkpoints as under every other strategy.
 
     Args:
-        stage: 1 divides the optimiser's state over the ranks, 2 gradients too, 3 weights too.
+        stage: 1 divides the optimizer's state over the ranks, 2 gradients too, 3 weights too.
         offload_optimizer, offload_parameters: keep them in the CPU's memory; parameters need stage 3.
         config: further entries of DeepSpeed's own configuration, which win.
         backend, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
@@ -56,7 +56,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
             overlap_comm=torch.cuda.is_available(),
         )
         assert isinstance(self.config, dict)
-        # a client's own optimiser on offloaded state is slower than DeepSpeed's, and computes the same
+        # a client's own optimizer on offloaded state is slower than DeepSpeed's, and computes the same
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
         self._lent: tuple[float, float] | None = None  # the engine's loss scale, and what stands in for it in a step
@@ -147,7 +147,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         return self.deepspeed_engine.optimizer
 
     def _flat(self) -> list[Tensor]:
-        """This rank's flat fp32 partitions, which the wrapped optimiser steps."""
+        """This rank's flat fp32 partitions, which the wrapped optimizer steps."""
         for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
             if hasattr(self._zero, name):
                 return list(getattr(self._zero, name))
@@ -234,7 +234,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         return self.note_random(meta)
 
     def _create_state(self, directory: Path, saved: dict[str, Any]) -> list[str]:
-        """Empty optimiser state on the flat partitions, to be filled; the keys that have a value for each weight."""
+        """Empty optimizer state on the flat partitions, to be filled; the keys that have a value for each weight."""
         trained = [name for name, param in self._parameters() if param.requires_grad]
         prefix = f"{ckpt.OPTIMIZER}.0."
         like = next((name for name in trained if any(key.startswith(f"{prefix}{name}.") for key in saved)), None)
@@ -254,7 +254,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         return shaped
 
     def _link(self) -> None:
-        """Let each weight find its optimiser state. The engine does so after stepping the first group only."""
+        """Let each weight find its optimizer state. The engine does so after stepping the first group only."""
         if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()

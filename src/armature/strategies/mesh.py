@@ -30,7 +30,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
             which needs memory for gradients that are not sharded.
         param_dtype, reduce_dtype: what gathered weights and reduced gradients are rounded to; None: bf16 and fp32 with
             bf16 precision, else fp32.
-        cpu_offload: keep sharded weights, gradients and optimiser state in the CPU's memory.
+        cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
         prefetch: units that are gathered ahead of the one that computes.
         min_num_params: consecutive blocks are gathered together until they have as many parameters (of those on
             one rank of the tensor axis): sending little is not much faster than sending more. A smaller model is one
@@ -131,7 +131,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
         for name, model in models_of(module):
             plan, prefix = apply.plan_of(model), f"{name}."
             if self.sync_batchnorm and self.data_size > 1:
-                batchnorm.synchronise(model, group=batchnorm.data_group(self.device_mesh))
+                batchnorm.synchronize(model, group=batchnorm.data_group(self.device_mesh))
             applied = apply.parallelize(model, plan, self.device_mesh, options, device=self.root_device, prefix=prefix)
             if applied.runner is not None:
                 applied.runner.weights = self.target_weights

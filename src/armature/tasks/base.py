@@ -1,4 +1,4 @@
-"""What every task shares: how its model is built, what optimises it, and figures that no layout changes."""
+"""What every task shares: how its model is built, what optimizes it, and figures that no layout changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Task(L.LightningModule):
 
     Attributes:
         mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are not -100. Each target
-            of an optimiser step then weighs the same, however many of them lie in one micro-batch.
+            of an optimizer step then weighs the same, however many of them lie in one micro-batch.
     """
 
     mean_over_targets = True
@@ -69,7 +69,7 @@ class Task(L.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Builds the model: without memory where it can initialise itself by name, which the strategy then does."""
+        """Builds the model: without memory where it can initialize itself by name, which the strategy then does."""
         if self.model is not None:
             return
         made = getattr(self._make_model, "func", self._make_model)

@@ -3,7 +3,7 @@
 The count is the model's own, by PaLM's convention (arXiv:2204.02311, appendix B): 6 for each weight of a matrix and
 token, and 12 L H K T for attention, whose causal half is counted in as if it were computed. A multiplication and an
 addition are two. What a layout computes twice (activation checkpointing) is not counted, and neither are norms,
-activations, look-ups and the optimiser. So the figure compares across layouts and with published ones.
+activations, look-ups and the optimizer. So the figure compares across layouts and with published ones.
 """
 
 import logging

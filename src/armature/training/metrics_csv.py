@@ -1,4 +1,4 @@
-"""metrics.csv: one row an optimiser step, in order, each written once.
+"""metrics.csv: one row an optimizer step, in order, each written once.
 
 It holds nothing that depends on the clock, so that the file of an interrupted run can be compared with that of an
 undisturbed one. The newest row is held back until the next one comes, because validation adds to it.
@@ -27,7 +27,7 @@ class MetricsCSV(Logger):
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
         self.file = run_dir / "metrics.csv"
-        self.step = 0  # optimiser steps done; values that Lightning logs belong to this row
+        self.step = 0  # optimizer steps done; values that Lightning logs belong to this row
         self._columns: list[str] = []
         self._unwritten: list[dict[str, Any]] = []  # rows that a full disk did not take
         self.held: dict[str, Any] = {}  # part of the checkpoint, since the file does not have it yet

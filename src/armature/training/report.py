@@ -37,7 +37,7 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
 
 
-def summarise(
+def summarize(
     cfg: DictConfig, trainer: Trainer, step_log: StepLog, *, reason: str, metrics: dict[str, float], best: Path | None
 ) -> dict[str, Any]:
     """The contents of summary.json, but for the run's seconds.

@@ -12,7 +12,7 @@ from armature.training import epoch_metrics as logged
 
 
 class CountOn(Callback):
-    """Sets Lightning's counters from the optimiser steps and samples that were seen, instead of from its checkpoint.
+    """Sets Lightning's counters from the optimizer steps and samples that were seen, instead of from its checkpoint.
 
     That holds micro-batches, which are worth what the layout made of them, and the loops guess from half-updated counts
     at which place the checkpoint was saved. After a stop at an epoch's end they guess wrong: hooks are left out, and

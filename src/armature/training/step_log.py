@@ -1,4 +1,4 @@
-"""A row for every optimiser step, without waiting for the device in each of them.
+"""A row for every optimizer step, without waiting for the device in each of them.
 
 Loss and gradient norm stay tensors until `log_every_n_steps` rows have come together; then one reduction over the ranks
 and one copy to the host serve them all. `self.log` would cost about 240 µs for each value and step.
@@ -29,7 +29,7 @@ class Monitor(Protocol):
     def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
         """Columns of this step's row in metrics.csv: the same number on every rank, from nothing but the run's state.
 
-        Called at the end of each micro-batch; what is given counts where the optimiser has `stepped`.
+        Called at the end of each micro-batch; what is given counts where the optimizer has `stepped`.
         """
         ...
 
@@ -39,15 +39,15 @@ class Monitor(Protocol):
 
 
 class StepLog(Callback):
-    """Writes step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimiser step.
+    """Writes step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer step.
 
     What depends on the clock goes to timings.csv and to the other loggers, once a write: samples and tokens a second,
     seconds a step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
 
     Args:
         csv: the file that every row goes to; the other loggers are the trainer's.
-        every_n_steps: optimiser steps between two writes; no row is left out.
-        global_batch_size: samples an optimiser step.
+        every_n_steps: optimizer steps between two writes; no row is left out.
+        global_batch_size: samples an optimizer step.
         train_size: samples an epoch.
         tokens_per_sample: None for data that are not tokens.
 

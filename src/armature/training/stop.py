@@ -26,7 +26,7 @@ class StoppedBySignal(Exception):
 
 
 class StopOnSignal(Callback):
-    """A signal sets a flag and nothing else. The ranks agree on it after each optimiser step and stop together.
+    """A signal sets a flag and nothing else. The ranks agree on it after each optimizer step and stop together.
 
     What a handler does in the middle of a step can meet a collective that another rank never enters. Where there are
     several ranks they stop one step after the signal, since a vote is read when the next one is cast and nobody waits

@@ -22,7 +22,7 @@ WARM_UP = 20  # steps: caches fill, kernels are chosen, processes start
 
 @dataclass(frozen=True)
 class Window:
-    """The optimiser steps between two writes, as this rank saw them. Times are in seconds, all steps together."""
+    """The optimizer steps between two writes, as this rank saw them. Times are in seconds, all steps together."""
 
     steps: int
     samples: int  # of all ranks

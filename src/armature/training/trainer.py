@@ -26,13 +26,13 @@ class Trainer(L.Trainer):
     - its signal handlers, and the broadcast of their flag before every batch, are replaced by callbacks/stop.py;
     - it goes from hook to hook without what changes nothing (dispatch.py);
     - validation also runs after the last step, wherever in an epoch that is;
-    - loggers get the number of optimiser steps that are done as the step, for training, validation and test alike.
+    - loggers get the number of optimizer steps that are done as the step, for training, validation and test alike.
 
     Attributes:
         parameter_count: parameters of the undivided model.
         before_training: called once, when everything is set up and restored and no batch was asked for yet; also where
             a resumed run has no step left.
-        step_ended: called after each optimiser step, when every hook of its last micro-batch has run and its values are
+        step_ended: called after each optimizer step, when every hook of its last micro-batch has run and its values are
             logged: what is saved here is all of the step. Validation, where it is due, comes next.
     """
 

@@ -15,7 +15,7 @@ FOLLOWS = ("trainer.devices", "data.micro_batch_size")  # what changes with the 
 def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
     """The configuration on the largest number of devices from `most` down to `least`; why not, where there is none.
 
-    What the optimiser sees stays as it is: data.global_batch_size is kept, and accumulation follows. So that a rank
+    What the optimizer sees stays as it is: data.global_batch_size is kept, and accumulation follows. So that a rank
     needs no more memory than before, data.micro_batch_size is kept too; where it no longer divides, the nearest one
     below that does is taken.
     """

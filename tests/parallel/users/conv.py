@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class ConvNet(nn.Module):
-    """Built on a real device under the seeded generator: it cannot initialise itself by name."""
+    """Built on a real device under the seeded generator: it cannot initialize itself by name."""
 
     def __init__(self, *, image_size: int, channels: int, classes: int, width: int) -> None:
         super().__init__()

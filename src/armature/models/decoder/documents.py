@@ -57,7 +57,7 @@ def block_mask(document_BT: Tensor) -> BlockMask:
 def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: BlockMask) -> Tensor:
     """Attention (B, H, T, K) within what the blocks let through."""
     attention = flex_attention if torch.compiler.is_compiling() else compiled()
-    q_BHTK, k_BGTK = q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype)  # autocast normalises in fp32
+    q_BHTK, k_BGTK = q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype)  # autocast normalizes in fp32
     return attention(q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1])
 
 

@@ -206,7 +206,7 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm and head; a pipeline stage sets the ends that it does not hold to None.
 
     `kv_heads` defaults to `heads`, `ffn_hidden` to 8/3 of the width rounded up to a multiple of 64. `rope_scaling`
-    stretches the rotary frequencies as Llama 3.1 does. `qk_norm` normalises queries and keys without weights.
+    stretches the rotary frequencies as Llama 3.1 does. `qk_norm` normalizes queries and keys without weights.
     `document_token` is the id that each document begins with: attention then stays within a document, as if each were
     alone in the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
     """
