@@ -37,7 +37,7 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
     args = ["checkpoint.root=s3://runs/lab", "checkpoint.every_n_steps=2", "run.name=a", "scheduler=constant"]
     args += ["checkpoint.keep_best=0"]
     train(*args, "trainer.max_steps=4", cwd=tmp_path, corpus=corpus, **store)
-    there = resume.at("s3://runs/lab/a")
+    there = resume.to_path("s3://runs/lab/a")
     assert sorted(path.name for path in there.iterdir()) == ["last", "step=000002", "step=000004"]
     assert manifest.checksum_problem(there / "step=000004") is None
     assert not (tmp_path / "outputs" / "a" / "checkpoints").exists()
@@ -55,6 +55,6 @@ def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):
     args = ["checkpoint.root=s3://runs/two", "run.name=a", "checkpoint.every_n_steps=3"]
     two = ["strategy=fsdp", "trainer.devices=2", "checkpoint.background=true"]
     train(*args, *two, cwd=tmp_path, corpus=corpus, **store)
-    assert manifest.problem(resume.at("s3://runs/two/a/step=000006")) is None
+    assert manifest.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
     done = train(*args, "trainer.max_steps=8", cwd=tmp_path, corpus=corpus, **store)
     assert "going on from s3://runs/two/a/step=000006" in done.stderr

@@ -79,7 +79,11 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     assert resume.last_checkpoint(tmp_path) is None  # half-written
     manifest.write(checkpoints / "step=000002", manifest.describe(checkpoints / "step=000002", ["meta.pt"]), {})
     (checkpoints / "last").write_text("step=000002\n")
-    assert resume.find(tmp_path) == resume.find(checkpoints / "step=000002") == checkpoints / "step=000002"
+    assert (
+        resume.newest_complete(tmp_path)
+        == resume.newest_complete(checkpoints / "step=000002")
+        == checkpoints / "step=000002"
+    )
     (checkpoints / "last").write_text("step=000004\n")
     assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
 

@@ -44,8 +44,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     try:
         with _mode_as_typed() if usual and not _names_a_mode(config_dir) else nullcontext():
             if arguments.multirun and usual and check is not None:
-                if found := explain_sweep(arguments.overrides, config_dir, check):
-                    refuse(found)
+                refuse_if(explain_sweep(arguments.overrides, config_dir, check))
             main()
     except CONFIG_ERRORS as error:
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
@@ -105,6 +104,12 @@ def reported(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig
             sys.exit(error.exit_code)
 
     return wrapper
+
+
+def refuse_if(problems: list[str]) -> None:
+    """Refuse if there are any problems."""
+    if problems:
+        refuse(problems)
 
 
 def refuse(problems: list[str]) -> NoReturn:

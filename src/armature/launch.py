@@ -79,9 +79,9 @@ def _check_built(cfg: DictConfig) -> None:
         return
     from hydra.utils import instantiate
 
-    from armature.parallel import built
+    from armature.parallel import plan_check
 
-    if found := built.problems(instantiate(cfg.model), plan.PLAN, sizes):
+    if found := plan_check.problems(instantiate(cfg.model), plan.PLAN, sizes):
         raise ConfigError(found)
 
 

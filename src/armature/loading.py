@@ -40,7 +40,7 @@ def open_run(
         name = (run_dir.read_summary(directory) or {}).get("best_checkpoint")
         named = [resume.folder(directory, cfg) / Path(name).name] if name else []
     else:
-        named = resume.meant_by(path, cfg)
+        named = resume.checkpoints_at(path, cfg)
     checkpoint = storage.first_sound(named, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")

@@ -36,7 +36,7 @@ from armature.training.checkpointing import Checkpointing
 from armature.training.display import Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.restore_progress import CountOn
+from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, deadline_of_the_job
 from armature.training.trainer import Trainer
@@ -91,7 +91,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, **policy)
     strategy.facts = {"config_hash": run_dir.fingerprint(cfg)}
     extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
-    callbacks = [_RecordError(), Heartbeat(), CountOn(), step_log, *extra, checkpointing, stop, display]
+    callbacks = [_RecordError(), Heartbeat(), RestoreProgress(), step_log, *extra, checkpointing, stop, display]
     trainer = Trainer(
         strategy=strategy,
         accelerator=cfg.trainer.accelerator,
@@ -136,7 +136,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     except StoppedBySignal:
         reason, metrics = str(stop.received), _last_row(step_log)
     csv.flush()
-    can_preview = hasattr(task, "preview") and getattr(strategy, "generates", True)
+    can_preview = hasattr(task, "preview") and getattr(strategy, "can_generate", True)
     preview = task.preview() if reason == "finished" and can_preview else None
     if trainer.is_global_zero:
         summary = report.summarize(cfg, trainer, step_log, reason=reason, metrics=metrics, best=checkpointing.best)
@@ -161,7 +161,7 @@ def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
     """The checkpoint to go on from, whose files are what was saved; damaged ones are named and passed over."""
     if resume.checkpoint_for(cfg, directory) is None:
         return None
-    named = resume.candidates(resume.folder(directory, cfg)) or resume.meant_by(resume.at(cfg.resume))
+    named = resume.candidates(resume.folder(directory, cfg)) or resume.checkpoints_at(resume.to_path(cfg.resume))
     return storage.first_sound(named, trust=cfg.checkpoint.trust)
 
 

@@ -23,7 +23,7 @@ from armature.tasks.base import Task
 from armature.training import flops, timings
 from armature.training.metrics_csv import MetricsCSV, read
 from armature.training.step_log import StepLog
-from armature.training.timings import DataWait, TimingsCSV, Watch, Window
+from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Window
 from armature.training.trainer import Trainer
 from tests.running import ROOT, rows, summary, train, write_corpus
 
@@ -134,7 +134,7 @@ def waiting(num_workers: int | None = 0, accumulate: int = 1, devices: int = 1) 
 
 def judged(trainer, *, wait: float, step: float = 0.1, windows: int = 8, waits=None) -> list[str]:
     """What is said of so many windows of ten steps."""
-    watch, window = Watch(), Window(steps=10, samples=80, seconds=10 * step, data_wait=10 * wait)
+    watch, window = DataWaitWarning(), Window(steps=10, samples=80, seconds=10 * step, data_wait=10 * wait)
     said = [watch.problem(trainer, window, waits=waits or [wait / step]) for _ in range(windows)]
     return [text for text in said if text]
 

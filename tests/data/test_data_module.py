@@ -87,7 +87,7 @@ class SaveEveryStep(L.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}-end.ckpt")
 
 
-class CountOn(L.Callback):
+class RestoreProgress(L.Callback):
     """What a resume under another micro-batch size needs: Lightning counts micro-batches."""
 
     def on_train_start(self, trainer, pl_module):
@@ -118,7 +118,7 @@ def fit(data: DataModule, tmp_path: Path, *, steps: int, checkpoint: Path | None
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
         default_root_dir=tmp_path,
-        callbacks=[SaveEveryStep(tmp_path)] if checkpoint is None and ranks == 1 else [CountOn()],
+        callbacks=[SaveEveryStep(tmp_path)] if checkpoint is None and ranks == 1 else [RestoreProgress()],
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return module, trainer

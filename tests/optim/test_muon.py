@@ -5,7 +5,7 @@ import torch
 
 from armature.optim import muon
 from armature.optim.muon import Muon, orthogonalize
-from armature.parallel.distributed_matrices import Divided
+from armature.parallel.distributed_matrices import DistributedMatrices
 from tests.parallel.harness import on_ranks
 
 
@@ -108,7 +108,7 @@ def train(layout: str) -> list[list]:
     optimizer = Muon([{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1)
     counted = []
     if layout != "alone":
-        optimizer.matrices = Divided(torch.distributed.group.WORLD if layout == "ddp" else None)
+        optimizer.matrices = DistributedMatrices(torch.distributed.group.WORLD if layout == "ddp" else None)
         work = muon.orthogonalize
         muon.orthogonalize = lambda matrix, **kwargs: counted.append(matrix.shape) or work(matrix, **kwargs)
     for step in range(3):

@@ -12,7 +12,7 @@ from armature.models.vit.model import VisionTransformer
 from armature.optim import schedules
 from armature.optim.muon import Muon
 from armature.parallel.initialization import initialize_by_name, materialize
-from armature.tasks.base import Task, pair
+from armature.tasks.base import Task, inputs_and_targets
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
 
@@ -163,4 +163,4 @@ def test_nothing_is_saved_as_a_hyperparameter():
 )
 def test_a_batch_of_another_form_is_told(batch, has):
     with pytest.raises(TypeError, match=f"A batch has {has}: each sample of .* must be"):
-        pair(batch)
+        inputs_and_targets(batch)

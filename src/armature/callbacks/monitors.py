@@ -3,6 +3,7 @@
 Times, memory and MFU go to timings.csv and to the loggers; norms, which do not depend on the clock, to metrics.csv too.
 """
 
+import logging
 from typing import Any
 
 import lightning as L
@@ -15,9 +16,11 @@ from typing_extensions import override
 
 from armature import hardware
 from armature.callbacks.norms import Norms
-from armature.training import flops, step_log
+from armature.training import flops
+from armature.training.step_log import StepLog
 from armature.training.timings import DataWait, Window
 
+log = logging.getLogger(__name__)
 GIB = 2**30
 
 
@@ -65,7 +68,7 @@ class Monitors(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        log = step_log.of(trainer)
+        log = StepLog.of(trainer)
         assert log.wait is not None  # it comes before this callback
         self._log, self._process = log, psutil.Process()
         if self not in log.monitors:
@@ -133,7 +136,7 @@ class Monitors(L.Callback):
             return flops.measured_peak(_compute_dtype(str(trainer.precision)))
         peak = hardware.published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if peak is None:
-            step_log.log.warning(
+            log.warning(
                 "The peak of this device is not known, so there is no mfu. Type callbacks.monitors.peak_tflops=… "
                 "(dense bf16, from its data sheet), or callbacks.monitors.mfu=false."
             )

@@ -21,10 +21,10 @@ def folder(run_dir: Path, cfg: Any = None) -> Path:
     if cfg is None and (run_dir / "config.yaml").is_file():
         cfg = OmegaConf.load(run_dir / "config.yaml")
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
-    return at(root) / str(OmegaConf.select(cfg, "run.name")) if root else run_dir / "checkpoints"  # pyright: ignore[reportArgumentType]
+    return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else run_dir / "checkpoints"  # pyright: ignore[reportArgumentType]
 
 
-def at(path: str) -> Path:
+def to_path(path: str) -> Path:
     """A path of this machine, or one in an object store (`s3://bucket/folder`, or whatever else fsspec knows)."""
     if "://" not in path:
         return Path(path)
@@ -49,14 +49,14 @@ def last_checkpoint(run_dir: Path, cfg: Any = None) -> Path | None:
     return next((path for path in candidates(folder(run_dir, cfg)) if manifest.problem(path) is None), None)
 
 
-def meant_by(path: Path, cfg: Any = None) -> list[Path]:
+def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """The checkpoints that somebody names by a path: that one itself, or a run directory's, in `candidates`' order."""
     return [path] if (path / "meta.pt").exists() else candidates(folder(path, cfg))
 
 
-def find(path: Path) -> Path | None:
+def newest_complete(path: Path) -> Path | None:
     """The first of those; of a run directory's, the first that is complete by its files' names and sizes."""
-    named = meant_by(path)
+    named = checkpoints_at(path)
     return next((each for each in named if each == path or manifest.problem(each) is None), None)
 
 
@@ -102,7 +102,7 @@ def problems(cfg: DictConfig) -> list[str]:
     ]
     if unreachable or cfg.resume in MODES:
         return unreachable
-    path = at(cfg.resume)
+    path = to_path(cfg.resume)
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
     if path.suffix == ".ckpt":
@@ -110,7 +110,7 @@ def problems(cfg: DictConfig) -> list[str]:
             f"resume={cfg.resume}: a single file, as Lightning writes it. Take its weights over with "
             f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000, and resume from there."
         ]
-    checkpoint = find(path)
+    checkpoint = newest_complete(path)
     if checkpoint is None:
         return [
             f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
@@ -144,7 +144,7 @@ def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
     own = last_checkpoint(run_dir, cfg)
     if own is None and (there := candidates(folder(run_dir, cfg))):
         raise ConfigError(none_is_sound({path: str(manifest.problem(path)) for path in there}))
-    return own or (find(at(cfg.resume)) if cfg.resume not in MODES else None)
+    return own or (newest_complete(to_path(cfg.resume)) if cfg.resume not in MODES else None)
 
 
 def restarted() -> bool:

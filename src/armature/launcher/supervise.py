@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from armature import hardware
 from armature.checkpoint import resume
 from armature.errors import ConfigError, RunFailed
-from armature.launcher.watch import MERCY, Watch
+from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import resize
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
@@ -103,7 +103,7 @@ class Stop:
     def __init__(self, *, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.received: signal.Signals | None = None
-        self.watch: Watch | None = None
+        self.watch: RankWatcher | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -127,7 +127,7 @@ class Stop:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         if self.watch is not None:
-            self.watch.expect_end(within=self.grace_seconds + MERCY)
+            self.watch.expect_end(within=self.grace_seconds + SHUTDOWN_SECONDS)
         if number == signal.SIGINT:  # not print(): what it writes into may be in use
             os.write(2, b"\nEnding after this step. Ctrl-C again ends at once, without a checkpoint.\n")
         raise SignalException(f"got {self.received.name}", sigval=self.received)
@@ -142,19 +142,19 @@ class _Attempts:
         launch = self.cfg.launch
         one_machine = not launch.rdzv_endpoint
         first: Failure | None = None  # of the attempts without a checkpoint
-        barren = 0
+        without_checkpoint = 0
         for attempt in range(launch.max_restarts + 1 if one_machine else 1):
             before = self._step()
             failure = self.attempt(attempt, max_restarts=0 if one_machine else launch.max_restarts)
             if failure is None:
                 return
             progress = self._step() > before
-            barren, first = (0, None) if progress else (barren + 1, first or failure)
+            without_checkpoint, first = (0, None) if progress else (without_checkpoint + 1, first or failure)
             self._end_if_it_must(failure, progress=progress, left=launch.max_restarts - attempt)
-            if first is not None and barren == ATTEMPTS_WITHOUT_CHECKPOINT:
+            if first is not None and without_checkpoint == ATTEMPTS_WITHOUT_CHECKPOINT:
                 raise RunFailed(
-                    f"{first.text}\nno progress: {barren} attempts in a row ended without a new checkpoint, this one "
-                    f"first; in the last, {failure.what}."
+                    f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended without a new "
+                    f"checkpoint, this one first; in the last, {failure.what}."
                 )
             change = self._resize(failure, progress=progress)
             left = launch.max_restarts - attempt - 1
@@ -189,7 +189,7 @@ class _Attempts:
             shutdown_timeout=cfg.launch.grace_seconds,
         )
         oom_kills = _oom_kills()
-        watch = Watch(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
+        watch = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
         with _environment(self._variables(number, beats)), watch:
             self.stop.watch = watch
             try:
@@ -253,7 +253,7 @@ class _Attempts:
         return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
 
 
-def describe(failures: dict[int, Any], watch: Watch, folder: Path, *, oom: bool | None) -> Failure:
+def describe(failures: dict[int, Any], watch: RankWatcher, folder: Path, *, oom: bool | None) -> Failure:
     """What the rank that failed first failed of; the others failed because of it.
 
     Args:
@@ -279,7 +279,7 @@ def describe(failures: dict[int, Any], watch: Watch, folder: Path, *, oom: bool 
     )
 
 
-def _hang(watch: Watch, folder: Path) -> Failure:
+def _hang(watch: RankWatcher, folder: Path) -> Failure:
     held = {rank: hang for rank, hang in watch.hung.items() if hang.stopped}
     ranks = sorted(held or watch.hung)  # where one is held by a signal, the others wait for it
     seconds = max(watch.hung[rank].seconds for rank in ranks)
@@ -290,7 +290,7 @@ def _hang(watch: Watch, folder: Path) -> Failure:
     return Failure(what, f"R{what[1:]}. launch.hang_timeout is what a step, a validation batch or a save may take.")
 
 
-def _order(rank: int, failure: Any, watch: Watch) -> tuple[bool, bool, float]:
+def _order(rank: int, failure: Any, watch: RankWatcher) -> tuple[bool, bool, float]:
     """Sorts what may have failed first to the front.
 
     A process that is killed has lost its connections before it is gone, so another's error about them can be older
@@ -314,7 +314,7 @@ def _error(failure: Any) -> tuple[str, str | None]:
     return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
 
 
-def _failed_at(rank: int, failure: Any, watch: Watch) -> float:
+def _failed_at(rank: int, failure: Any, watch: RankWatcher) -> float:
     """The time of a failure, in seconds. The agent knows whole ones only, in which several ranks may fail."""
     file = Path(failure.error_file)
     if file.is_file():

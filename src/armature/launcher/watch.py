@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 
 TICK = 0.2  # seconds
-MERCY = 5.0  # seconds for the others once a rank has failed: they wait for it in vain, some in calls that never return
+SHUTDOWN_SECONDS = (
+    5.0  # seconds for the others once a rank has failed: they wait for it in vain, some in calls that never return
+)
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Hang:
     stopped: bool
 
 
-class Watch:
+class RankWatcher:
     """Watches the ranks while it is entered, and leaves none of them behind.
 
     Args:
@@ -72,11 +74,11 @@ class Watch:
         self._asked_to_end = False
         self._ranks: dict[int, Rank] = {}  # by process id, of those that live
         self._groups: set[int] = set()
-        self._doomed: tuple[float, list[int]] | None = None  # when, and whom
+        self._kill_deadline: tuple[float, list[int]] | None = None  # when, and whom
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "RankWatcher":
         self.folder.mkdir(parents=True, exist_ok=True)
         self._thread.start()
         return self
@@ -97,7 +99,7 @@ class Watch:
     def expect_end(self, *, within: float) -> None:
         """The ranks have been asked to end and have so many seconds; one that fails no longer hurries the others."""
         self._asked_to_end = True
-        self._doomed = (time.monotonic() + within, list(self._groups))
+        self._kill_deadline = (time.monotonic() + within, list(self._groups))
 
     def _run(self) -> None:
         before = time.monotonic()
@@ -109,7 +111,7 @@ class Watch:
             # at most a second a turn: where the whole machine was suspended, nobody stood still
             self._look_at_beats(min(now - before, 1.0))
             before = now
-            self._end_the_doomed()
+            self._kill_overdue_ranks()
 
     def _find(self) -> None:
         for pid, number in _children(self.folder).items():
@@ -135,8 +137,8 @@ class Watch:
             self.deaths[rank.number] = death
             if death.code:
                 _kill_group(rank.pid)
-            if death.code and self._doomed is None and not self._asked_to_end:
-                self._doomed = (time.monotonic() + MERCY, list(self._ranks))
+            if death.code and self._kill_deadline is None and not self._asked_to_end:
+                self._kill_deadline = (time.monotonic() + SHUTDOWN_SECONDS, list(self._ranks))
 
     def _look_at_beats(self, passed: float) -> None:
         for pid, rank in self._ranks.items():
@@ -162,13 +164,13 @@ class Watch:
             _kill_group(rank.pid)
             rank.idle = None
 
-    def _end_the_doomed(self) -> None:
-        if self._doomed is not None and time.monotonic() > self._doomed[0]:
-            for pid in self._doomed[1]:
+    def _kill_overdue_ranks(self) -> None:
+        if self._kill_deadline is not None and time.monotonic() > self._kill_deadline[0]:
+            for pid in self._kill_deadline[1]:
                 if pid in self._ranks:
                     self.ended.add(self._ranks[pid].number)
                     _kill_group(pid)
-            self._doomed = None
+            self._kill_deadline = None
 
 
 def _children(folder: Path) -> dict[int, int]:

@@ -60,7 +60,7 @@ class Muon(Optimizer):
         }
         params = carried_over(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
         super().__init__(params, defaults)
-        self.matrices: Any = Alone()
+        self.matrices: Any = LocalMatrices()
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         for group in self.param_groups:
             for param in group["params"]:
@@ -125,7 +125,7 @@ class Muon(Optimizer):
         )
 
 
-class Alone:
+class LocalMatrices:
     """Every matrix by itself, in this process, which has all of it."""
 
     def rounds(self, matrices: Sequence[Tensor]) -> list[list[int]]:
@@ -135,7 +135,7 @@ class Alone:
         if any(hasattr(matrix, "full_tensor") for matrix in matrices):
             raise TypeError(
                 "Muon needs whole matrices, and this one is cut over ranks. Our strategies see to that; in a loop of "
-                "your own, set optimizer.matrices = armature.parallel.distributed_matrices.Divided()."
+                "your own, set optimizer.matrices = armature.parallel.distributed_matrices.DistributedMatrices()."
             )
         return [function(matrix) for matrix in matrices]
 

@@ -104,10 +104,10 @@ def parallelize(
             shard_part(part, plan, mesh=shard if mesh["replicate"].size() > 1 else mesh["shard"], options=options)
 
     # 7. materialize: only now is there memory for weights, and only for this rank's
-    hollow = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
+    meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
 
     # 8. initialize by name
-    initialization.initialize_by_name(model, seed=options.seed, names=hollow, prefix=prefix)
+    initialization.initialize_by_name(model, seed=options.seed, names=meta_names, prefix=prefix)
 
     # 9. pipeline schedule
     if stages is not None:
@@ -167,12 +167,12 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
                     sharded.append(here[0])
     fully_shard(model, **kept)
 
-    def let_go(*_: Any) -> None:
+    def reshard_without_grad(*_: Any) -> None:
         if not torch.is_grad_enabled():
             for module in sharded:
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
-    model.register_forward_hook(let_go)
+    model.register_forward_hook(reshard_without_grad)
 
 
 def units_of(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:

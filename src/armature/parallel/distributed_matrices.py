@@ -21,8 +21,8 @@ Function = Callable[[Tensor], Tensor]
 ROUND = 2**28  # elements
 
 
-class Divided:
-    """Stands in for `optim.muon.Alone`; the same matrices in the same order are needed on every rank.
+class DistributedMatrices:
+    """Stands in for `optim.muon.LocalMatrices`; the same matrices in the same order are needed on every rank.
 
     Args:
         group: ranks that all have the same undivided matrices; None: such matrices are not shared out.

@@ -32,19 +32,19 @@ def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
     Returns:
         The names of the parameters that were on the meta device, and hold no values yet.
     """
-    hollow = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
+    meta_names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
     if buffers := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise ValueError(f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward instead.")
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps a parameter's identity, and so its ties
     try:
-        if hollow:
+        if meta_names:
             module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
         else:
             module.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
-    return hollow
+    return meta_names
 
 
 def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = "") -> None:

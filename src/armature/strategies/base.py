@@ -1,6 +1,6 @@
 """What every strategy does alike: initial weights by name, gradient norm and clipping, checkpoints, random streams.
 
-Mixed in before one of Lightning's strategies: `class DDP(Common, DDPStrategy)`.
+Mixed in before one of Lightning's strategies: `class DDP(StrategyMixin, DDPStrategy)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from armature.checkpoint import state as ckpt
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, process_group, randomness
 from armature.parallel import initialization as initialization
-from armature.parallel.distributed_matrices import Divided
+from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.targets import TargetWeights
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ else:
     _Base = object
 
 
-LOOKING = ("on_before_optimizer_step", "configure_gradient_clipping")  # hooks that gradients are finished for
+GRADIENT_HOOKS = ("on_before_optimizer_step", "configure_gradient_clipping")  # hooks that gradients are finished for
 
 
-class Common(_Base):
+class StrategyMixin(_Base):
     """The part that all strategies share.
 
     Attributes:
@@ -60,7 +60,7 @@ class Common(_Base):
     _weighs: bool
     bubble_share: float = 0.0
 
-    def configure_common(
+    def configure_mixin(
         self,
         *,
         seed: int,
@@ -84,7 +84,7 @@ class Common(_Base):
         self.parameter_count = 0
         self.grad_norm = torch.zeros(())
         self.target_weights, self.gradients_are_scaled = TargetWeights(), False
-        self._others_look_at_gradients = False
+        self._hooks_read_gradients = False
         self.initial_weights: Path | None = None
         self.facts: dict[str, Any] = {}
         self.published: Callable[[Path], None] | None = None
@@ -120,12 +120,12 @@ class Common(_Base):
         return False
 
     @property
-    def generates(self) -> bool:
+    def can_generate(self) -> bool:
         """Whether the model may be called with any number of positions and a cache, on all ranks alike."""
         return True
 
     @property
-    def stream(self) -> int:
+    def rng_stream(self) -> int:
         """Which random stream this rank draws from. Ranks that compute the same must draw the same."""
         return self.data_rank
 
@@ -154,12 +154,12 @@ class Common(_Base):
         self._trainer, self._data_ranks = trainer, self.data_size
         self._weighs = self.can_weigh and getattr(self.module, "mean_over_targets", False)
         self.target_weights.forget()
-        self._others_look_at_gradients = any(is_overridden(hook, self.module) for hook in LOOKING) or any(
-            is_overridden(LOOKING[0], callback) and not type(callback).__module__.startswith("armature.")
+        self._hooks_read_gradients = any(is_overridden(hook, self.module) for hook in GRADIENT_HOOKS) or any(
+            is_overridden(GRADIENT_HOOKS[0], callback) and not type(callback).__module__.startswith("armature.")
             for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         )
         if trainer.state.fn == TrainerFn.FITTING:
-            randomness.begin(seed=self.seed, stream=self.stream)
+            randomness.begin(seed=self.seed, stream=self.rng_stream)
 
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimizers are made."""
@@ -169,16 +169,16 @@ class Common(_Base):
             blocks.recompute(repeated, mode=self.activation_checkpointing)
             if self.compile != "none":
                 blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
-        hollow = initialization.materialize(module, device=self.root_device)
-        initialization.initialize_by_name(module, seed=self.seed, names=hollow)
+        meta_names = initialization.materialize(module, device=self.root_device)
+        initialization.initialize_by_name(module, seed=self.seed, names=meta_names)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """This rank's part of the weights by name, as the optimizer steps them; none is gathered afterwards."""
         return {name: param for param, name in ckpt.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
 
-    def matrices(self) -> Divided:
+    def matrices(self) -> DistributedMatrices:
         """Who works on which whole matrix in the optimizer."""
-        return Divided()
+        return DistributedMatrices()
 
     # ------------------------------------------------------------ gradients
     @override
@@ -211,7 +211,7 @@ class Common(_Base):
         return self.module.automatic_optimization
 
     def _after_closure(self, lightnings: Callable[..., None], module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self._others_look_at_gradients:
+        if self._hooks_read_gradients:
             self.scale_gradients(optimizer)  # else clipping does it in its own pass
         lightnings(module, optimizer)
         if not self.gradients_are_scaled:
@@ -326,7 +326,7 @@ class Common(_Base):
         if saved is not None and saved["layout"] == self.layout and len(saved["ranks"]) == process_group.ranks():
             self._random = saved["ranks"][process_group.rank()]
         else:
-            randomness.begin(seed=self.seed, stream=self.stream, step=meta.get("global_step", 0))
+            randomness.begin(seed=self.seed, stream=self.rng_stream, step=meta.get("global_step", 0))
             self._random = randomness.capture()
         return meta
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from armature.parallel import batchnorm
-from armature.parallel.distributed_matrices import Divided
-from armature.strategies.base import Common
+from armature.parallel.distributed_matrices import DistributedMatrices
+from armature.strategies.base import StrategyMixin
 
 
 def rounded_to_bf16(group, bucket):  # unannotated: DDP refuses annotations that are strings
@@ -26,7 +26,7 @@ def rounded_to_bf16(group, bucket):  # unannotated: DDP refuses annotations that
 COMM_HOOKS = {"bf16": rounded_to_bf16, "fp16": default_hooks.fp16_compress_hook}
 
 
-class DDP(Common, DDPStrategy):
+class DDP(StrategyMixin, DDPStrategy):
     """Lightning's DDP.
 
     Args:
@@ -62,7 +62,7 @@ class DDP(Common, DDPStrategy):
         )
         self.comm_hook, self.static_graph = comm_hook, static_graph
         self.sync_batchnorm = sync_batchnorm
-        self.configure_common(
+        self.configure_mixin(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
             float8=float8,
         )  # fmt: skip
@@ -74,8 +74,8 @@ class DDP(Common, DDPStrategy):
         super().build(module)
 
     @override
-    def matrices(self) -> Divided:
-        return Divided(dist.group.WORLD)
+    def matrices(self) -> DistributedMatrices:
+        return DistributedMatrices(dist.group.WORLD)
 
     @override
     def _register_ddp_hooks(self) -> None:

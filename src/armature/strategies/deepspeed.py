@@ -20,10 +20,10 @@ from typing_extensions import override
 from armature.checkpoint import state as ckpt
 from armature.checkpoint import storage
 from armature.parallel import ties
-from armature.strategies.base import Common
+from armature.strategies.base import StrategyMixin
 
 
-class DeepSpeed(Common, DeepSpeedStrategy):
+class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     """The real engine, with initial weights, gradient norms and checkpoints as under every other strategy.
 
     Args:
@@ -60,7 +60,7 @@ class DeepSpeed(Common, DeepSpeedStrategy):
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
         self._lent: tuple[float, float] | None = None  # the engine's loss scale, and what stands in for it in a step
-        self.configure_common(
+        self.configure_mixin(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
             float8=float8,
         )  # fmt: skip

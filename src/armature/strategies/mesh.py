@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
 from armature.parallel import apply, batchnorm, mesh
-from armature.strategies.base import Common, models_of
+from armature.strategies.base import StrategyMixin, models_of
 
 
-class MeshStrategy(Common, ModelParallelStrategy):
+class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     """Divides each model of the LightningModule over pipe × replicate × shard × tensor ranks, as its plan says.
 
     Args:
@@ -79,7 +79,7 @@ class MeshStrategy(Common, ModelParallelStrategy):
         self.applied: list[apply.Applied] = []
         self._while_running = ExitStack()
         self.sync_batchnorm = sync_batchnorm
-        self.configure_common(
+        self.configure_mixin(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
             float8=float8,
         )  # fmt: skip
@@ -114,13 +114,13 @@ class MeshStrategy(Common, ModelParallelStrategy):
 
     @property
     @override
-    def generates(self) -> bool:
+    def can_generate(self) -> bool:
         # stages and a sequence axis work on batches of training's shape
         return self.sizes["pipe"] == 1 and not (self.sizes["tensor"] > 1 and self.options["sequence_parallel"])
 
     @property
     @override
-    def stream(self) -> int:
+    def rng_stream(self) -> int:
         return self.data_rank * self.sizes["pipe"] + self._place("pipe")
 
     # ------------------------------------------------------------ building

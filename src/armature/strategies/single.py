@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
-from armature.strategies.base import Common
+from armature.strategies.base import StrategyMixin
 
 
-class SingleDevice(Common, SingleDeviceStrategy):
+class SingleDevice(StrategyMixin, SingleDeviceStrategy):
     """What every other strategy is compared with."""
 
     def __init__(
@@ -23,7 +23,7 @@ class SingleDevice(Common, SingleDeviceStrategy):
     ) -> None:
         super().__init__()
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets it, from its accelerator
-        self.configure_common(
+        self.configure_mixin(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
             float8=float8,
         )  # fmt: skip

@@ -25,7 +25,7 @@ def mean_metric() -> MeanMetric:
     return MeanMetric(nan_strategy=float("nan"))
 
 
-def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
     """The batch's inputs and targets.
 
     Raises:
@@ -45,7 +45,7 @@ class Task(L.LightningModule):
     """Trains whatever `model()` builds on the loss that it computes, and measures that loss on held-out batches.
 
     `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
-    A subclass adds metrics in `metrics`, `update` and `figures`.
+    A subclass adds metrics in `metrics`, `update` and `final_metrics`.
 
     Attributes:
         mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are not -100. Each target
@@ -88,7 +88,7 @@ class Task(L.LightningModule):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         assert self.model is not None
-        return self.model(*pair(batch))
+        return self.model(*inputs_and_targets(batch))
 
     def metrics(self) -> dict[str, Metric]:
         """The metrics of one evaluation, by name; each is a sum over samples and ranks, so it is exact."""
@@ -97,10 +97,10 @@ class Task(L.LightningModule):
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. Padding, whose targets are all -100, weighs nothing."""
         assert self.model is not None
-        inputs, targets = pair(batch)
+        inputs, targets = inputs_and_targets(batch)
         metrics["loss"].update(self.model(inputs, targets), weight=(targets != -100).sum())
 
-    def figures(self, values: dict[str, float], split: str) -> dict[str, float]:
+    def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
         """What is logged for `split` ("val" or "test"), from the computed metrics."""
         return values
 
@@ -137,4 +137,4 @@ class Task(L.LightningModule):
 
     def _finish(self, split: str) -> None:
         values = {name: float(metric.compute()) for name, metric in self._metrics.items()}
-        self.log_dict({f"{split}/{name}": value for name, value in self.figures(values, split).items()})
+        self.log_dict({f"{split}/{name}": value for name, value in self.final_metrics(values, split).items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchmetrics import Metric
 from typing_extensions import override
 
-from armature.tasks.base import Batch, Task, mean_metric, pair
+from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
 
 
 class ImageClassification(Task):
@@ -18,7 +18,7 @@ class ImageClassification(Task):
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         assert self.model is not None
-        inputs, targets = pair(batch)
+        inputs, targets = inputs_and_targets(batch)
         outputs = self.model(inputs)
         counted = targets != -100
         metrics["loss"].update(self.model.loss(outputs, targets), weight=counted.sum())  # pyright: ignore[reportCallIssue]

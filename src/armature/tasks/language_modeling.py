@@ -37,7 +37,7 @@ class LanguageModeling(Task):
         self.preview_temperature = preview_temperature
 
     @override
-    def figures(self, values: dict[str, float], split: str) -> dict[str, float]:
+    def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
         figures = {**values, "perplexity": _exp(values["loss"])}
         bytes_per_token = getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
         if bytes_per_token is not None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
-Gathered = dict[str, dict[str, Any]]
+EpochMetrics = dict[str, dict[str, Any]]
 _META = ("fx", "name", "prog_bar", "logger", "on_step")
 
 
-def gathered(results: Any) -> Gathered:
+def collect(results: Any) -> EpochMetrics:
     """By key: a sum (with the number of samples), maximum or minimum of this rank, and how it was logged."""
     return {
         key: {name: getattr(metric.meta, name) for name in _META}
@@ -31,14 +31,14 @@ def gathered(results: Any) -> Gathered:
     }
 
 
-def own_share(of_ranks: list[Gathered], *, rank: int, ranks: int) -> Gathered:
+def for_rank(of_ranks: list[EpochMetrics], *, rank: int, ranks: int) -> EpochMetrics:
     """What a rank had. Under another number of ranks each takes the first rank's figures for those of all."""
     if len(of_ranks) == ranks:
         return of_ranks[rank]
     return of_ranks[0] if of_ranks else {}
 
 
-def go_on(results: Any, before: Gathered) -> None:
+def resume(results: Any, before: EpochMetrics) -> None:
     """Each value begins where it was, when it is logged for the first time since the resume."""
     update, left = results.update_metrics, dict(before)
 
@@ -50,7 +50,7 @@ def go_on(results: Any, before: Gathered) -> None:
     results.update_metrics = update_from_there
 
 
-def put_back(results: Any, before: Gathered, *, reduce: Callable[..., Any], device: torch.device) -> None:
+def restore(results: Any, before: EpochMetrics, *, reduce: Callable[..., Any], device: torch.device) -> None:
     """As if logged already: where no batch is left, the end of the epoch finds them."""
     for key, facts in before.items():
         meta = _Metadata(**{name: facts[name] for name in _META}, on_epoch=True, reduce_fx=facts["reduce_fx"])
@@ -61,7 +61,7 @@ def put_back(results: Any, before: Gathered, *, reduce: Callable[..., Any], devi
         results[key] = metric
 
 
-def forget(results: Any, before: Gathered) -> None:
+def clear(results: Any, before: EpochMetrics) -> None:
     """Once their epoch has ended, values are logged anew, with the caller's own settings."""
     vars(results).pop("update_metrics", None)
     for key in before:

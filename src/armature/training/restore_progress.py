@@ -8,10 +8,10 @@ from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
 
 from armature.parallel import process_group
-from armature.training import epoch_metrics as logged
+from armature.training import epoch_metrics
 
 
-class CountOn(Callback):
+class RestoreProgress(Callback):
     """Sets Lightning's counters from the optimizer steps and samples that were seen, instead of from its checkpoint.
 
     That holds micro-batches, which are worth what the layout made of them, and the loops guess from half-updated counts
@@ -26,9 +26,13 @@ class CountOn(Callback):
     def __init__(self) -> None:
         self._epoch = 0  # when the checkpoint was saved
         self._metrics: dict[str, float] = {}
-        self._logged: list[logged.Gathered] = []  # of each rank
-        self._put_back: logged.Gathered = {}
+        self._logged: list[epoch_metrics.EpochMetrics] = []  # of each rank
+        self._put_back: epoch_metrics.EpochMetrics = {}
         self._trainer: Trainer | None = None
+
+    @property
+    def state_key(self) -> str:
+        return "CountOn"  # its name in the checkpoints of the first version
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -36,7 +40,7 @@ class CountOn(Callback):
     def state_dict(self) -> dict[str, Any]:
         assert self._trainer is not None
         metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
-        gathered = process_group.all_gather_object(logged.gathered(_parts(self._trainer)[2]._results))
+        gathered = process_group.all_gather_object(epoch_metrics.collect(_parts(self._trainer)[2]._results))
         return {"epoch": self._trainer.current_epoch, "metrics": metrics, "logged": gathered}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -61,12 +65,14 @@ class CountOn(Callback):
         known = trainer.callback_metrics.keys()  # of the validation that the checkpoint owed
         earlier = {name: torch.tensor(value) for name, value in self._metrics.items() if name not in known}
         trainer._logger_connector._callback_metrics.update(earlier)
-        own = logged.own_share(self._logged, rank=trainer.global_rank, ranks=trainer.world_size)
+        own = epoch_metrics.for_rank(self._logged, rank=trainer.global_rank, ranks=trainer.world_size)
         if closing:
             self._put_back = own
-            logged.put_back(loop._results, own, reduce=trainer.strategy.reduce, device=trainer.strategy.root_device)
+            epoch_metrics.restore(
+                loop._results, own, reduce=trainer.strategy.reduce, device=trainer.strategy.root_device
+            )
         elif in_epoch:
-            logged.go_on(loop._results, own)
+            epoch_metrics.resume(loop._results, own)
         if in_epoch:  # schedulers that follow a metric come after all that is saved in a step
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
@@ -76,7 +82,7 @@ class CountOn(Callback):
         loop.reset_restart_stage()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        logged.forget(_parts(trainer)[2]._results, self._put_back)
+        epoch_metrics.clear(_parts(trainer)[2]._results, self._put_back)
         self._put_back = {}
 
 

@@ -4,6 +4,8 @@ Loss and gradient norm stay tensors until `log_every_n_steps` rows have come tog
 and one copy to the host serve them all. `self.log` would cost about 240 µs for each value and step.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import time
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from armature.loggers.tensorboard import TensorBoard
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.timings import DataWait, TimingsCSV, Totals, Watch, Window, over_ranks
+from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +83,18 @@ class StepLog(Callback):
         self.wait: DataWait | None = None
         self.trained_samples = 0  # by this process, for the mean rate of the summary
         self.trained_seconds = 0.0
-        self._totals, self._watch = Totals(), Watch()
+        self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr = 0.0
         self._nan_told = False
         self._since = 0.0
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> StepLog:
+        """The run's step log, to which a monitor adds its columns."""
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples_seen": self.samples_seen, "row": dict(self.csv.held)}
@@ -253,9 +261,3 @@ class StepLog(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.timings.flush()
-
-
-def of(trainer: Trainer) -> StepLog:
-    """The run's step log, which a monitor adds its columns to."""
-    callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    return next(callback for callback in callbacks if isinstance(callback, StepLog))

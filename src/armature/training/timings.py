@@ -152,7 +152,7 @@ class DataWait:
         self._gaps, self._last, self._fetching, self._waited = [], None, 0.0, 0.0
 
 
-class Watch:
+class DataWaitWarning:
     """Warns once, on rank 0, where waiting for data takes more than 5% of the time, and says what to do.
 
     Attributes:
