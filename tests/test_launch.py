@@ -180,7 +180,7 @@ def test_a_finished_run_says_so_and_stops(single, corpus):
 def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):
     checkpoint = single / "checkpoints" / "step=000006"
     result = running.train(f"resume={checkpoint}", "trainer.max_steps=8", "run.name=next", cwd=tmp_path, corpus=corpus)
-    assert f"going on from {checkpoint}, step 6" in result.stderr
+    assert f"resuming from {checkpoint}, step 6" in result.stderr
     assert [row["step"] for row in running.rows(tmp_path / "outputs" / "next")] == ["6", "7", "8"]
 
 

@@ -49,7 +49,7 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     log.flush()
     again = MetricsCSV(tmp_path)
     again.held = held
-    again.go_on_from(4)
+    again.resume_from(4)
     write(again, 5, 6)
     again.flush()
     assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["1", "2", "3", "4", "5", "6"]
@@ -64,7 +64,7 @@ def test_going_on_keeps_what_a_test_added_to_the_last_row(tmp_path):
     log.flush()
     again = MetricsCSV(tmp_path)
     again.held = held
-    again.go_on_from(2)
+    again.resume_from(2)
     write(again, 3, 3)
     again.flush()
     assert [row["test/loss"] for row in read(tmp_path / "metrics.csv")[1]] == ["", "0.25", ""]

@@ -57,4 +57,4 @@ def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):
     train(*args, *two, cwd=tmp_path, corpus=corpus, **store)
     assert manifest.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
     done = train(*args, "trainer.max_steps=8", cwd=tmp_path, corpus=corpus, **store)
-    assert "going on from s3://runs/two/a/step=000006" in done.stderr
+    assert "resuming from s3://runs/two/a/step=000006" in done.stderr

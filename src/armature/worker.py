@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -46,36 +47,50 @@ from armature.validation.checks import data_size, world_size
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The objects that a run is made of."""
+
+    cfg: DictConfig
+    data: Any
+    task: L.LightningModule
+    trainer: Trainer
+    checkpoint: Path | None  # to resume from
+    step_log: StepLog
+    checkpointing: Checkpointing
+    stop: StopOnSignal
+    display: Display
+
+
 def run(cfg: DictConfig) -> None:
-    """Trains, tests and writes summary.json. Called on every rank, after its process group was made."""
+    """Train, test and write summary.json. Called on every rank, after its process group was made."""
     stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=deadline_of_the_job())
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
-        _train(cfg, stop)
+        fit_and_test(build(cfg, stop))
     finally:
         stop.restore()
         logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
         log_file.close()
 
 
-def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
+def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
+    """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
-    ranks, data_ranks = world_size(cfg), data_size(cfg)
     data = instantiate(cfg.data)
     data.prepare_data()
     data.setup("fit")
-    if int(os.environ.get("RANK", 0)) == 0:
-        data.save_assets(directory)
-    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, data_ranks)
+    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, data_size(cfg))
     total_steps = _total_steps(cfg, data)
 
     factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
     task = instantiate(cfg.task, **factories)
     strategy = instantiate(cfg.strategy)
-    checkpoint = _sound_checkpoint(cfg, directory)
+    checkpoint = _checkpoint_to_resume(cfg, directory)
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
+
     csv = MetricsCSV(directory)
     step_log = StepLog(
         csv,
@@ -84,67 +99,88 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         train_size=data.train_size,
         tokens_per_sample=data.tokens_per_sample,
     )
-    display = Display(
-        step_log, total_steps=total_steps, start_line=partial(report.start_line, cfg, batches, checkpoint)
-    )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, **policy)
     strategy.facts = {"config_hash": run_dir.fingerprint(cfg)}
-    extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
-    callbacks = [_RecordError(), Heartbeat(), RestoreProgress(), step_log, *extra, checkpointing, stop, display]
+    start_line = partial(report.start_line, cfg, batches, checkpoint)
+    display = Display(step_log, total_steps=total_steps, start_line=start_line)
+    chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     trainer = Trainer(
         strategy=strategy,
-        accelerator=cfg.trainer.accelerator,
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks > 1 else 1,
-        num_nodes=cfg.trainer.num_nodes,
-        precision=cfg.trainer.precision,
-        max_epochs=-1,
-        max_steps=total_steps,
-        accumulate_grad_batches=batches.accumulate,
-        gradient_clip_val=cfg.trainer.gradient_clip_val,
-        gradient_clip_algorithm=cfg.trainer.gradient_clip_algorithm,
-        limit_val_batches=1.0 if cfg.trainer.limit_val_batches is None else cfg.trainer.limit_val_batches,
-        limit_test_batches=1.0 if cfg.trainer.limit_test_batches is None else cfg.trainer.limit_test_batches,
-        val_check_interval=cfg.trainer.val_every_n_steps and cfg.trainer.val_every_n_steps * batches.accumulate,
-        check_val_every_n_epoch=1 if cfg.trainer.val_every_n_steps is None else None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=cfg.trainer.log_every_n_steps,
-        deterministic=cfg.trainer.deterministic,
-        detect_anomaly=cfg.trainer.detect_anomaly,
-        default_root_dir=directory,
-        callbacks=callbacks,
+        callbacks=[RecordError(), Heartbeat(), RestoreProgress(), step_log, *chosen, checkpointing, stop, display],
         logger=[csv, *_loggers(cfg, checkpoint)],
         profiler=_profiler(cfg, directory),
-        reload_dataloaders_every_n_epochs=1,  # an epoch is a whole number of steps, but not always the same number
-        use_distributed_sampler=False,
-        enable_model_summary=False,
+        max_steps=total_steps,
+        before_training=[step_log.resume, checkpointing.begin],
+        step_ended=[checkpointing.step_ended, stop.step_ended],
+        default_root_dir=directory,
+        **_trainer_arguments(cfg, batches),
     )
-    trainer.before_training = [partial(step_log.go_on, trainer), partial(checkpointing.begin, trainer)]
-    trainer.step_ended = [partial(checkpointing.step_ended, trainer), stop.step_ended]
+    return Run(
+        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
+        checkpointing=checkpointing, stop=stop, display=display,
+    )  # fmt: skip
+
+
+def fit_and_test(run: Run) -> None:
+    """Train until the last step or a signal, test, and report."""
+    cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
+    if process_group.rank() == 0:
+        run.data.save_assets(Path(cfg.run.dir))
     started = time.monotonic()
-    if not gc.get_freeze_count():  # a sweep's second trial must not keep what is left of the first
-        gc.freeze()  # the imports' objects, which cost 0.8 s of gpt_nano's first 60 steps
-    gc.enable()
+    _collect_garbage_again()
     try:
-        trainer.fit(task, datamodule=data, ckpt_path=checkpoint)
+        trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics = {**_last_row(step_log), **metrics}
-        reason = stop.received or "finished"  # at the last step, or before it by a callback such as early stopping
-        test = reason == "finished" and cfg.trainer.test_at_end
-        tested = next(iter(trainer.test(task, datamodule=data, verbose=False)), {}) if test else {}
-        metrics.update({name: float(value) for name, value in tested.items()})
+        reason = run.stop.received or "finished"  # at the last step, or earlier by a callback such as EarlyStopping
+        if reason == "finished" and cfg.trainer.test_at_end:
+            tested = next(iter(trainer.test(run.task, datamodule=run.data, verbose=False)), {})
+            metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
-        reason, metrics = str(stop.received), _last_row(step_log)
-    csv.flush()
-    can_preview = hasattr(task, "preview") and getattr(strategy, "can_generate", True)
+        reason, metrics = str(run.stop.received), _last_row(step_log)
+    step_log.csv.flush()
+    task: Any = run.task
+    can_preview = hasattr(task, "preview") and getattr(trainer.strategy, "can_generate", True)
     preview = task.preview() if reason == "finished" and can_preview else None
-    if trainer.is_global_zero:
-        summary = report.summarize(cfg, trainer, step_log, reason=reason, metrics=metrics, best=checkpointing.best)
-        summary["seconds"] = time.monotonic() - started
-        run_dir.write_summary(directory, summary)
-        report.show(
-            cfg, display, summary, metrics=metrics, preview=preview, baselines=getattr(data, "baselines", list)()
-        )
+    report.finish(
+        cfg, trainer, step_log, run.display, reason=reason, metrics=metrics, best=run.checkpointing.best,
+        seconds=time.monotonic() - started, preview=preview,
+        baselines=getattr(run.data, "baselines", list)(),
+    )  # fmt: skip
+
+
+def _trainer_arguments(cfg: DictConfig, batches: batching.Batches) -> dict[str, Any]:
+    """Return Lightning's arguments that follow from the `trainer` group."""
+    trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
+    return {
+        "accelerator": trainer.accelerator,
+        "devices": int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size(cfg) > 1 else 1,
+        "num_nodes": trainer.num_nodes,
+        "precision": trainer.precision,
+        "max_epochs": -1,
+        "accumulate_grad_batches": batches.accumulate,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        "limit_val_batches": 1.0 if trainer.limit_val_batches is None else trainer.limit_val_batches,
+        "limit_test_batches": 1.0 if trainer.limit_test_batches is None else trainer.limit_test_batches,
+        "val_check_interval": every and every * batches.accumulate,
+        "check_val_every_n_epoch": 1 if every is None else None,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": trainer.log_every_n_steps,
+        "deterministic": trainer.deterministic,
+        "detect_anomaly": trainer.detect_anomaly,
+        "reload_dataloaders_every_n_epochs": 1,  # an epoch is a whole number of steps, but not always the same number
+        "use_distributed_sampler": False,
+        "enable_model_summary": False,
+    }
+
+
+def _collect_garbage_again() -> None:
+    """Turn the collector on, without the objects of the imports: they cost 0.8 s of gpt_nano's first 60 steps."""
+    if not gc.get_freeze_count():  # in a sweep's second trial, what is left of the first must be collected
+        gc.freeze()
+    gc.enable()
 
 
 def _total_steps(cfg: DictConfig, data: Any) -> int:
@@ -157,7 +193,7 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
     return min(limits)
 
 
-def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
+def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     """The checkpoint to go on from, whose files are what was saved; damaged ones are named and passed over."""
     if resume.checkpoint_for(cfg, directory) is None:
         return None
@@ -167,11 +203,12 @@ def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
 
 def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
     """The configured ones. TensorBoard forgets what a killed process logged after the checkpoint."""
-    loggers = [instantiate(node) for node in (cfg.logger or {}).values()]
     step = (manifest.read(checkpoint) or {}).get("step") if checkpoint is not None else None
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger) and step is not None:
-            logger._kwargs.setdefault("purge_step", step + 1)
+    loggers = []
+    for node in (cfg.logger or {}).values():
+        target = get_object(node._target_)
+        purges = isinstance(target, type) and issubclass(target, TensorBoardLogger) and "purge_step" not in node
+        loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
     return loggers
 
 
@@ -257,7 +294,7 @@ def _record(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-class _RecordError(L.Callback):
+class RecordError(L.Callback):
     """Records at once: taking the Trainer down closes connections, and another rank would be taken for the first."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -100,9 +100,8 @@ def fit(
         strategy=SingleDevice(seed=0), accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps,
         accumulate_grad_batches=accumulate, callbacks=[log, *callbacks], logger=[log.csv], enable_model_summary=False,
         enable_progress_bar=False, enable_checkpointing=False, limit_val_batches=0, default_root_dir=folder,
-        use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1, before_training=[log.resume],
     )  # fmt: skip
-    trainer.before_training = [partial(log.go_on, trainer)]
     Net.pause = model_pause
     trainer.fit(task, datamodule=data)
     log.csv.flush()
@@ -182,17 +181,14 @@ def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(timings.time, "perf_counter", lambda: on_host)
-    loop = Loop()
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cuda")),
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        profiler=None,
     )
     wait = DataWait(trainer)  # pyright: ignore[reportArgumentType]
     for begins, ends in ((1.0, 3.0), (3.1, 5.0), (7.0, 8.0)):
-        loop._on_before_fetch()
+        wait.fetch_started()
         on_host, on_gpu = on_host + 0.5, begins
-        loop._on_after_fetch()
+        wait.fetch_ended()
         on_gpu = ends
         wait.batch_ended()
         assert not synchronized
@@ -200,12 +196,6 @@ def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
     assert wait.read() == pytest.approx(0.5 + 0.1 + 0.5)
     assert synchronized == [8.0]
     assert wait.read() == 0.0
-
-
-class Loop:
-    def _on_before_fetch(self) -> None: ...
-
-    def _on_after_fetch(self) -> None: ...
 
 
 # ------------------------------------------------------------ rows
@@ -310,7 +300,7 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path):
     file.write_rows([{"step": 6, "data_wait": 0.1}])
     file.flush()
     again = TimingsCSV(tmp_path)
-    again.go_on_from(4)
+    again.resume_from(4)
     again.write_rows([{"step": 6, "data_wait": 0.5, "mfu": 0.25}])
     assert table(tmp_path / "timings.csv") == [
         {"step": 2, "data_wait": 0.123457},

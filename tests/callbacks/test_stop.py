@@ -21,7 +21,7 @@ def steps_until_stopped(signaled_at: int, seconds: float, steps: int, evaluated:
         if step == signaled_at and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
             stop._handle(signal.SIGTERM, None)
         try:
-            stop.step_ended()
+            stop.step_ended(None)
             for _ in range(evaluated * (step % 100 == 0)):
                 stop.on_validation_batch_end(None)
         except StoppedBySignal:

@@ -96,7 +96,7 @@ def test_two_machines_train_stop_together_and_go_on(hosts, tmp_path):
         machines = [host.start(*goal, **environment) for host in hosts]
         outputs = [machine.communicate(timeout=120)[0] for machine in machines]
         assert [machine.returncode for machine in machines] == [0, 0], outputs
-        assert any("2 cpu ranks (gloo) on 2 machines" in output and "going on from" in output for output in outputs)
+        assert any("2 cpu ranks (gloo) on 2 machines" in output and "resuming from" in output for output in outputs)
     finally:
         for machine in machines:
             with contextlib.suppress(ProcessLookupError):

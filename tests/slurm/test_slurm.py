@@ -83,7 +83,7 @@ class Submitter:
         log = self.log(job)
         assert ended["JobState"] == "COMPLETED", log
         assert int(ended["Restarts"]) >= 1, log
-        assert "going on from" in log
+        assert "resuming from" in log
         summary = running.summary(self.run_dir(job))
         assert (summary["stop_reason"], summary["global_step"], summary["world_size"]) == (
             "finished",

@@ -89,7 +89,7 @@ class Checkpointing(Checkpoint):
         self._saved_step = trainer.global_step  # resumed from there, or nothing to save yet
         if self._owes_validation:
             strategy.restore_random()
-            self.step_log.go_on(trainer)
+            self.step_log.resume(trainer)
             trainer.validate_now()
             strategy.hold_random()
 

@@ -80,7 +80,7 @@ class MetricsCSV(Logger):
             self._write(self._unwritten)
 
     @rank_zero_only
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Drops the rows after `step`: the run goes on from a checkpoint that was made there."""
         self.step = step
         if self.file.exists():

@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import torch
 from omegaconf import DictConfig
 
+from armature import run_dir
 from armature.checkpoint import resume
 from armature.data.batching import Batches
 from armature.hardware import peak_resident_memory
@@ -34,7 +35,7 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     )
     if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
         line += f"\nthe pipeline's schedule leaves each rank idle for {bubble:.0%} of a step"
-    return line if checkpoint is None else f"{line}\ngoing on from {checkpoint}, step {trainer.global_step}"
+    return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {trainer.global_step}"
 
 
 def summarize(
@@ -77,22 +78,41 @@ def _peak_memory(trainer: Trainer) -> int:
     return peak_resident_memory()
 
 
-def show(
-    cfg: DictConfig, display: Display, summary: dict[str, Any], *, metrics: dict[str, float], preview: str | None,
+def finish(
+    cfg: DictConfig,
+    trainer: Trainer,
+    step_log: StepLog,
+    display: Display,
+    *,
+    reason: str,
+    metrics: dict[str, float],
+    best: Path | None,
+    seconds: float,
+    preview: str | None,
     baselines: list[str],
-) -> None:  # fmt: skip
-    """The last lines: metrics, what they are held against, where the checkpoint is, and what to type next."""
+) -> None:
+    """Write summary.json and print the last lines: on rank 0.
+
+    Args:
+        seconds: of training and testing.
+        preview: text that shows what was learned.
+        baselines: lines to compare the metrics with.
+    """
+    if not trainer.is_global_zero:
+        return
+    summary = summarize(cfg, trainer, step_log, reason=reason, metrics=metrics, best=best) | {"seconds": seconds}
+    run_dir.write_summary(Path(cfg.run.dir), summary)
     display.show_metrics(metrics)
     for line in baselines:
         display.print(line)
     display.print(
-        f"{summary['stop_reason']} at step {summary['global_step']} after {summary['seconds']:.0f} s; "
+        f"{reason} at step {summary['global_step']} after {seconds:.0f} s; "
         f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
     )
     if preview:
         display.print(preview)
-    if summary["stop_reason"] == "finished":
+    if reason == "finished":
         script = "generate" if (Path(cfg.run.dir) / "tokenizer.json").exists() else "evaluate"
         display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
-    elif summary["stop_reason"] == "max_time":
-        display.print(f"go on: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
+    elif reason == "max_time":
+        display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")

@@ -97,23 +97,23 @@ class StepLog(Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples_seen": self.samples_seen, "row": dict(self.csv.held)}
+        return {"row": dict(self.csv.held)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.samples_seen = state_dict["samples_seen"]
         self.csv.held = dict(state_dict["row"])
 
-    def go_on(self, trainer: Trainer) -> None:
+    def resume(self, trainer: Trainer) -> None:
         """Once a checkpoint is restored: later rows are dropped."""
-        self.csv.go_on_from(trainer.global_step)
-        self.timings.go_on_from(trainer.global_step)
+        self.csv.resume_from(trainer.global_step)
+        self.timings.resume_from(trainer.global_step)
 
     def summary(self) -> dict[str, float]:
         """The columns of timings.csv over all that this process trained: means over time; of memory, the most."""
         return self._totals.values()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.wait = DataWait(trainer)
+        self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        self.samples_seen = _samples_seen(trainer)
         self.restart_clock()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,7 +139,7 @@ class StepLog(Callback):
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return
-        self.samples_seen += self.global_batch_size
+        self.samples_seen = _samples_seen(trainer)
         self.csv.step = step = trainer.global_step
         row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
         if self._loss is not None:
@@ -261,3 +261,8 @@ class StepLog(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.timings.flush()
+
+
+def _samples_seen(trainer: Trainer) -> int:
+    """Position in the stream of training samples, which the data module owns."""
+    return trainer.datamodule.samples_seen  # pyright: ignore[reportAttributeAccessIssue]

@@ -102,7 +102,7 @@ class StopOnSignal(Callback):
         self._end_if_agreed()
         self._end_if_agreed()  # the second call knows what came during the start
 
-    def step_ended(self) -> None:
+    def step_ended(self, trainer: Trainer) -> None:
         """Not should_stop: Lightning would validate before it stops."""
         self._steps += 1
         if self._steps % self._every:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_only
 
 from armature import hardware
@@ -104,28 +103,14 @@ class DataWait:
         self._waited = 0.0
         self._last: Any = None  # where the device came to the end of the batch before
         self._gaps: list[tuple[Any, Any, float]] = []
-        self._attach(trainer)
 
-    def _attach(self, trainer: Trainer) -> None:
-        """Into Lightning's loop over batches, where it calls its profiler before and after each `next`."""
-        loop = trainer.fit_loop.epoch_loop
-        profiler: Any = vars(trainer).get("profiler")
-        profiled = not isinstance(profiler, PassThroughProfiler)
-        before, after = type(loop)._on_before_fetch, type(loop)._on_after_fetch
+    def fetch_started(self) -> None:
+        self._began = time.perf_counter()
 
-        def on_before_fetch() -> None:
-            if profiled:
-                before(loop)
-            self._began = time.perf_counter()
-
-        def on_after_fetch() -> None:
-            self._fetching += time.perf_counter() - self._began
-            if self.on_gpu:
-                self._note_gap()
-            if profiled:
-                after(loop)
-
-        loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
+    def fetch_ended(self) -> None:
+        self._fetching += time.perf_counter() - self._began
+        if self.on_gpu:
+            self._note_gap()
 
     def _note_gap(self) -> None:
         if self._last is None:  # it had nothing to do before

@@ -1,109 +1,97 @@
-"""Lightning's Trainer, with some of its habits changed that would break a promise of ours."""
+"""Lightning's Trainer with our loops and without its signal handlers."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from typing_extensions import override
 
-from armature.training import dispatch
+from armature.training.loops import EpochLoop, FitLoop
 
 
-class _NoSignals:
-    """Stands in for Lightning's signal handling, which enters collectives inside a handler and can wait for ever."""
+class NoSignals:
+    """Stands in for Lightning's signal handlers, which enter collectives and may hang."""
 
     received_sigterm = False
 
     def register_signal_handlers(self) -> None:
-        """Nothing: callbacks/stop.py has the handlers."""
+        """Register nothing: training/stop.py has the handlers."""
 
     def teardown(self) -> None:
-        """Nothing to restore."""
+        """There is nothing to restore."""
+
+
+class LoggerConnector(_LoggerConnector):
+    """Lightning's, with the number of optimizer steps as the step, and no work for values that nobody logs."""
+
+    @override
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        super().log_metrics(metrics, step=self.trainer.global_step if step is None and "step" not in metrics else step)
+
+    @override
+    def on_batch_end(self) -> None:
+        results = self.trainer._results
+        if results:
+            super().on_batch_end()
+        elif results is not None:  # nothing was logged
+            results.batch = results.batch_size = None
 
 
 class Trainer(L.Trainer):
-    """Lightning's Trainer, but:
+    """Train as Lightning's Trainer does, with these differences:
 
-    - its signal handlers, and the broadcast of their flag before every batch, are replaced by callbacks/stop.py;
-    - it goes from hook to hook without what changes nothing (dispatch.py);
-    - validation also runs after the last step, wherever in an epoch that is;
-    - loggers get the number of optimizer steps that are done as the step, for training, validation and test alike.
+    - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
+    - validation also runs after the last step (training/loops.py);
+    - loggers receive the number of optimizer steps made as the step, for training, validation and test alike.
 
-    Attributes:
-        parameter_count: parameters of the undivided model.
-        before_training: called once, when everything is set up and restored and no batch was asked for yet; also where
-            a resumed run has no step left.
-        step_ended: called after each optimizer step, when every hook of its last micro-batch has run and its values are
-            logged: what is saved here is all of the step. Validation, where it is due, comes next.
+    Args:
+        before_training, step_ended: see `FitLoop` and `EpochLoop`.
+        kwargs: Lightning's.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.before_training: list[Callable[[], None]] = []
-        self.step_ended: list[Callable[[], None]] = []
-        self._signal_connector = _NoSignals()
-        self.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        validation_is_due = self.fit_loop.epoch_loop._should_check_val_fx
+    # Lightning reads the names of arguments here, for PL_TRAINER_* variables
+    __signature__ = inspect.signature(L.Trainer)
 
-        def due_now_or_at_the_end(data_fetcher: Any) -> bool:
-            at_the_end = self.global_step >= self.max_steps and self.fit_loop.epoch_loop._accumulated_batches_reached()
-            return validation_is_due(data_fetcher) or (at_the_end and self.enable_validation)
-
-        self.fit_loop.epoch_loop._should_check_val_fx = due_now_or_at_the_end
-        log_metrics = self._logger_connector.log_metrics
-
-        def log_at_global_step(metrics: dict[str, Any], step: int | None = None) -> None:
-            log_metrics(metrics, step=self.global_step if step is None and "step" not in metrics else step)
-
-        self._logger_connector.log_metrics = log_at_global_step
-        log_step = self._logger_connector.update_train_step_metrics
-
-        def log_step_and_end_it() -> None:
-            log_step()
-            if self.fit_loop.epoch_loop._accumulated_batches_reached():
-                for call in self.step_ended:
-                    call()
-
-        self._logger_connector.update_train_step_metrics = log_step_and_end_it
-        set_up_data = self.fit_loop.setup_data
-
-        def set_up_data_and_begin() -> None:
-            set_up_data()
-            # a checkpoint is of a step: the next validation is a whole one, not the rest of the one before
-            self.fit_loop.epoch_loop.val_loop.restarting = False
-            self.fit_loop.epoch_loop.val_loop.batch_progress.reset()
-            work, self.before_training = self.before_training, []
-            for call in work:
-                call()
-
-        self.fit_loop.setup_data = set_up_data_and_begin
-        start_epoch = self.fit_loop.on_advance_start
-
-        def start_epoch_as_it_was() -> None:
-            strategy: Any = self.strategy
-            strategy.restore_random()  # after on_train_start of everybody, which runs once a process
-            start_epoch()
-
-        self.fit_loop.on_advance_start = start_epoch_as_it_was
-
-    def _run_stage(self) -> Any:
-        with dispatch.shortened(self):
-            return super()._run_stage()
+    def __init__(
+        self,
+        *args: Any,
+        before_training: Iterable[Callable[[Trainer], None]] = (),
+        step_ended: Iterable[Callable[[Trainer], None]] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        lightnings = self.fit_loop  # its limits may have been changed by fast_dev_run
+        steps = EpochLoop(
+            self, min_steps=lightnings.min_steps, max_steps=lightnings.max_steps, step_ended=_bind(step_ended, self)
+        )
+        self.fit_loop: FitLoop = FitLoop(
+            self,
+            min_epochs=lightnings.min_epochs,
+            max_epochs=lightnings.max_epochs,
+            before_training=_bind(before_training, self),
+            epoch_loop=steps,
+        )
+        self._logger_connector = LoggerConnector(self)
+        self._signal_connector = NoSignals()
 
     def validate_now(self) -> None:
-        """The validation of a fit, outside of its loop over batches."""
-        self.validating = True
-        first_loop_iter = self._logger_connector._first_loop_iter
-        self.fit_loop.epoch_loop.val_loop.run()
-        self.training = True
-        self._logger_connector._first_loop_iter = first_loop_iter
+        self.fit_loop.epoch_loop.validate()
 
     @property
     def parameter_count(self) -> int:
+        """Parameters of the unsharded model."""
         count = getattr(self.strategy, "parameter_count", None)
         return count if count is not None else sum(p.numel() for p in self.lightning_module.parameters())
 
 
-def validates_now(trainer: L.Trainer) -> bool:
-    """Whether Lightning validates after the batch that has just ended: the very question that it asks next."""
-    fetcher = trainer.fit_loop._data_fetcher
-    return fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+def _bind(functions: Iterable[Callable[[Trainer], None]], trainer: Trainer) -> list[Callable[[], None]]:
+    return [partial(function, trainer) for function in functions]
+
+
+def validates_now(trainer: Any) -> bool:
+    return trainer.fit_loop.epoch_loop.validation_is_due

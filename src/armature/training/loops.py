@@ -1,0 +1,354 @@
+"""Lightning's loops over epochs and batches: the only place that knows their private parts.
+
+`EpochLoop.advance` and `on_advance_end` are one training step, with every hook in Lightning's order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from armature.training.hooks import call_callbacks, call_module, call_strategy, is_overridden
+from armature.training.timings import DataWait
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Run the steps of one epoch.
+
+    Differences from Lightning: validation also runs after the last step of the run, wherever in an epoch that is;
+    SIGTERM is handled by training/stop.py instead of a broadcast before each batch.
+
+    Args:
+        step_ended: called after each optimizer step, when every hook of its last micro-batch has run and its values are
+            logged, before validation. A checkpoint saved here holds the whole step.
+
+    Attributes:
+        data_wait: measures how long the loader's `next` takes, if set.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        min_steps: int | None,
+        max_steps: int,
+        step_ended: list[Callable[[], None]],
+    ) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self.step_ended = step_ended
+        self.data_wait: DataWait | None = None
+        self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
+        self._takes_index = True
+
+    @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train on one micro-batch.
+
+        Raises:
+            StopIteration: at the end of the data, or if `on_train_batch_start` returns -1.
+        """
+        if self._only_validation_is_left(data_fetcher):
+            return
+        trainer, progress = self.trainer, self.batch_progress
+
+        # fetch, and move to the device
+        takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        fetched, index = next(data_fetcher), self.batch_idx + 1
+        progress.is_last_batch = data_fetcher.done
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step(dataloader_iter) moves its batches
+            batch, index = data_fetcher._batch, data_fetcher._batch_idx
+        else:
+            batch = self._move_to_device(fetched[0])
+        progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+
+        # forward, backward, optimizer step
+        outputs, skips_epoch = None, False
+        if batch is None and not takes_iterator:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            call_callbacks(trainer, "on_train_batch_start", batch, index)
+            skips_epoch = call_module(trainer, "on_train_batch_start", batch, index) == -1
+            call_strategy(trainer, "on_train_batch_start", batch, index)
+            if skips_epoch:
+                progress.increment_by(0, is_last_batch=True)
+            else:
+                progress.increment_started()
+                arguments = OrderedDict()
+                arguments = OrderedDict(any=fetched) if takes_iterator else self._build_kwargs(arguments, batch, index)
+                with trainer.profiler.profile("run_training_batch"):  # pyright: ignore[reportAttributeAccessIssue]
+                    if trainer.lightning_module.automatic_optimization:
+                        outputs = self._optimize(trainer.optimizers[0], index, arguments)
+                    else:
+                        outputs = self.manual_optimization.run(arguments)
+        progress.increment_processed()
+
+        # learning rates
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if skips_epoch:
+            raise StopIteration
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step has fetched the batch
+            batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
+
+        # log
+        call_callbacks(trainer, "on_train_batch_end", outputs, batch, index)
+        call_module(trainer, "on_train_batch_end", outputs, batch, index)
+        trainer._logger_connector.on_batch_end()
+        progress.increment_completed()
+        trainer._logger_connector.update_train_step_metrics()
+
+        # save and stop where due
+        if self._accumulated_batches_reached():
+            for function in self.step_ended:
+                function()
+
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """Validate where due; step the schedulers that follow a metric."""
+        if self._should_check_val_fx(data_fetcher) and not self._skip_next_val:
+            if not self._should_accumulate():  # gradients are not needed during validation
+                call_module(self.trainer, "on_validation_model_zero_grad")
+            self.validate()
+        self._skip_next_val = False
+        self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if not self._should_accumulate():
+            self._batches_that_stepped += 1
+        self._save_loggers_on_train_batch_end()
+
+    def _optimize(self, optimizer: Optimizer, index: int, arguments: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Run forward and backward, and the optimizer's step with the last micro-batch of a global batch."""
+        trainer, strategy, epoch = self.trainer, self.trainer.strategy, self.trainer.current_epoch
+        progress, accumulate = self.automatic_optimization.optim_progress.optimizer, trainer.accumulate_grad_batches
+
+        def forward() -> ClosureResult:
+            output = call_strategy(trainer, "training_step", *arguments.values())
+            strategy.post_training_step()
+            if output is None and trainer.world_size > 1:
+                raise RuntimeError(
+                    "Skipping the `training_step` by returning None in distributed training is not supported. Return a "
+                    "loss on every rank: 0 times the loss trains on nothing."
+                )
+            if isinstance(output, Tensor) and accumulate == 1:  # spares a division by 1 in forward and backward
+                return ClosureResult(output)
+            return self.automatic_optimization.output_result_cls.from_training_step_output(output, accumulate)
+
+        def zero_grad() -> None:
+            progress.zero_grad.increment_ready()
+            call_callbacks(trainer, "on_before_zero_grad", optimizer)
+            call_module(trainer, "on_before_zero_grad", optimizer)
+            progress.zero_grad.increment_started()
+            call_module(trainer, "optimizer_zero_grad", epoch, index, optimizer)
+            progress.zero_grad.increment_completed()
+
+        def backward(loss: Tensor) -> None:  # with the hooks on_before_backward and on_after_backward
+            call_strategy(trainer, "backward", loss, optimizer)
+
+        no_gradients = self.automatic_optimization._skip_backward  # SWA updates BatchNorm's statistics
+        first = index % accumulate == 0
+        closure = Closure(
+            forward,
+            zero_grad_fn=zero_grad if first and not no_gradients else None,
+            backward_fn=None if no_gradients else backward,
+        )
+        accumulates = self._should_accumulate()
+        if accumulates and not strategy.handles_gradient_accumulation:
+            with _block_parallel_sync_behavior(strategy):  # gradients are reduced with the last micro-batch
+                closure()
+        else:
+            if not accumulates:
+                progress.step.increment_ready()
+            # calls the closure, then on_before_optimizer_step and configure_gradient_clipping, then steps
+            call_module(trainer, "optimizer_step", epoch, index, strategy._lightning_optimizers[0], closure)
+            if not accumulates:
+                progress.step.increment_completed()
+        result = closure.consume_result()
+        return {} if result.loss is None else result.asdict()
+
+    # ------------------------------------------------------------ batches
+    def _move_to_device(self, batch: Any) -> Any:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        strategy, datamodule = trainer.strategy, getattr(trainer, "datamodule", None)
+        batch = trainer.precision_plugin.convert_input(batch)
+        if type(batch) is dict and all(type(v) is Tensor and v.device == strategy.root_device for v in batch.values()):
+            owners = [(module, L.LightningModule)] + (
+                [] if datamodule is None else [(datamodule, L.LightningDataModule)]
+            )
+            hooks_batch = any(is_overridden(owner, name, base) for owner, base in owners for name in TRANSFER_HOOKS)
+            if not hooks_batch and not is_overridden(strategy, "batch_to_device", Strategy):
+                return batch
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    @override
+    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+        """Inspect training_step only if it is another function than last time: that takes 33 µs."""
+        step = self.trainer.lightning_module.training_step
+        function = getattr(step, "__func__", step)
+        if function is not self._step_function:
+            self._step_function = function
+            self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        kwargs["batch"] = batch
+        if self._takes_index:
+            kwargs["batch_idx"] = batch_idx
+        return kwargs
+
+    @override
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.data_wait is not None:
+            self.data_wait.fetch_started()
+
+    @override
+    def _on_after_fetch(self) -> None:
+        if self.data_wait is not None:
+            self.data_wait.fetch_ended()
+        self.trainer.profiler.stop(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @override
+    def _should_accumulate(self) -> bool:
+        return self.trainer.accumulate_grad_batches > 1 and super()._should_accumulate()
+
+    # ------------------------------------------------------------ validation
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        due = super()._should_check_val_fx(data_fetcher)
+        at_the_end = 0 <= self.max_steps <= self.global_step and self._accumulated_batches_reached()
+        return due or (at_the_end and self.trainer.enable_validation)
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether validation follows the batch that has just ended."""
+        data_fetcher = self.trainer.fit_loop._data_fetcher
+        return data_fetcher is not None and self._should_check_val_fx(data_fetcher)
+
+    def validate(self) -> None:
+        """Run the validation of a fit."""
+        trainer = self.trainer
+        trainer.validating = True
+        first_loop_iter = trainer._logger_connector._first_loop_iter
+        self.val_loop.run()
+        trainer.training = True
+        trainer._logger_connector._first_loop_iter = first_loop_iter
+
+    # ------------------------------------------------------------ resume
+    def _only_validation_is_left(self, data_fetcher: _DataFetcher) -> bool:
+        """Return whether a resumed epoch has no batch left; count a validation that had ended as done."""
+        left = False
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return True
+            if self.restarted_on_last:
+                self._skip_next_val = left = True
+            else:
+                self.val_loop.increment_progress_to_evaluation_end()
+        if not left:
+            self.val_loop.restarting = False
+        return left
+
+    def restore_progress(self, *, step: int, batches: int, closing: bool) -> None:
+        """Set the counters of a resumed run.
+
+        Args:
+            step: optimizer steps made.
+            batches: micro-batches of this epoch that are done; all of them if `closing`.
+            closing: no batch is left, only the end of the epoch.
+        """
+        mid_epoch = bool(batches) and not closing
+        progress: Any = self.batch_progress
+        # The loop takes a batch that is not completed for a save at the batch's end: it completes it and continues
+        for count, seen in (
+            (progress.current, batches),
+            (progress.total, step * self.trainer.accumulate_grad_batches),
+        ):
+            count.ready = count.started = count.processed = seen
+            count.completed = seen - mid_epoch
+        progress.is_last_batch = closing
+        self._batches_that_stepped = step - mid_epoch  # the loop adds 1 then
+        self.restarting = bool(batches)
+        self._restart_stage = BatchStage.NONE
+        if batches:
+            self._restart_stage = BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
+        self.val_loop.restarting = False
+        self.val_loop._has_run = closing  # nothing but the end of the epoch is left
+
+    def close_epoch(self) -> None:
+        """Forget that the run was resumed: at the end of a resumed epoch."""
+        self.restarting = False
+        self.reset_restart_stage()
+
+
+class FitLoop(_FitLoop):
+    """Run the epochs.
+
+    Args:
+        before_training: called once, when everything is set up and restored and no batch has been fetched; also if a
+            resumed run has no step left.
+        epoch_loop: runs the steps of each epoch.
+    """
+
+    def __init__(
+        self,
+        trainer: L.Trainer,
+        *,
+        min_epochs: int | None,
+        max_epochs: int | None,
+        before_training: list[Callable[[], None]],
+        epoch_loop: EpochLoop,
+    ) -> None:
+        super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
+        self.epoch_loop: EpochLoop = epoch_loop
+        self._before_training = before_training
+
+    @override
+    def setup_data(self) -> None:
+        super().setup_data()
+        # A checkpoint is saved between two steps, so the next validation starts anew
+        self.epoch_loop.val_loop.restarting = False
+        self.epoch_loop.val_loop.batch_progress.reset()
+        functions, self._before_training = self._before_training, []
+        for function in functions:
+            function()
+
+    @override
+    def on_advance_start(self) -> None:
+        # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
+        restore: Callable[[], None] | None = getattr(self.trainer.strategy, "restore_random", None)
+        if restore is not None:
+            restore()
+        super().on_advance_start()
+
+    def restore_progress(self, *, epoch: int, started: bool) -> None:
+        """Set the counters of a resumed run.
+
+        Args:
+            epoch: epochs that are complete.
+            started: some batches of the next one are done.
+        """
+        progress: Any = self.epoch_progress
+        for count in (progress.total, progress.current):
+            count.ready = count.started = epoch + started
+            count.processed = count.completed = epoch
+        self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
+        self._restarting = False  # else the schedulers that are due at the end of this epoch would be skipped
+        self._last_train_dl_reload_epoch = epoch

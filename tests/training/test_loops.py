@@ -1,0 +1,316 @@
+"""Our loops call the same hooks in the same order as Lightning's own, and see what changes while they run."""
+
+import copy
+import pickle
+from functools import partial
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.profilers import SimpleProfiler
+from torch import nn
+from torch.utils.data import DataLoader
+
+from armature.training.trainer import Trainer
+
+HOOKS = [name for name in vars(L.Callback) if name.startswith("on_") and "checkpoint" not in name]
+pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
+
+
+class Recorder(L.Callback):
+    """Notes each hook, and what `self.log` would take it for."""
+
+    def __init__(self, into: list[str], name: str, hooks: list[str]) -> None:
+        for hook in hooks:
+            setattr(self, hook, self._recording(into, name, hook))
+
+    @staticmethod
+    def _recording(into, name, hook):
+        def record(trainer, module, *args, **kwargs):
+            shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args]
+            into.append(f"{name} {hook} {module._current_fx_name} {shapes} {kwargs}")
+
+        return record
+
+
+class Module(L.LightningModule):
+    def __init__(self, into: list[str]) -> None:
+        super().__init__()
+        self.into, self.net = into, nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.into.append(f"step {batch_idx} {self._current_fx_name}")
+        loss = self.net(batch).square().mean()
+        if batch_idx == 2:  # until then nothing is collected
+            self.log("train/late", loss.detach(), on_step=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.net(batch).square().mean())
+
+    def on_after_backward(self):
+        self.into.append(f"module {self._current_fx_name}")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+OURS, LIGHTNINGS = Trainer, L.Trainer
+
+
+def make(trainer, *callbacks, **kwargs):
+    return trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[*callbacks], **kwargs,
+    )  # fmt: skip
+
+
+def loaders(size: int = 16) -> tuple[DataLoader, DataLoader]:
+    data = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=4), DataLoader(data, batch_size=8)
+
+
+def run(trainer, *, module=Module, **kwargs) -> tuple[list[str], dict, torch.Tensor]:
+    torch.manual_seed(0)
+    into: list[str] = []
+    callbacks = [Recorder(into, "all", HOOKS), Recorder(into, "few", ["on_train_batch_end", "on_validation_end"])]
+    trainer = make(
+        trainer, *callbacks, max_epochs=2, gradient_clip_val=0.5, num_sanity_val_steps=0, log_every_n_steps=1, **kwargs
+    )
+    task = module(into)
+    trainer.fit(task, *loaders())
+    return into, dict(trainer.callback_metrics), torch.cat([p.flatten() for p in task.parameters()])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_same_hooks_are_called_and_the_same_is_learned(accumulate):
+    own_calls, own_metrics, own_weights = run(LIGHTNINGS, accumulate_grad_batches=accumulate)
+    calls, metrics, weights = run(OURS, accumulate_grad_batches=accumulate)
+    assert calls == own_calls
+    assert len([text for text in calls if text.startswith("all on_train_batch_end on_train_batch_end")]) == 8
+    assert metrics == own_metrics
+    assert {"train/late", "val/loss"} <= set(metrics)
+    assert torch.equal(weights, own_weights)
+
+
+class Own(Module):
+    """Has its own way with batches and clipping, and no batch index."""
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.into.append("transfer")
+        return batch.to(device) * 2
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.into.append(f"clip {gradient_clip_val}")
+
+    def training_step(self, batch):
+        return {"loss": self.net(batch).square().mean(), "other": 1}
+
+
+def test_what_a_module_overrides_is_called():
+    calls, _, weights = run(OURS, module=Own)
+    assert calls.count("clip 0.5") == 8
+    assert calls.count("transfer") == 12
+    assert torch.equal(weights, run(LIGHTNINGS, module=Own)[2])
+
+
+def test_a_profiler_sees_everything():
+    profiler = SimpleProfiler()
+    run(OURS, profiler=profiler)
+    assert any("Recorder" in name and "on_train_batch_end" in name for name in profiler.recorded_durations)
+
+
+def test_a_profiler_sees_what_it_sees_in_lightnings_loops():
+    ours, lightnings = SimpleProfiler(), SimpleProfiler()
+    run(OURS, profiler=ours)
+    run(LIGHTNINGS, profiler=lightnings)
+
+    assert set(ours.recorded_durations) == set(lightnings.recorded_durations)
+
+
+class Change(L.Callback):
+    """Changes something in the first batch."""
+
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            self.change(trainer, module)
+
+
+def changed(trainer, change, **kwargs) -> tuple[list[str], torch.Tensor]:
+    """Train three batches on, after a change in the first."""
+    torch.manual_seed(0)
+    into: list[str] = []
+    module = Module(into)
+    kwargs = {"max_epochs": 1, "limit_val_batches": 0, **kwargs}
+    make(trainer, Change(partial(change, into=into)), **kwargs).fit(module, *loaders())
+    return into, module.net.weight.detach().clone()
+
+
+def add_callback(trainer, module, into):
+    trainer.callbacks = [*trainer.callbacks, Recorder(into, "late", ["on_train_batch_end"])]
+
+
+def append_callback(trainer, module, into):
+    trainer.callbacks.append(Recorder(into, "late", ["on_train_batch_end"]))
+
+
+def replace_by_an_equal_callback(trainer, module, into):
+    class Equal(Recorder):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    trainer.callbacks[0] = Equal(into, "equal", ["on_train_batch_end"])
+
+
+def set_a_hook(trainer, module, into):
+    module.on_before_zero_grad = lambda optimizer: into.append("late hook")
+
+
+def set_a_callbacks_hook(trainer, module, into):
+    trainer.callbacks[0].on_before_zero_grad = lambda *args: into.append("late callback hook")
+
+
+def remove_hooks(trainer, module, into):
+    trainer.callbacks[0].on_after_backward = None
+    module.on_train_batch_start = None
+
+
+def wrap_training_step(trainer, module, into):
+    step = module.training_step
+
+    def wrapped(batch):
+        into.append("wrapped")
+        return step(batch, 7)
+
+    module.training_step = wrapped
+
+
+def clip_otherwise(trainer, module, into):
+    trainer.gradient_clip_algorithm = "value"
+    trainer.gradient_clip_val = 1e-3
+
+
+def validate_from_now_on(trainer, module, into):
+    trainer.limit_val_batches = 1
+    trainer.check_val_every_n_epoch = None
+    trainer.val_check_batch = 1
+
+
+CHANGES = [
+    add_callback, append_callback, replace_by_an_equal_callback, set_a_hook, set_a_callbacks_hook, remove_hooks,
+    wrap_training_step, clip_otherwise, validate_from_now_on,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_while_training_is_noticed(change):
+    kwargs = {"gradient_clip_val": 0.5} if change is clip_otherwise else {}
+    if change is validate_from_now_on:
+        kwargs["limit_val_batches"] = 1.0
+    ours, lightnings = changed(OURS, change, **kwargs), changed(LIGHTNINGS, change, **kwargs)
+    assert ours[0] == lightnings[0]
+    assert torch.equal(ours[1], lightnings[1])
+    unchanged = changed(OURS, lambda *args, into: None, **kwargs)
+    assert (
+        ours[0] != unchanged[0]
+        or not torch.equal(ours[1], unchanged[1])
+        or change in (remove_hooks, validate_from_now_on)
+    )
+
+
+def test_callbacks_that_come_and_go_are_noticed():
+    into: list[str] = []
+    late = Recorder(into, "late", ["on_train_batch_end"])
+
+    class Adds(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.callbacks = [*trainer.callbacks, late]
+
+    trainer = make(OURS, Adds(), max_steps=3, limit_val_batches=0)
+    trainer.fit(Module([]), DataLoader(torch.randn(12, 4), batch_size=4), DataLoader(torch.randn(4, 4)))
+    assert len(into) == 2
+
+
+def test_modules_are_pickled_and_copied_in_the_middle_of_training(tmp_path):
+    copies = []
+
+    def copied(trainer, module):
+        torch.save(module, tmp_path / "module.pt")
+        copies.append(copy.deepcopy(module))
+        pickle.dumps(module.training_step)
+
+    module = Module([])
+    make(OURS, Change(copied), max_epochs=1, limit_val_batches=0).fit(module, *loaders())
+    assert {"on_before_batch_transfer", "batch_to_device", "_on_before_batch_transfer"} & set(vars(copies[0])) == set()
+
+
+def test_a_trainer_is_pickled():
+    trainer = make(OURS, max_epochs=1)
+    assert pickle.loads(pickle.dumps(trainer)).max_epochs == 1
+    trainer.fit(Module([]), *loaders())
+
+
+def test_a_trainer_without_a_limit_of_steps_validates_once_per_epoch():
+    calls, *_ = run(OURS, module=Module)
+    assert len([call for call in calls if call.startswith("all on_validation_end")]) == 2
+
+
+def test_validation_runs_after_the_last_step_in_the_middle_of_an_epoch():
+    into: list[str] = []
+    make(OURS, Recorder(into, "all", HOOKS), max_steps=3, max_epochs=-1, num_sanity_val_steps=0).fit(
+        Module([]), *loaders()
+    )
+    assert len([call for call in into if call.startswith("all on_validation_end")]) == 1
+
+
+class TakesIterator(Module):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        self.into.append(f"step {batch_idx} {self._current_fx_name}")
+        return self.net(batch).square().mean()
+
+
+class SkipsTheRest(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 2 else None
+
+
+class SteppedByHand(Module):
+    def __init__(self, into):
+        super().__init__(into)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.into.append(f"step {batch_idx} {self._current_fx_name}")
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        optimizer.step()
+
+
+class ReturnsNone(Module):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if batch_idx % 2 else None
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*returned `None`.*", "ignore:.*dataloader_iter.*", "ignore:.*bad for performance.*"
+)
+@pytest.mark.parametrize("module", [TakesIterator, SkipsTheRest, SteppedByHand, ReturnsNone])
+def test_rare_forms_of_a_training_step_agree(module):
+    kwargs = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    results = []
+    for trainer in (OURS, LIGHTNINGS):
+        torch.manual_seed(0)
+        into: list[str] = []
+        task = module(into)
+        make(trainer, Recorder(into, "all", HOOKS), **kwargs).fit(task, *loaders())
+        results.append((into, task.net.weight.detach().clone()))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
