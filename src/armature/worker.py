@@ -1,6 +1,6 @@
-"""One rank of a run: builds data, task, strategy, callbacks, loggers and Trainer, then fit, test, summary.
+"""One rank of a run: build data, task, strategy, callbacks, loggers and Trainer; fit, test, report.
 
-Under the elastic agent a rank calls `main` (`armature.launcher.rank`); a run of one process calls `run` directly.
+A rank of the elastic agent enters at `main` (`armature.launcher.rank`), a run of one process at `run`.
 """
 
 import atexit
@@ -184,7 +184,7 @@ def _collect_garbage_again() -> None:
 
 
 def _total_steps(cfg: DictConfig, data: Any) -> int:
-    """Optimizer steps of the run: max_steps, or those that see max_epochs × the training samples."""
+    """Return the optimizer steps of the run: max_steps, or those that see max_epochs × the training samples."""
     limits = []
     if cfg.trainer.max_steps is not None:
         limits.append(cfg.trainer.max_steps)
@@ -194,7 +194,7 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
-    """The checkpoint to go on from, whose files are what was saved; damaged ones are named and passed over."""
+    """Return the checkpoint to resume from, with verified checksums; name damaged ones and skip them."""
     if resume.checkpoint_for(cfg, directory) is None:
         return None
     named = resume.candidates(resume.folder(directory, cfg)) or resume.checkpoints_at(resume.to_path(cfg.resume))
@@ -202,7 +202,7 @@ def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
 
 
 def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
-    """The configured ones. TensorBoard forgets what a killed process logged after the checkpoint."""
+    """Build the configured loggers. TensorBoard drops what a killed process logged after the checkpoint."""
     step = (manifest.read(checkpoint) or {}).get("step") if checkpoint is not None else None
     loggers = []
     for node in (cfg.logger or {}).values():
@@ -213,7 +213,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
 
 
 def _seconds(max_time: str | None) -> float | None:
-    """Of DD:HH:MM:SS."""
+    """Return the seconds of DD:HH:MM:SS."""
     if max_time is None:
         return None
     days, hours, minutes, seconds = map(int, max_time.split(":"))
@@ -233,11 +233,11 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
 
 
 def quiet() -> None:
-    """Keeps to itself what Lightning and torch would say of things that are meant as they are."""
+    """Silence warnings about things we do on purpose."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # tasks log values that torchmetrics has reduced
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # torchmetrics has reduced them already
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -260,7 +260,7 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Joins ranks that torchrun or srun started, and runs. Rank 0's configuration is everybody's."""
+    """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
     _init_group(cfg)
     try:
         if process_group.rank() == 0:
@@ -274,10 +274,10 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
-    """The process group, in which a collective that does not complete is an error after launch.hang_timeout.
+    """Join the process group, in which a collective fails after launch.hang_timeout.
 
     Args:
-        later: seconds more, where a parent watches, who can tell which rank stands still.
+        later: additional seconds, if a parent watches the ranks: it can name the one that hangs.
     """
     seconds = cfg.launch.hang_timeout
     process_group.init(
@@ -288,14 +288,14 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
 
 
 def _record(error: BaseException) -> None:
-    """Leaves an error for the agent, which shows the one that came first. Only a rank's first call counts."""
+    """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and not Path(file).exists():
         get_error_handler().record_exception(error)
 
 
 class RecordError(L.Callback):
-    """Records at once: taking the Trainer down closes connections, and another rank would be taken for the first."""
+    """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first."""
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not isinstance(exception, StoppedBySignal):
@@ -303,13 +303,13 @@ class RecordError(L.Callback):
 
 
 def main() -> None:
-    """A rank under the elastic agent. An error goes to the agent, which shows the one that came first."""
+    """Run a rank under the elastic agent, which shows the earliest error of all ranks."""
     directory = Path(sys.argv[1])
     cfg = run_dir.read(directory)
     resize.apply(cfg, os.environ.get("ARMATURE_RESIZED", ""))
     rank = int(os.environ["RANK"])
     log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)  # asked for where a rank stands still
+    faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)  # requested if a rank hangs
     if rank:  # rank 0 prints; the others write to their log
         os.dup2(log_file, sys.stdout.fileno())
         os.dup2(log_file, sys.stderr.fileno())
@@ -322,15 +322,15 @@ def main() -> None:
         _record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
             traceback.print_exc(file=file)
-        os._exit(1)  # a collective that can never complete must not keep the process
+        os._exit(1)  # no collective that never completes may keep the process
     process_group.destroy()
     leave()
 
 
 def leave() -> NoReturn:
-    """Ends a rank that has done its work, without the interpreter's own teardown.
+    """End a rank that has finished, without the interpreter's teardown.
 
-    There, a thread of gloo's that is still up can abort the process, which a launcher takes for a failure.
+    During teardown, a gloo thread that still runs can abort the process, which a launcher takes for a failure.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -141,14 +141,14 @@ def judged(trainer, *, wait: float, step: float = 0.1, windows: int = 8, waits=N
 def test_the_warning_names_the_remedy_once(monkeypatch):
     monkeypatch.setattr(hardware, "cpu_count", lambda: 8)
     (text,) = judged(waiting(), wait=0.06)
-    assert text.startswith("the model waits for data 60% of the time, 60 ms a batch. Type data.num_workers=3:")
+    assert text.startswith("the model waits for data 60% of the time, 60 ms per batch. Type data.num_workers=3:")
     (text,) = judged(waiting(num_workers=2), wait=0.06)
     assert "Type data.num_workers=4 instead of 2." in text
     assert "decode, resize or tokenize once" in text
     (text,) = judged(waiting(num_workers=4, devices=2), wait=0.06)
     assert "All 4 CPUs of a rank load data already (data.num_workers=4), so make a sample cost less" in text
     (text,) = judged(waiting(accumulate=4), wait=0.06, waits=[0.1, 0.6])
-    assert text.startswith("rank 1 waits for data 60% of the time, 15 ms a batch.")
+    assert text.startswith("rank 1 waits for data 60% of the time, 15 ms per batch.")
 
 
 def test_no_warning_below_five_per_cent_in_the_warm_up_or_where_nothing_would_help():

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from armature.training.stop import SHORT_VOTES, STEPS_TOGETHER, StopOnSignal, StoppedBySignal
+from armature.training.stop import SHORT_VOTES, STEPS_PER_VOTE, StopOnSignal, StoppedBySignal
 from tests.parallel.harness import on_ranks
 
 
@@ -42,9 +42,9 @@ def test_ranks_stop_together_one_vote_after_the_signal():
 
 @pytest.mark.slow
 def test_short_steps_share_a_vote():
-    signaled = SHORT_VOTES + 5 * STEPS_TOGETHER + 3
+    signaled = SHORT_VOTES + 5 * STEPS_PER_VOTE + 3
     for stopped, votes in on_ranks(steps_until_stopped, signaled, 0.0, 3 * SHORT_VOTES, ranks=2):
-        assert stopped == SHORT_VOTES + 7 * STEPS_TOGETHER  # cast at the next ten, read at the one after
+        assert stopped == SHORT_VOTES + 7 * STEPS_PER_VOTE  # cast at the next ten, read at the one after
         assert votes < SHORT_VOTES + 10
 
 

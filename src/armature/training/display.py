@@ -1,4 +1,4 @@
-"""What the user sees: a progress bar on a terminal, plain lines in a pipe or under Slurm. Rank 0 only."""
+"""Show progress on rank 0: a bar on a terminal, plain lines in a pipe or under Slurm."""
 
 import sys
 import time
@@ -13,16 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from armature.training.step_log import StepLog
-from armature.training.timings import TOO_LONG
+from armature.training.timings import MAX_DATA_WAIT
 
 
 class Display(ProgressBar):
-    """Shows step, loss, learning rate, samples or tokens a second and the time left.
+    """Show step, loss, learning rate, samples or tokens per second and the time left.
 
     Args:
-        step_log: where the figures come from; the bar never reads a tensor itself.
-        start_line: says what runs where, once the strategy has made the model ready.
-        plain_every: seconds between two lines where there is no terminal.
+        step_log: source of the values; the bar never reads a tensor itself.
+        start_line: returns the line that describes the run, once the strategy has set up the model.
+        plain_every: seconds between two lines without a terminal.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Display(ProgressBar):
             now = time.monotonic()
             if now - self._printed > 0.5:
                 self._printed = now
-                self._progress.update(self._task, completed=trainer.global_step, description=self._figures())
+                self._progress.update(self._task, completed=trainer.global_step, description=self._values())
         elif time.monotonic() - self._printed > self.plain_every:
             self._printed = time.monotonic()
             done = trainer.global_step - self._first_step
             left = (self._printed - self._started) / done * (self.total_steps - trainer.global_step)
-            self.print(f"step {trainer.global_step}/{self.total_steps} {self._figures()} {_duration(left)} left")
+            self.print(f"step {trainer.global_step}/{self.total_steps} {self._values()} {_duration(left)} left")
 
-    def _figures(self) -> str:
+    def _values(self) -> str:
         last = self.step_log.last
         if not last:
             return ""
@@ -96,7 +96,7 @@ class Display(ProgressBar):
         rate = self.step_log.rate * (per_sample or 1)
         unit = "samples" if per_sample is None else "tokens"
         loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
-        waiting = f" {self.step_log.data_wait:.0%} waiting for data" if self.step_log.data_wait > TOO_LONG else ""
+        waiting = f" {self.step_log.data_wait:.0%} waiting for data" if self.step_log.data_wait > MAX_DATA_WAIT else ""
         return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s{waiting}"
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -107,7 +107,7 @@ class Display(ProgressBar):
 
     def _stop(self, trainer: Trainer) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=trainer.global_step, description=self._figures())
+            self._progress.update(self._task, completed=trainer.global_step, description=self._values())
             self._progress.stop()
             self._progress = None
 
@@ -118,7 +118,7 @@ class Display(ProgressBar):
         self._stop(trainer)
 
     def _show_model(self, module: LightningModule) -> None:
-        """A line for each part of the model, with its share of the parameters."""
+        """Print a line per part of the model, with its number of parameters."""
         model = getattr(module, "model", None) or module
         table = Table(box=None, pad_edge=False)
         for column in ("part", "type", "parameters"):

@@ -1,6 +1,6 @@
-"""What `self.log(..., on_epoch=True)` has gathered in the epoch under way, for a resume in its middle or at its end.
+"""Save and restore what `self.log(..., on_epoch=True)` has collected so far in an epoch.
 
-Lightning keeps it in objects that no checkpoint of its own holds.
+Lightning keeps these values in objects that its own checkpoints leave out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step")
 
 
 def collect(results: Any) -> EpochMetrics:
-    """By key: a sum (with the number of samples), maximum or minimum of this rank, and how it was logged."""
+    """Return, by key, this rank's sum (with its number of samples), maximum or minimum, and how it was logged."""
     return {
         key: {name: getattr(metric.meta, name) for name in _META}
         | {
@@ -32,14 +32,14 @@ def collect(results: Any) -> EpochMetrics:
 
 
 def for_rank(of_ranks: list[EpochMetrics], *, rank: int, ranks: int) -> EpochMetrics:
-    """What a rank had. Under another number of ranks each takes the first rank's figures for those of all."""
+    """Return the values that a rank had. If the number of ranks has changed, every rank takes those of rank 0."""
     if len(of_ranks) == ranks:
         return of_ranks[rank]
     return of_ranks[0] if of_ranks else {}
 
 
 def resume(results: Any, before: EpochMetrics) -> None:
-    """Each value begins where it was, when it is logged for the first time since the resume."""
+    """Continue each value from where it was, when it is logged for the first time after the resume."""
     update, left = results.update_metrics, dict(before)
 
     def update_from_there(key: str, value: Any, batch_size: int) -> None:
@@ -51,7 +51,7 @@ def resume(results: Any, before: EpochMetrics) -> None:
 
 
 def restore(results: Any, before: EpochMetrics, *, reduce: Callable[..., Any], device: torch.device) -> None:
-    """As if logged already: where no batch is left, the end of the epoch finds them."""
+    """Restore the values as if they had been logged: if no batch is left, the end of the epoch needs them."""
     for key, facts in before.items():
         meta = _Metadata(**{name: facts[name] for name in _META}, on_epoch=True, reduce_fx=facts["reduce_fx"])
         meta.sync = _Sync(fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"])
@@ -62,7 +62,7 @@ def restore(results: Any, before: EpochMetrics, *, reduce: Callable[..., Any], d
 
 
 def clear(results: Any, before: EpochMetrics) -> None:
-    """Once their epoch has ended, values are logged anew, with the caller's own settings."""
+    """Discard restored values after their epoch, so that they are logged anew with the caller's own settings."""
     vars(results).pop("update_metrics", None)
     for key in before:
         results.pop(key, None)

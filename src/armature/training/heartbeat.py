@@ -1,4 +1,4 @@
-"""A sign of life for the process that watches the ranks (`armature.launcher.watch`)."""
+"""Heartbeats of a rank, for the process that watches the ranks (`armature.launcher.watch`)."""
 
 import math
 import os
@@ -9,14 +9,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-INTERVAL = 1.0  # seconds between two beats at most: a beat is a system call
+MIN_INTERVAL_SECONDS = 1.0  # between two beats: a beat is a system call
 
 
 class Heartbeat(Callback):
-    """Touches a file of this rank's own when a batch has ended or a save begins.
+    """Touch a file of this rank when a batch has ended or a save begins.
 
-    There is none before the first training batch has ended, so that imports, data and compiling may take as long as
-    they like. Where nobody watches (ARMATURE_HEARTBEATS is not set) it does nothing.
+    The first beat comes at the end of the first training batch, so imports, data and compilation may take any time.
+    Without a watching process (ARMATURE_HEARTBEATS is not set), do nothing.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Heartbeat(Callback):
             self._beat()
 
     def _beat(self) -> None:
-        self._next = time.monotonic() + INTERVAL
+        self._next = time.monotonic() + MIN_INTERVAL_SECONDS
         assert self._file is not None
-        with suppress(OSError):  # a beat that cannot be left is no reason to end
+        with suppress(OSError):  # a missed beat must not end the run
             self._file.touch()
 
     def _beat_if_due(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""metrics.csv: one row an optimizer step, in order, each written once.
+"""metrics.csv: one row per optimizer step, in order, each written once.
 
-It holds nothing that depends on the clock, so that the file of an interrupted run can be compared with that of an
-undisturbed one. The newest row is held back until the next one comes, because validation adds to it.
+No value depends on the clock, so the file of an interrupted run can be compared with that of an uninterrupted one. The
+newest row is held in memory until the next one comes, because validation adds to it.
 """
 
 import csv
@@ -27,11 +27,11 @@ class MetricsCSV(Logger):
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
         self.file = run_dir / "metrics.csv"
-        self.step = 0  # optimizer steps done; values that Lightning logs belong to this row
+        self.step = 0  # optimizer steps made: the row of values that Lightning logs
         self._columns: list[str] = []
-        self._unwritten: list[dict[str, Any]] = []  # rows that a full disk did not take
-        self.held: dict[str, Any] = {}  # part of the checkpoint, since the file does not have it yet
-        self._early: dict[int, dict[str, Any]] = {}  # by step, what came before the row that it belongs to
+        self._unwritten: list[dict[str, Any]] = []  # rows for which the disk had no room
+        self.held: dict[str, Any] = {}  # the newest row; the checkpoint holds it
+        self._early: dict[int, dict[str, Any]] = {}  # by step, values that came before their row
 
     @property
     def name(self) -> str:
@@ -43,19 +43,19 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the configuration is in config.yaml."""
+        """Log nothing: the configuration is in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
-        if values and self.step > self.held.get("step", 0):  # StepLog brings that row later, with several others
+        if values and self.step > self.held.get("step", 0):  # StepLog writes that row later, with several others
             self._early.setdefault(self.step, {}).update(values)
         elif values:
             self.write_rows([{"step": self.step, **values}])
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Writes rows in the order of their steps; values of one step are merged into one row."""
+        """Write rows in the order of their steps; values of the same step are merged into one row."""
         ready = []
         for row in rows:
             if self.held and self.held["step"] == row["step"]:
@@ -68,10 +68,10 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def flush(self) -> None:
-        """Writes the row that is held back too.
+        """Write the newest row too.
 
         Raises:
-            OSError: where rows are left that the disk does not take.
+            OSError: if the disk has no room for some rows.
         """
         held, self.held, early, self._early = self.held, {}, self._early, {}
         rows = [held] if held else []
@@ -81,19 +81,19 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def resume_from(self, step: int) -> None:
-        """Drops the rows after `step`: the run goes on from a checkpoint that was made there."""
+        """Drop the rows after `step`, at which the checkpoint to resume from was saved."""
         self.step = step
         if self.file.exists():
             self._columns, rows = read(self.file)
             held = self.held.get("step")
-            for row in rows:  # what validation or test added to that row since
+            for row in rows:  # values that validation or test have added to that row since
                 if int(row["step"]) == held:
                     self.held = {**{name: value for name, value in row.items() if value}, **self.held}
             self._rewrite([row for row in rows if int(row["step"]) <= step and int(row["step"]) != held])
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if status == "failed":  # after a success the test's values still join the last row
+        if status == "failed":  # after a success, the test adds its values to the last row
             self.flush()
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
@@ -105,10 +105,10 @@ class MetricsCSV(Logger):
             self._write(rows)
         except OSError as error:
             if not self._unwritten:
-                log.error("%s could not be written (%s). Its rows are kept, and tried again.", self.file, error)
+                log.error("%s could not be written (%s). Its rows stay in memory until they can be.", self.file, error)
             self._unwritten = rows
             if self.file.exists():
-                os.truncate(self.file, size)  # no half row
+                os.truncate(self.file, size)  # leave no partial row
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         new = [name for row in rows for name in row if name not in self._columns]
@@ -136,7 +136,7 @@ class MetricsCSV(Logger):
 
 
 def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Column names and rows. A line that a crash cut short is left out."""
+    """Return column names and rows, without a line that a crash cut short."""
     with file.open(newline="") as stream:
         reader = csv.DictReader(stream)
         rows = [row for row in reader if None not in row.values() and None not in row]

@@ -1,4 +1,4 @@
-"""What a run says of itself: the line at its start, summary.json, and the last lines on the screen."""
+"""The line at the start of a run, summary.json, and the last lines on the screen."""
 
 import math
 from importlib.metadata import version
@@ -19,7 +19,7 @@ from armature.training.trainer import Trainer
 
 
 def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, trainer: L.Trainer) -> str:
-    """What runs where, on one line."""
+    """Return one line about layout, devices, precision and batch sizes."""
     assert isinstance(trainer, Trainer)
     ranks = trainer.world_size
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
@@ -34,14 +34,14 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
     )
     if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
-        line += f"\nthe pipeline's schedule leaves each rank idle for {bubble:.0%} of a step"
+        line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {trainer.global_step}"
 
 
 def summarize(
     cfg: DictConfig, trainer: Trainer, step_log: StepLog, *, reason: str, metrics: dict[str, float], best: Path | None
 ) -> dict[str, Any]:
-    """The contents of summary.json, but for the run's seconds.
+    """Return the contents of summary.json, except the run's duration.
 
     Args:
         reason: why the run ended, one of callbacks.stop.REASONS or "finished".
@@ -72,7 +72,7 @@ def summarize(
 
 
 def _peak_memory(trainer: Trainer) -> int:
-    """Peak bytes of this rank: allocated on its GPU, or resident on a CPU."""
+    """Return this rank's peak memory in bytes: allocated on its GPU, or resident on a CPU."""
     if trainer.strategy.root_device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return peak_resident_memory()

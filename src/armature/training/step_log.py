@@ -1,7 +1,7 @@
-"""A row for every optimizer step, without waiting for the device in each of them.
+"""Log a row per optimizer step without waiting for the device in each of them.
 
-Loss and gradient norm stay tensors until `log_every_n_steps` rows have come together; then one reduction over the ranks
-and one copy to the host serve them all. `self.log` would cost about 240 µs for each value and step.
+Loss and gradient norm stay tensors until `log_every_n_steps` rows are collected; then one reduction over the ranks and
+one copy to the host serve them all. `self.log` would take about 240 µs per value and step.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ log = logging.getLogger(__name__)
 
 
 class Monitor(Protocol):
-    """What a callback that adds columns gives `StepLog.monitors`; it is called on every rank."""
+    """An entry of `StepLog.monitors`, which adds columns; called on every rank."""
 
     def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
-        """Columns of this step's row in metrics.csv: the same number on every rank, from nothing but the run's state.
+        """Return columns of this step's row in metrics.csv: equal on every rank, and independent of the clock.
 
-        Called at the end of each micro-batch; what is given counts where the optimizer has `stepped`.
+        Called at the end of each micro-batch; the result counts if the optimizer has `stepped`.
         """
         ...
 
     def measured(self, trainer: Trainer, window: Window) -> dict[str, float]:
-        """This rank's columns of timings.csv; the same names on every rank."""
+        """Return this rank's columns of timings.csv, with the same names on every rank."""
         ...
 
 
 class StepLog(Callback):
-    """Writes step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer step.
+    """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer step.
 
-    What depends on the clock goes to timings.csv and to the other loggers, once a write: samples and tokens a second,
-    seconds a step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
+    Values that depend on the clock go to timings.csv and to the other loggers, once per write: samples and tokens per
+    second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
 
     Args:
-        csv: the file that every row goes to; the other loggers are the trainer's.
+        csv: receives every row, like the trainer's loggers.
         every_n_steps: optimizer steps between two writes; no row is left out.
-        global_batch_size: samples an optimizer step.
-        train_size: samples an epoch.
-        tokens_per_sample: None for data that are not tokens.
+        global_batch_size: samples per optimizer step.
+        train_size: samples per epoch.
+        tokens_per_sample: None if the data are not tokens.
 
     Attributes:
         last: the newest row that was written.
-        rate: samples a second over the rows of the newest write, all ranks together.
-        data_wait: share of their time.
-        monitors: others that add columns.
+        rate: samples per second of all ranks, over the rows of the newest write.
+        data_wait: as the column, over the same rows.
+        monitors: further sources of columns.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class StepLog(Callback):
         self.data_wait = 0.0
         self.monitors: list[Monitor] = []
         self.wait: DataWait | None = None
-        self.trained_samples = 0  # by this process, for the mean rate of the summary
+        self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
         self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr = 0.0
-        self._nan_told = False
+        self._warned_of_nan = False
         self._since = 0.0
 
     @classmethod
@@ -103,12 +103,12 @@ class StepLog(Callback):
         self.csv.held = dict(state_dict["row"])
 
     def resume(self, trainer: Trainer) -> None:
-        """Once a checkpoint is restored: later rows are dropped."""
+        """Drop the rows after the restored checkpoint."""
         self.csv.resume_from(trainer.global_step)
         self.timings.resume_from(trainer.global_step)
 
     def summary(self) -> dict[str, float]:
-        """The columns of timings.csv over all that this process trained: means over time; of memory, the most."""
+        """Return the columns of timings.csv over all steps of this process: time-weighted means, maxima for memory."""
         return self._totals.values()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,10 +117,10 @@ class StepLog(Callback):
         self.restart_clock()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loss = None  # of an epoch that ended with fewer micro-batches than a step has
+        self._loss = None  # left over from an epoch that ended within a global batch
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler moves it on
+        self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -155,7 +155,7 @@ class StepLog(Callback):
             self.flush(trainer)
 
     def flush(self, trainer: Trainer) -> None:
-        """Reduces, reads and writes the rows that wait. Called on all ranks together."""
+        """Reduce, read and write the pending rows. All ranks call it."""
         if not self._pending:
             return
         assert self.wait is not None
@@ -166,18 +166,18 @@ class StepLog(Callback):
         own = {"data_wait": waited / seconds}
         for monitor in self.monitors:
             own |= monitor.measured(trainer, window)
-        self.wait.marks.forget()
+        self.wait.marks.reset()
         ranks = self._read(trainer, rows, list(own.values()))
         self._warn_of_nan(trainer, rows)
-        together = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
+        over_all_ranks = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
 
-        self.rate, self.data_wait = samples / seconds, together["data_wait"]
+        self.rate, self.data_wait = samples / seconds, over_all_ranks["data_wait"]
         self.trained_samples += samples
         self.trained_seconds += seconds
         timing = {"seconds_per_step": seconds / len(rows), "samples_per_second": self.rate}
         if self.tokens_per_sample is not None:
             timing["tokens_per_second"] = self.rate * self.tokens_per_sample
-        timing |= together
+        timing |= over_all_ranks
         self._totals.add(timing, window=window)
         if trainer.is_global_zero and (problem := self._watch.problem(trainer, window, waits=ranks[0])):
             log.warning("%s", problem[0].upper() + problem[1:])
@@ -185,7 +185,7 @@ class StepLog(Callback):
         self._since = time.perf_counter()
 
     def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
-        """Puts numbers for the tensors in `rows`, the ranks' mean for a loss; gives each of `own` by rank."""
+        """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank."""
         device = trainer.strategy.root_device
         cells = [(row, name) for row in rows for name, value in row.items() if isinstance(value, Tensor)]
         losses = [i for i, (_, name) in enumerate(cells) if name == "train/loss"]
@@ -194,7 +194,7 @@ class StepLog(Callback):
         mine = torch.tensor(own, dtype=torch.float32, device=device)
         everyones = mine[None]
         if trainer.world_size > 1:
-            # Each rank adds to a line of its own, so that no sum depends on how a collective cuts a tensor into pieces
+            # Each rank has a row of its own, so that no sum depends on how a collective splits a tensor
             table = torch.zeros(trainer.world_size, len(losses) + len(own), device=device)
             table[trainer.global_rank] = torch.cat([values[losses], mine])
             table = trainer.strategy.reduce(table, reduce_op="sum")
@@ -208,14 +208,14 @@ class StepLog(Callback):
         return [by_rank[i :: len(own)] for i in range(len(own))]
 
     def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        """Once: the run goes on, since one bad batch need not spoil it."""
+        """Warn once of a loss that is not finite. The run continues, since one bad batch may do no harm."""
         lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
-        if lost is not None and not self._nan_told:
-            self._nan_told = True
+        if lost is not None and not self._warned_of_nan:
+            self._warned_of_nan = True
             if trainer.is_global_zero:
                 log.warning(
                     "train/loss is %s at step %d. Look at that step's samples and the learning rate; debug=nan shows "
-                    "the operation.",
+                    "the operation that made it.",
                     lost["train/loss"],
                     lost["step"],
                 )
@@ -228,7 +228,7 @@ class StepLog(Callback):
         self.last = rows[-1]
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
-        if len(rows) < self.every_n_steps:  # before validation, a save or the end, which may come with an exception
+        if len(rows) < self.every_n_steps:  # before validation, a save or the end
             self.timings.flush()
         for logger in trainer.loggers:
             if logger is not self.csv:
@@ -247,7 +247,7 @@ class StepLog(Callback):
             self.flush(trainer)
 
     def restart_clock(self) -> None:
-        """Leaves what was done since the last write (validation, saving) out of the rate."""
+        """Exclude what was done since the last write (validation, saving) from the rate."""
         self._since = time.perf_counter()
         if self.wait is not None:
             self.wait.clear()

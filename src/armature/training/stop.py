@@ -1,4 +1,4 @@
-"""Signals and deadlines that end a run between two steps, on all ranks together."""
+"""End a run between two steps, on all ranks together, after a signal or at a deadline."""
 
 import os
 import signal
@@ -12,33 +12,32 @@ from armature.parallel import process_group
 from armature.parallel.process_group import Vote
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-# why a run stops; where ranks have several reasons, the last in this list is the run's
+# Why a run stops. If ranks have different reasons, the one that comes last here counts
 REASONS = ("", "max_time", "time_limit", "SIGTERM", "SIGUSR1", "SIGINT")
 
-
-# After so many votes in a row on steps of less than so many microseconds, so many steps share a vote
-SHORT_VOTES, SHORT, STEPS_TOGETHER = 100, 10_000, 10
-UNKNOWN = 10**12  # microseconds a step
+# After SHORT_VOTES consecutive votes on steps under SHORT_MICROSECONDS, vote only every STEPS_PER_VOTE steps
+SHORT_VOTES, SHORT_MICROSECONDS, STEPS_PER_VOTE = 100, 10_000, 10
+UNKNOWN_MICROSECONDS = 10**12
 
 
 class StoppedBySignal(Exception):
-    """Ends training, validation or test when a signal or a deadline came; the ranks raise it together."""
+    """Raised by all ranks together to end training, validation or test after a signal or at a deadline."""
 
 
 class StopOnSignal(Callback):
-    """A signal sets a flag and nothing else. The ranks agree on it after each optimizer step and stop together.
+    """Let a signal set a flag only; the ranks vote on it after each optimizer step and stop together.
 
-    What a handler does in the middle of a step can meet a collective that another rank never enters. Where there are
-    several ranks they stop one step after the signal, since a vote is read when the next one is cast and nobody waits
-    for it. Ten steps share a vote where they are so short that one after each would be felt (a vote of two ranks on
-    busy CPUs took 0.2 to 0.7 ms): less than 10 ms, a hundred times running. A second Ctrl-C ends the process at once.
+    A handler that acts in the middle of a step may enter a collective that another rank never enters. Several ranks
+    stop one step after the signal: a vote is read when the next one is cast, so nobody waits for it. A vote of two
+    ranks on busy CPUs took 0.2 to 0.7 ms, so ten steps share one if a hundred in a row took less than 10 ms each.
+    A second Ctrl-C ends the process at once.
 
     Args:
-        max_seconds: of training, over all restarts; None: no limit.
-        deadline: Unix time at which to stop, so many minutes before a scheduler would.
+        max_seconds: training time over all restarts; None: no limit.
+        deadline: Unix time at which to stop, some minutes before the scheduler's limit.
 
     Attributes:
-        received: what ends the run, one of REASONS, on every rank once they agreed. None while nothing does.
+        received: what ends the run, one of REASONS, once all ranks agree on it; None until then.
     """
 
     def __init__(self, *, max_seconds: float | None = None, deadline: float | None = None) -> None:
@@ -47,14 +46,14 @@ class StopOnSignal(Callback):
         self._flag = 0
         self._previous: dict[int, Any] = {}
         self._vote = Vote()
-        self._steps, self._every = 0, 1  # votes are cast every so many steps: the same number on every rank
+        self._steps, self._every = 0, 1  # steps per vote: the same number on every rank
         self._short_votes = 0
-        self._since: float | None = None  # the training step that was voted on last
-        self._seconds_before = 0.0  # trained by the processes that this one goes on from
+        self._since: float | None = None  # time of the last vote during training
+        self._seconds_before = 0.0  # training time of earlier processes of this run
         self._started: float | None = None
 
     def install(self) -> None:
-        """Takes the handlers over. Called before the Trainer's own set-up, which is not to be torn apart either."""
+        """Install the handlers. Called before the Trainer is set up, which a signal must not interrupt either."""
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
 
@@ -67,7 +66,7 @@ class StopOnSignal(Callback):
         if number == signal.SIGINT and self._flag == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        self._flag = self._flag or number  # the first: an agent passes a scheduler's USR1 on as a TERM
+        self._flag = self._flag or number  # the first one: an agent forwards a scheduler's USR1 as a TERM
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self._seconds()}
@@ -87,10 +86,10 @@ class StopOnSignal(Callback):
             return REASONS.index("max_time")
         return 0
 
-    def _end_if_agreed(self, microseconds_a_step: int = UNKNOWN) -> None:
+    def _end_if_agreed(self, microseconds_per_step: int = UNKNOWN_MICROSECONDS) -> None:
         if self.received is None:
-            reason, slowest = self._vote(self._own_reason(), microseconds_a_step)
-            self._short_votes = self._short_votes + 1 if 0 < slowest < SHORT else 0
+            reason, slowest = self._vote(self._own_reason(), microseconds_per_step)
+            self._short_votes = self._short_votes + 1 if 0 < slowest < SHORT_MICROSECONDS else 0
             if reason:
                 self._vote.finish()
                 self.received = REASONS[reason]
@@ -100,30 +99,30 @@ class StopOnSignal(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.monotonic()
         self._end_if_agreed()
-        self._end_if_agreed()  # the second call knows what came during the start
+        self._end_if_agreed()  # the second vote sees what arrived during the start
 
     def step_ended(self, trainer: Trainer) -> None:
-        """Not should_stop: Lightning would validate before it stops."""
+        """Vote. Not through trainer.should_stop, after which Lightning would validate first."""
         self._steps += 1
         if self._steps % self._every:
             return
         now, before = time.monotonic(), self._since
         self._since = now
-        self._end_if_agreed(UNKNOWN if before is None else round((now - before) / self._every * 1e6))
+        self._end_if_agreed(UNKNOWN_MICROSECONDS if before is None else round((now - before) / self._every * 1e6))
         short = self._short_votes >= SHORT_VOTES and process_group.ranks() > 1
-        self._every = STEPS_TOGETHER if short else 1
+        self._every = STEPS_PER_VOTE if short else 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._vote.finish()
 
     def _stop_evaluation(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._since = None  # its batches say nothing of a step's length
+        self._since = None  # evaluation batches say nothing about the length of a step
         self._end_if_agreed()
 
     on_validation_batch_end = on_test_batch_end = _stop_evaluation
 
 
 def deadline_of_the_job() -> float | None:
-    """When the launcher wants the run to stop, as Unix time."""
+    """Return the Unix time at which the launcher wants the run to stop, or None."""
     value = os.environ.get("ARMATURE_DEADLINE")
     return float(value) if value else None

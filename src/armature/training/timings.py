@@ -1,4 +1,4 @@
-"""What the clock says of a run: how fast it is, and how long it waits for data. None of it belongs into metrics.csv."""
+"""Measure how fast a run is and how long it waits for data: values that depend on the clock (timings.csv)."""
 
 import math
 import time
@@ -14,14 +14,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from armature import hardware
 from armature.training.metrics_csv import MetricsCSV
 
-TOO_LONG = 0.05  # share of the time that waiting for data may take before it is told
-UNAVOIDABLE = 1e-3  # seconds a batch: handing one over from another process takes as long
-WARM_UP = 20  # steps: caches fill, kernels are chosen, processes start
+MAX_DATA_WAIT = 0.05  # share of the time; a longer wait for data is reported
+UNAVOIDABLE_SECONDS = 1e-3  # per batch: receiving one from another process takes as long
+WARM_UP_STEPS = 20  # caches fill, kernels are chosen, processes start
 
 
 @dataclass(frozen=True)
 class Window:
-    """The optimizer steps between two writes, as this rank saw them. Times are in seconds, all steps together."""
+    """The optimizer steps between two writes, on this rank. Times are seconds summed over the steps."""
 
     steps: int
     samples: int  # of all ranks
@@ -30,9 +30,9 @@ class Window:
 
 
 class TimingsCSV(MetricsCSV):
-    """timings.csv: a row for each write, beside metrics.csv, which has no value that depends on the clock.
+    """timings.csv: a row per write, beside metrics.csv.
 
-    The file is written once a second at most, since opening it takes longer than a short step.
+    The file is written at most once per second, since opening it takes longer than a short step.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -55,9 +55,9 @@ class TimingsCSV(MetricsCSV):
 
 
 class Marks:
-    """Points in time on the device's own clock. A GPU works behind the host: its points are read when they are past.
+    """Points in time on the device's own clock. A GPU lags behind the host, so its marks are read later.
 
-    `mark` costs a microsecond or two, and waits for nothing.
+    `mark` takes one or two microseconds and never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,24 +75,24 @@ class Marks:
         return event
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Between two marks, once `settle` was called after them."""
+        """Return the time between two marks. Call `settle` first."""
         return first.elapsed_time(second) / 1e3 if self._on_gpu else second - first
 
     def settle(self) -> None:
-        """Waits until the device has come to the newest mark."""
+        """Wait until the device has reached the newest mark."""
         if self._used:
             self._events[self._used - 1].synchronize()
 
-    def forget(self) -> None:
-        """Marks made until now may be used again."""
+    def reset(self) -> None:
+        """Reuse the marks made so far."""
         self._used = 0
 
 
 class DataWait:
-    """How long the device had nothing to do because the next batch was not there.
+    """How long the device was idle because the next batch was not ready.
 
-    On a CPU that is the time in the loader's `next`. While a GPU still works through what it was given, a loader that
-    takes its time costs nothing: there it is the time in `next`, but at most what the GPU stood idle for.
+    On a CPU that is the time in the loader's `next`. On a GPU it is the time in `next`, but at most the time for which
+    the GPU was idle: a slow loader costs nothing while the GPU still has work.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -101,7 +101,7 @@ class DataWait:
         self._fetching = 0.0  # seconds in the loader's `next`
         self._began = 0.0
         self._waited = 0.0
-        self._last: Any = None  # where the device came to the end of the batch before
+        self._last: Any = None  # when the device reached the end of the batch before
         self._gaps: list[tuple[Any, Any, float]] = []
 
     def fetch_started(self) -> None:
@@ -113,18 +113,18 @@ class DataWait:
             self._note_gap()
 
     def _note_gap(self) -> None:
-        if self._last is None:  # it had nothing to do before
+        if self._last is None:  # the device had no work before
             self._waited += self._fetching
         else:
             self._gaps.append((self._last, self.marks.mark(), self._fetching))
         self._fetching = 0.0
 
     def batch_ended(self) -> None:
-        """On a GPU only."""
+        """Mark the end of a batch, on a GPU only."""
         self._last = self.marks.mark()
 
     def read(self) -> float:
-        """Seconds since the last call. On a GPU it waits for the end of the step."""
+        """Return the seconds waited since the last call. On a GPU, wait for the end of the step."""
         self.marks.settle()
         waited = self._waited + self._fetching
         for end, start, fetching in self._gaps:
@@ -133,29 +133,29 @@ class DataWait:
         return waited
 
     def clear(self) -> None:
-        """Forgets what was waited since the last call of `read`."""
+        """Discard the time waited since the last call of `read`."""
         self._gaps, self._last, self._fetching, self._waited = [], None, 0.0, 0.0
 
 
 class DataWaitWarning:
-    """Warns once, on rank 0, where waiting for data takes more than 5% of the time, and says what to do.
+    """Warn once, on rank 0, if waiting for data takes more than 5% of the time, and say what to type.
 
     Attributes:
-        steps: judged so far.
+        steps: optimizer steps seen so far.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self._since = [0.0, 0.0, 0]  # seconds, of which waiting, steps: since they were last judged
+        self._since = [0.0, 0.0, 0]  # seconds, seconds of waiting, steps: since the last check
         self._warned = False
 
     def problem(self, trainer: Trainer, window: Window, *, waits: list[float]) -> str | None:
-        """What to tell the user after this window, if anything.
+        """Return the warning that this window calls for, or None.
 
         Args:
             waits: share of the time that each rank waits.
         """
-        warm = self.steps >= WARM_UP
+        warm = self.steps >= WARM_UP_STEPS
         self.steps += window.steps
         if self._warned or not warm:
             return None
@@ -163,25 +163,25 @@ class DataWaitWarning:
         for i, value in enumerate((window.seconds, waits[worst] * window.seconds, window.steps)):
             self._since[i] += value
         seconds, waited, steps = self._since
-        if steps < WARM_UP or seconds < 0.5:
+        if steps < WARM_UP_STEPS or seconds < 0.5:
             return None
         self._since = [0.0, 0.0, 0]
         batches = steps * trainer.accumulate_grad_batches
-        if waited / seconds <= TOO_LONG or waited / batches < UNAVOIDABLE:
+        if waited / seconds <= MAX_DATA_WAIT or waited / batches < UNAVOIDABLE_SECONDS:
             return None
         self._warned = True
         rank = f"rank {worst} waits" if len(waits) > 1 else "the model waits"
         return (
-            f"{rank} for data {waited / seconds:.0%} of the time, {waited / batches * 1e3:.3g} ms a batch. "
+            f"{rank} for data {waited / seconds:.0%} of the time, {waited / batches * 1e3:.3g} ms per batch. "
             + remedy(trainer, wait=waited / batches, work=(seconds - waited) / batches)
         )
 
 
 def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
-    """What to type against waiting for data.
+    """Return what to type against waiting for data.
 
     Args:
-        wait, work: seconds a batch.
+        wait, work: seconds per batch.
     """
     cpus = hardware.cpu_count() // max(1, trainer.num_devices)
     datamodule: Any = getattr(trainer, "datamodule", None)
@@ -189,7 +189,7 @@ def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
     key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
     workers = getattr(loader, "num_workers", 0)
     cheaper = (
-        "make a sample cost less: decode, resize or tokenize once, store the result on a local disk and only read it "
+        "make samples cheaper: decode, resize or tokenize once, store the result on a local disk and only read it "
         "while training"
     )
     enough = max(workers + 1, math.ceil(1.5 * wait / work)) if not workers else 2 * workers
@@ -197,19 +197,19 @@ def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
     if more <= workers:
         return f"All {cpus} CPUs of a rank load data already ({key}={workers}), so {cheaper}."
     if not workers:
-        return f"Type {key}={more}: as many processes then prepare batches ahead."
-    return f"Type {key}={more} instead of {workers}. Where that does not help, {cheaper}."
+        return f"Type {key}={more}: that many processes then prepare batches ahead."
+    return f"Type {key}={more} instead of {workers}. If that does not help, {cheaper}."
 
 
 class Totals:
-    """Means over a run, weighted by time; of memory, the largest. Without the warm-up, in runs that outlast it."""
+    """Time-weighted means over a run, and the maximum for memory; without the warm-up in runs that outlast it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
         self._steps = 0
 
     def add(self, values: dict[str, float], *, window: Window) -> None:
-        if self._steps < WARM_UP:
+        if self._steps < WARM_UP_STEPS:
             self._sums.clear()
         self._steps += window.steps
         for name, value in values.items():
@@ -225,5 +225,5 @@ class Totals:
 
 
 def over_ranks(name: str, values: list[float]) -> float:
-    """What the ranks' values are together: a step waits for the slowest rank, and fails on the fullest one."""
+    """Combine the ranks' values: a step waits for the slowest rank and fails on the fullest one."""
     return max(values) if name == "data_wait" or name.startswith("memory/") else sum(values) / len(values)
