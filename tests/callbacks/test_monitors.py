@@ -146,7 +146,7 @@ def test_the_warning_names_the_remedy_once(monkeypatch):
     assert "Type data.num_workers=4 instead of 2." in text
     assert "decode, resize or tokenize once" in text
     (text,) = judged(waiting(num_workers=4, devices=2), wait=0.06)
-    assert "All 4 CPUs of a rank load data already (data.num_workers=4), so make a sample cost less" in text
+    assert "All 4 CPUs of a rank load data already (data.num_workers=4), so make samples cheaper" in text
     (text,) = judged(waiting(accumulate=4), wait=0.06, waits=[0.1, 0.6])
     assert text.startswith("rank 1 waits for data 60% of the time, 15 ms per batch.")
 
