@@ -108,7 +108,7 @@ def train(layout: str) -> list[list]:
     optimizer = Muon([{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1)
     counted = []
     if layout != "alone":
-        optimizer.matrices = DistributedMatrices(torch.distributed.group.WORLD if layout == "ddp" else None)
+        optimizer.matrix_work = DistributedMatrices(torch.distributed.group.WORLD if layout == "ddp" else None)
         work = muon.orthogonalize
         muon.orthogonalize = lambda matrix, **kwargs: counted.append(matrix.shape) or work(matrix, **kwargs)
     for step in range(3):

@@ -62,7 +62,7 @@ def evaluate(model: Decoder, batch: int) -> None:
 @pytest.mark.parametrize("recomputation", ["none", "every"])
 def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, recomputation: str) -> None:
     model = Decoder(**SMALL, dropout=0.1)
-    blocks.recompute(model.blocks.values(), mode=recomputation)
+    blocks.checkpoint_activations(model.blocks.values(), mode=recomputation)
     blocks.compile_forward(model.blocks.values())
     train(model, 8)
     assert count() == 1
@@ -120,7 +120,7 @@ def test_what_is_compiled_is_kept_beside_corpora_unless_the_user_says_where(tmp_
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     for before, after in ((default_cache_dir(), str(tmp_path / "inductor")), ("/mine", "/mine")):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
-        blocks.keep_what_is_compiled()
+        blocks.set_compile_cache_dir()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == after
 
 

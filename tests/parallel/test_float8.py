@@ -20,7 +20,7 @@ JOBS = {
 def test_only_linears_whose_sizes_fit_multiply_in_float8() -> None:
     model = Decoder(vocab_size=96, context=16, width=32, layers=1, heads=2, ffn_hidden=40)
     names = [name for name, _ in model.named_parameters()]
-    blocks.to_float8(model.blocks.values(), float8="emulate")
+    blocks.convert_to_float8(model.blocks.values(), float8="emulate")
     found = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
     assert found == {f"blocks.0.attention.{name}" for name in "qkvo"}
     assert [name for name, _ in model.named_parameters()] == names

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.parallel.split import SCHEDULES, balanced, bubble_share, stages_of_rank
+from armature.parallel.split import SCHEDULES, balance_blocks, bubble_share, stages_of_rank
 
 
 @given(
@@ -16,7 +16,7 @@ from armature.parallel.split import SCHEDULES, balanced, bubble_share, stages_of
 def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], stages: int, first: int, last: int) -> None:
     if len(costs) < stages:
         with pytest.raises(ValueError, match="cannot fill"):
-            balanced(costs, stages=stages)
+            balance_blocks(costs, stages=stages)
         return
 
     def dearest(sizes: list[int]) -> int:
@@ -29,7 +29,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], stages: int,
     def cuts(n: int, parts: int) -> list[list[int]]:
         return [[n]] if parts == 1 else [[k, *rest] for k in range(1, n - parts + 2) for rest in cuts(n - k, parts - 1)]
 
-    sizes = balanced(costs, stages=stages, first=first, last=last)
+    sizes = balance_blocks(costs, stages=stages, first=first, last=last)
     assert sum(sizes) == len(costs)
     assert min(sizes) >= 1
     assert dearest(sizes) == min(dearest(other) for other in cuts(len(costs), stages))

@@ -103,17 +103,17 @@ def test_an_epoch_may_end_with_fewer_micro_batches():
 )
 def test_batches_without_classes_are_left_alone(batch):
     weights, loss = TargetWeights(), torch.tensor(2.0)
-    weights.begin(batch)
-    assert weights.multiply(loss, micro_batches=2, ranks=1) is loss
-    assert weights.scale(micro_batches=2, ranks=1) is None
+    weights.count_batch(batch)
+    assert weights.weight_loss(loss, micro_batches=2, ranks=1) is loss
+    assert weights.gradient_scale(micro_batches=2, ranks=1) is None
 
 
 def test_a_step_without_any_target_changes_nothing():
     weights, loss = TargetWeights(), torch.zeros((), requires_grad=True)
     for _ in range(2):
-        weights.begin({"targets": torch.full((4,), -100)})
-        weighed = weights.multiply(loss, micro_batches=2, ranks=1)
-    scale = weights.scale(micro_batches=2, ranks=1)
+        weights.count_batch({"targets": torch.full((4,), -100)})
+        weighed = weights.weight_loss(loss, micro_batches=2, ranks=1)
+    scale = weights.gradient_scale(micro_batches=2, ranks=1)
     assert scale is not None
     assert torch.isfinite(scale)
     assert (weighed * scale).item() == 0
@@ -122,10 +122,10 @@ def test_a_step_without_any_target_changes_nothing():
 def test_a_micro_batch_that_is_skipped_counts_nothing():
     weights = TargetWeights()
     for goes_backward, targets in ((True, 1024), (False, 512)):
-        weights.begin({"targets": torch.zeros(targets, dtype=torch.long)})
+        weights.count_batch({"targets": torch.zeros(targets, dtype=torch.long)})
         if goes_backward:
-            weights.multiply(torch.tensor(2.0), micro_batches=2, ranks=1)
-    assert weights.scale(micro_batches=2, ranks=1) == 2.0
+            weights.weight_loss(torch.tensor(2.0), micro_batches=2, ranks=1)
+    assert weights.gradient_scale(micro_batches=2, ranks=1) == 2.0
 
 
 def test_hooks_see_the_loss_that_the_task_gave(monkeypatch):

@@ -31,7 +31,7 @@ class Stack(nn.Module):
 )  # fmt: skip
 def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list[int]) -> None:
     model = Stack(blocks)
-    units = apply.units_of(model, Plan(), min_num_params=at_least)
+    units = apply.sharding_units(model, Plan(), min_num_params=at_least)
     assert [len(unit) for unit in units] == sizes
     if sizes:
         assert [block for unit in units for block in unit] == list(model.blocks.children())
