@@ -75,7 +75,7 @@ class DistributedMatrices:
         if len(sharded) != 1:
             return None, None
         axis, placement = sharded[0]
-        if type(placement) is not Shard:  # a subclass orders the shards in another way
+        if type(placement) is not Shard:  # partial sums, or strided shards
             return None, None
         return mesh.get_group(axis), placement.dim
 
