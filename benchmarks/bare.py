@@ -42,10 +42,10 @@ def train(
     if strategy == "fsdp":
         shard(model, repeated, bf16=job.precision.startswith("bf16"))
     optimizer = parts.optimizer_of(job, model)
-    if strategy == "fsdp" and hasattr(optimizer, "matrices"):
+    if strategy == "fsdp" and hasattr(optimizer, "matrix_work"):
         from armature.parallel.distributed_matrices import DistributedMatrices
 
-        optimizer.matrices = DistributedMatrices()  # Muon needs whole matrices; AdamW does not  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.matrix_work = DistributedMatrices()  # Muon needs whole matrices; AdamW does not  # pyright: ignore[reportAttributeAccessIssue]
     schedule = parts.schedule_of(job, optimizer)
     parameters = list(model.parameters())
     network = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if strategy == "ddp" else model

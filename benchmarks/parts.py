@@ -43,8 +43,8 @@ def model_of(job: Job) -> nn.Module:
     if job.compile != "none" or job.activation_checkpointing != "none" or job.float8:
         from armature.parallel import blocks
 
-        blocks.to_float8(blocks_of(model), float8=job.float8)
-        blocks.recompute(blocks_of(model), mode=job.activation_checkpointing)
+        blocks.convert_to_float8(blocks_of(model), float8=job.float8)
+        blocks.checkpoint_activations(blocks_of(model), mode=job.activation_checkpointing)
         if job.compile != "none":
             compiled = blocks_of(model) if job.compile == "block" else [model]
             blocks.compile_forward(compiled, mode=job.compile_mode)

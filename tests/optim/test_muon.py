@@ -80,16 +80,17 @@ def test_precision_decides_the_type_of_the_iteration():
 
 
 def train(layout: str) -> list[list]:
-    """Weights after three steps. Every rank sees the same batch, large enough for gradients of full rank.
+    """Return the weights after three steps, and the number of matrices that this rank orthogonalized per step.
 
-    The iteration multiplies the smallest singular values, which are rounding otherwise, by hundreds.
+    Every rank sees the same batch, which is large enough for gradients of full rank: the iteration multiplies the
+    smallest singular values, which would otherwise be rounding errors, by hundreds.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # of the same shape: more than ranks, and not a multiple
+    sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # more matrices of one shape than ranks, and no multiple
     layers = [torch.nn.Linear(*size, bias=size[0] == 16) for size in sizes]
     model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.GELU())))
     if layout == "fsdp × tensor":
@@ -108,7 +109,7 @@ def train(layout: str) -> list[list]:
     optimizer = Muon([{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1)
     counted = []
     if layout != "alone":
-        optimizer.matrices = DistributedMatrices(torch.distributed.group.WORLD if layout == "ddp" else None)
+        optimizer.matrix_work = DistributedMatrices(torch.distributed.group.WORLD if layout == "ddp" else None)
         work = muon.orthogonalize
         muon.orthogonalize = lambda matrix, **kwargs: counted.append(matrix.shape) or work(matrix, **kwargs)
     for step in range(3):
@@ -128,9 +129,9 @@ def train(layout: str) -> list[list]:
         ("fsdp × tensor", 4, 5),
     ],
 )  # fmt: skip
-def test_divided_work_takes_the_same_steps_as_one_process(layout, ranks, most):
+def test_shared_work_takes_the_same_steps_as_one_process(layout, ranks, most):
     expected = train("alone")
     for *weights, count in on_ranks(train, layout, ranks=ranks):
-        assert count <= most, "of five matrices a step, a rank should do its share"
+        assert count <= most, "a rank should orthogonalize only its share of the five matrices per step"
         for got, alone in zip(weights, expected, strict=False):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)

@@ -235,8 +235,8 @@ def _fit(job: Job) -> Run:
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
             loss = outputs["loss"].detach().clone().float()
-            if trainer.strategy.target_weights.current is not None:
-                loss = loss * trainer.strategy.target_weights.current
+            if trainer.strategy.target_weights.batch_targets is not None:
+                loss = loss * trainer.strategy.target_weights.batch_targets
             loss = trainer.strategy.reduce(loss)
             self.sum += float(loss) * trainer.accumulate_grad_batches / job.accumulate
             if (batch_idx + 1) % job.accumulate == 0:

@@ -1,4 +1,4 @@
-"""Blocks are compiled once for training and once for evaluation, and what is compiled is found by the next run."""
+"""Blocks are compiled once for training and once for evaluation, and the next run reuses the compiled code."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from armature.parallel import blocks
 from tests import running
 from tests.parallel.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 
-# torch's own tracing looks at .grad of what is no leaf, and otherwise keeps to itself what that says
+# torch's own tracing reads .grad of tensors that are not leaves, and causes this warning
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 SMALL = {"vocab_size": 97, "context": 16, "width": 32, "layers": 6, "heads": 4}
 
 
 def graphs() -> int:
-    """How many have been compiled in this process."""
+    """Return how many graphs have been compiled in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def without_inductor() -> Callable[..., Any]:
-    """torch.compile whose graphs run as they are: what is compiled, and when, is decided before that."""
+    """Return a torch.compile that traces as usual, but runs the graphs without compiling them."""
 
     def compiled(function: Callable[..., Any], *, mode: str) -> Callable[..., Any]:
         return make(function, backend="eager")
@@ -59,10 +59,10 @@ def evaluate(model: Decoder, batch: int) -> None:
         model.eval()(ids[:, :-1], ids[:, 1:])
 
 
-@pytest.mark.parametrize("recomputation", ["none", "every"])
-def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, recomputation: str) -> None:
+@pytest.mark.parametrize("mode", ["none", "every"])
+def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mode: str) -> None:
     model = Decoder(**SMALL, dropout=0.1)
-    blocks.recompute(model.blocks.values(), mode=recomputation)
+    blocks.checkpoint_activations(model.blocks.values(), mode=mode)
     blocks.compile_forward(model.blocks.values())
     train(model, 8)
     assert count() == 1
@@ -70,12 +70,12 @@ def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, rec
     for _ in range(3):
         for _ in range(2):  # micro-batches
             train(model, 8)
-        for batch in (32, 32, 5):  # the last batch of an evaluation is a partial one
+        for batch in (32, 32, 5):  # the last batch of an evaluation may be smaller
             evaluate(model, batch)
     assert count() == 2
 
 
-def test_a_new_shape_would_be_counted(count) -> None:
+def test_a_new_shape_is_counted_as_a_new_graph(count) -> None:
     model = Decoder(**SMALL)
     blocks.compile_forward(model.blocks.values())
     for batch in (8, 6):
@@ -108,24 +108,24 @@ def test_a_fit_compiles_twice_however_long_it_is(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_pipeline_compiles_once_for_its_blocks() -> None:
+def test_a_pipeline_stage_compiles_once_for_all_its_blocks() -> None:
     job = LAYOUTS["pipeline 2, 1f1b"]
     job = replace(job, options={**job.options, "compile": "block"})
     assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [1, 1]
 
 
-def test_what_is_compiled_is_kept_beside_corpora_unless_the_user_says_where(tmp_path, monkeypatch) -> None:
+def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(tmp_path, monkeypatch) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     for before, after in ((default_cache_dir(), str(tmp_path / "inductor")), ("/mine", "/mine")):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
-        blocks.keep_what_is_compiled()
+        blocks.set_compile_cache_dir()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == after
 
 
 @pytest.mark.slow
-def test_the_next_run_compiles_nothing_anew(tmp_path: Path) -> None:
+def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
     train = partial(
         running.train, "strategy.compile=block", cwd=tmp_path, corpus=running.write_corpus(tmp_path / "text"),
         ARMATURE_CACHE=str(tmp_path / "cache"),

@@ -1,4 +1,4 @@
-"""Matrix products in float8, emulated: what a GPU would compute, within its rounding, under every strategy that may."""
+"""Matrix products in emulated float8: the same as on a GPU, within its rounding, under every supported strategy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ JOBS = {
 }
 
 
-def test_only_linears_whose_sizes_fit_multiply_in_float8() -> None:
+def test_only_linears_with_multiples_of_16_multiply_in_float8() -> None:
     model = Decoder(vocab_size=96, context=16, width=32, layers=1, heads=2, ffn_hidden=40)
     names = [name for name, _ in model.named_parameters()]
-    blocks.to_float8(model.blocks.values(), float8="emulate")
+    blocks.convert_to_float8(model.blocks.values(), float8="emulate")
     found = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
     assert found == {f"blocks.0.attention.{name}" for name in "qkvo"}
     assert [name for name, _ in model.named_parameters()] == names
@@ -41,8 +41,8 @@ def test_float8_changes_the_loss_a_little(references) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
-def test_layouts_agree_within_float8s_rounding(references, name: str) -> None:
-    """Each rank scales by its own largest values, so its rounding is its own as well."""
+def test_layouts_agree_within_the_rounding_of_float8(references, name: str) -> None:
+    """Each rank scales by its own largest values, so ranks round differently."""
     far = difference(fit(JOBS[name]), references[True])
     assert far["loss"] < 1e-2, far
     assert far["weights"] < 5e-2, far

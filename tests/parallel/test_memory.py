@@ -1,4 +1,4 @@
-"""A sharded model is built without any rank ever holding all of it."""
+"""A sharded model is built without any rank ever holding the whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads"
 
 
 def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
-    """Bytes of the whole model, of its largest parameter, and by how much this rank's peak grew while it was built."""
+    """Return the bytes of the model, of its largest parameter, and by which building raised this rank's peak."""
     import torch
 
     from armature.models.decoder.model import Decoder

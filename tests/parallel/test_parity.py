@@ -42,7 +42,7 @@ def test_layout_trains_as_one_process_does(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"])
-def test_validation_agrees(name: str) -> None:
+def test_validation_loss_equals_one_process(name: str) -> None:
     job = replace(LAYOUTS[name], validate=True)
     run = assert_same(job)
     assert run.facts["val/loss"] == pytest.approx(_reference(job).facts["val/loss"], rel=TOLERANCE)
@@ -56,15 +56,15 @@ IGNORING = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IGNORING)
-def test_each_target_weighs_the_same_where_micro_batches_have_unequal_numbers(name: str) -> None:
+def test_each_target_has_the_same_weight_if_micro_batches_have_unequal_numbers(name: str) -> None:
     job = replace(LAYOUTS[name], ignore=True)
-    far = difference(fit(job), _reference(replace(job, accumulate=1)))  # the mean over all targets of a step
+    far = difference(fit(job), _reference(replace(job, accumulate=1)))  # the mean over all targets per step
     assert max(far.values()) <= TOLERANCE, far
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [{"clip": None}, {"clip": 1e-3, "clip_algorithm": "value"}], ids=["none", "value"])
-def test_targets_weigh_the_same_however_gradients_are_clipped(clip: dict) -> None:
+def test_targets_have_the_same_weight_under_any_clipping(clip: dict) -> None:
     job = replace(mesh(2, shard=2), ignore=True, **clip)
     far = difference(fit(job), _reference(replace(job, accumulate=1)))
     assert max(far.values()) <= TOLERANCE, far
@@ -79,7 +79,7 @@ def test_tied_embeddings_stay_tied(options: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}])
-def test_attention_within_documents_agrees(options: dict) -> None:
+def test_attention_within_documents_trains_as_one_process_does(options: dict) -> None:
     job = mesh(2, **options)
     assert_same(replace(job, model_args={**job.model_args, "document_token": 7}))
 
@@ -92,7 +92,7 @@ def test_vision_transformer_trains_under_every_axis(options: dict) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
-def test_clipping_by_value_agrees(options: dict) -> None:
+def test_clipping_by_value_trains_as_one_process_does(options: dict) -> None:
     assert_same(replace(mesh(2, **options), clip=1e-3, clip_algorithm="value"))
 
 
@@ -108,7 +108,7 @@ def test_a_model_without_a_plan_trains_and_its_batchnorm_sees_all_ranks(job: Job
     [Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, tensor=2), mesh(2, pipe=2), LAYOUTS["2×2×2"], LAYOUTS[DEEPSPEED]],
     ids=["ddp", "fsdp", "tensor", "pipeline", "3d", "deepspeed"],
 )
-def test_a_users_model_with_a_plan_of_ten_lines_trains_under_all(job: Job) -> None:
+def test_a_users_model_with_a_plan_of_ten_lines_trains_under_every_strategy(job: Job) -> None:
     assert_same(replace(job, model="tests.parallel.users.encoder.model.Encoder", model_args=ENCODER))
 
 
@@ -123,7 +123,7 @@ def test_a_users_model_with_a_plan_of_ten_lines_trains_under_all(job: Job) -> No
     ],
     ids=str,
 )  # fmt: skip
-def test_recomputation_changes_nothing(mode: str | int, options: dict) -> None:
+def test_activation_checkpointing_changes_nothing(mode: str | int, options: dict) -> None:
     assert_same(mesh(2, activation_checkpointing=mode, **options))
 
 
@@ -133,7 +133,7 @@ def test_compiled_blocks_change_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_default_optimizer_agrees_when_matrices_are_divided() -> None:
+def test_muon_trains_as_one_process_does_when_matrices_are_sharded() -> None:
     job = replace(LAYOUTS["fsdp 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
     assert_same(job)
 
@@ -150,7 +150,7 @@ def test_the_default_optimizer_agrees_when_matrices_are_divided() -> None:
         ("pipeline 2, 1f1b", "bf16-true"),
     ],
 )
-def test_bf16_agrees_within_its_rounding(name: str, precision: str) -> None:
+def test_bf16_equals_one_process_within_its_rounding(name: str, precision: str) -> None:
     assert_same(replace(LAYOUTS[name], precision=precision), tolerance=2e-2)
 
 
@@ -168,7 +168,7 @@ RESUMES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), RESUMES)
-def test_what_one_layout_saved_another_goes_on_from(saved: str, resumed: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_layout_resumes_under_another(saved: str, resumed: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "step=6")
     fit(replace(LAYOUTS[saved], steps=6, save=folder))
     assert_same(replace(LAYOUTS[resumed], resume=folder))
@@ -188,6 +188,6 @@ def test_averaged_weights_are_saved_and_resumed_under_any_layout(saved: str, res
 @pytest.mark.parametrize("name", ["fsdp 2", "hsdp 2×2", "fsdp 2 × tensor 2"])
 def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: str) -> None:
     job = LAYOUTS[name]
-    share = (job.options.get("tensor") or 1) * 2  # each of them shards over two
+    share = (job.options.get("tensor") or 1) * 2  # each axis has two ranks
     whole = _reference(job).facts["bytes"]
     assert fit(job).facts["bytes"] == pytest.approx(whole / share, rel=0.1)

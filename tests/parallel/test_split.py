@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.parallel.split import SCHEDULES, balanced, bubble_share, stages_of_rank
+from armature.parallel.split import SCHEDULES, balance_blocks, bubble_share, stages_of_rank
 
 
 @given(
@@ -13,13 +13,13 @@ from armature.parallel.split import SCHEDULES, balanced, bubble_share, stages_of
     first=st.integers(0, 60),
     last=st.integers(0, 60),
 )
-def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], stages: int, first: int, last: int) -> None:
+def test_no_other_split_has_a_cheaper_largest_stage(costs: list[int], stages: int, first: int, last: int) -> None:
     if len(costs) < stages:
         with pytest.raises(ValueError, match="cannot fill"):
-            balanced(costs, stages=stages)
+            balance_blocks(costs, stages=stages)
         return
 
-    def dearest(sizes: list[int]) -> int:
+    def most_expensive(sizes: list[int]) -> int:
         starts = [sum(sizes[:i]) for i in range(stages)]
         prices = [sum(costs[a : a + n]) for a, n in zip(starts, sizes, strict=True)]
         prices[0] += first
@@ -29,15 +29,15 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], stages: int,
     def cuts(n: int, parts: int) -> list[list[int]]:
         return [[n]] if parts == 1 else [[k, *rest] for k in range(1, n - parts + 2) for rest in cuts(n - k, parts - 1)]
 
-    sizes = balanced(costs, stages=stages, first=first, last=last)
+    sizes = balance_blocks(costs, stages=stages, first=first, last=last)
     assert sum(sizes) == len(costs)
     assert min(sizes) >= 1
-    assert dearest(sizes) == min(dearest(other) for other in cuts(len(costs), stages))
+    assert most_expensive(sizes) == min(most_expensive(other) for other in cuts(len(costs), stages))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_stage_is_held_once(schedule: str, ranks: int) -> None:
+def test_each_stage_is_held_by_one_rank(schedule: str, ranks: int) -> None:
     held = [stage for rank in range(ranks) for stage in stages_of_rank(rank, ranks=ranks, schedule=schedule)]
     assert sorted(held) == list(range(ranks * SCHEDULES[schedule][0]))
 

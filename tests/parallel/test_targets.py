@@ -1,4 +1,4 @@
-"""What a micro-batch weighs; that layouts agree is tests/parallel/test_parity.py's."""
+"""Weights of micro-batches with different numbers of targets; tests/parallel/test_parity.py compares layouts."""
 
 import lightning as L
 import pytest
@@ -65,7 +65,7 @@ def trained(task: type[Task], data: list[dict[str, torch.Tensor]], *, accumulate
 
 
 def together(data: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """A batch a step."""
+    """Return one batch per step instead of four micro-batches."""
     return [{key: torch.cat([b[key] for b in data[i : i + 4]]) for key in data[i]} for i in range(0, len(data), 4)]
 
 
@@ -74,12 +74,12 @@ def test_accumulation_is_the_mean_over_all_targets(task):
     torch.testing.assert_close(trained(task, batches(), accumulate=4), trained(task, together(batches()), accumulate=1))
 
 
-def test_it_matters_who_clips():
+def test_clipping_in_the_task_changes_the_result():
     one, other = (trained(task, together(batches()), accumulate=1) for task in (Task, ClipsByItself))
     assert not torch.allclose(one, other, atol=1e-3)
 
 
-def test_who_looks_at_gradients_sees_those_of_the_whole_step(monkeypatch):
+def test_a_hook_before_the_optimizer_step_sees_the_whole_steps_gradients(monkeypatch):
     monkeypatch.setattr(Looks, "seen", parts := [], raising=False)
     trained(Looks, batches(), accumulate=4)
     monkeypatch.setattr(Looks, "seen", whole := [])
@@ -87,48 +87,48 @@ def test_who_looks_at_gradients_sees_those_of_the_whole_step(monkeypatch):
     torch.testing.assert_close(parts, whole)
 
 
-def test_a_task_may_say_that_its_loss_is_no_mean_over_targets():
+def test_a_task_can_declare_that_its_loss_is_not_a_mean_over_targets():
     alone, plain = trained(Unweighed, batches(), accumulate=4), trained(Task, together(batches()), accumulate=1)
     assert not torch.allclose(alone, plain, atol=1e-2)
 
 
 def test_an_epoch_may_end_with_fewer_micro_batches():
     whole = [*together(batches())[:2], *together(batches())[2:3]]
-    whole[2] = {key: value[:8] for key, value in whole[2].items()}  # two of four
+    whole[2] = {key: value[:8] for key, value in whole[2].items()}  # two of four micro-batches
     torch.testing.assert_close(trained(Task, batches()[:10], accumulate=4), trained(Task, whole, accumulate=1))
 
 
 @pytest.mark.parametrize(
     "batch", [torch.zeros(3), {"inputs": torch.zeros(3)}, {"targets": torch.zeros(3)}], ids=["tensor", "none", "float"]
 )
-def test_batches_without_classes_are_left_alone(batch):
+def test_batches_without_class_targets_are_not_weighted(batch):
     weights, loss = TargetWeights(), torch.tensor(2.0)
-    weights.begin(batch)
-    assert weights.multiply(loss, micro_batches=2, ranks=1) is loss
-    assert weights.scale(micro_batches=2, ranks=1) is None
+    weights.count_batch(batch)
+    assert weights.weight_loss(loss, micro_batches=2, ranks=1) is loss
+    assert weights.gradient_scale(micro_batches=2, ranks=1) is None
 
 
 def test_a_step_without_any_target_changes_nothing():
     weights, loss = TargetWeights(), torch.zeros((), requires_grad=True)
     for _ in range(2):
-        weights.begin({"targets": torch.full((4,), -100)})
-        weighed = weights.multiply(loss, micro_batches=2, ranks=1)
-    scale = weights.scale(micro_batches=2, ranks=1)
+        weights.count_batch({"targets": torch.full((4,), -100)})
+        weighed = weights.weight_loss(loss, micro_batches=2, ranks=1)
+    scale = weights.gradient_scale(micro_batches=2, ranks=1)
     assert scale is not None
     assert torch.isfinite(scale)
     assert (weighed * scale).item() == 0
 
 
-def test_a_micro_batch_that_is_skipped_counts_nothing():
+def test_a_skipped_micro_batch_is_not_counted():
     weights = TargetWeights()
     for goes_backward, targets in ((True, 1024), (False, 512)):
-        weights.begin({"targets": torch.zeros(targets, dtype=torch.long)})
+        weights.count_batch({"targets": torch.zeros(targets, dtype=torch.long)})
         if goes_backward:
-            weights.multiply(torch.tensor(2.0), micro_batches=2, ranks=1)
-    assert weights.scale(micro_batches=2, ranks=1) == 2.0
+            weights.weight_loss(torch.tensor(2.0), micro_batches=2, ranks=1)
+    assert weights.gradient_scale(micro_batches=2, ranks=1) == 2.0
 
 
-def test_hooks_see_the_loss_that_the_task_gave(monkeypatch):
+def test_hooks_see_the_loss_that_the_task_returned(monkeypatch):
     given, seen = [], []
 
     class Watched(Task):

@@ -1,4 +1,4 @@
-"""What is gathered together under sharding, and for how long."""
+"""Which blocks are gathered together under sharding, and for how long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parallel.harness import DECODER, on_ranks
 
 
 class Stack(nn.Module):
-    """Blocks of 100 parameters, and an end of 10."""
+    """Blocks of 100 parameters each, and an end of 10."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -31,14 +31,17 @@ class Stack(nn.Module):
 )  # fmt: skip
 def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list[int]) -> None:
     model = Stack(blocks)
-    units = apply.units_of(model, Plan(), min_num_params=at_least)
+    units = apply.sharding_units(model, Plan(), min_num_params=at_least)
     assert [len(unit) for unit in units] == sizes
     if sizes:
         assert [block for unit in units for block in unit] == list(model.blocks.children())
 
 
 def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[float]]:
-    """Whether all weights are shards again after evaluation, also after training; and outputs of changed weights."""
+    """Return whether all weights are resharded after training and after evaluation, and the losses of two evaluations.
+
+    The weights are halved after each evaluation.
+    """
     from torch.distributed.tensor import DTensor
 
     from armature.models.decoder.model import Decoder
@@ -75,7 +78,7 @@ def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[f
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("min_num_params", [10_000, 8_000_000])
-def test_weights_that_change_after_an_evaluation_are_gathered_anew(min_num_params: int, tied: bool) -> None:
+def test_weights_that_change_after_an_evaluation_are_gathered_again(min_num_params: int, tied: bool) -> None:
     first, second = (on_ranks(evaluated_twice, size, tied, ranks=2) for size in (0, min_num_params))
     for after_training, after_evaluation, losses in second:
         assert after_training

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armature.callbacks.ema import local
-from armature.parallel import norms, process_group
+from armature.parallel import gradients, process_group
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Norms:
         if self._with_gradients:
             with_gradient = [i for i, weight in enumerate(self._weights.values()) if weight.grad is not None]
             weights = list(self._weights.values())
-            parts = [part for i in with_gradient for part in norms.local_gradients([weights[i]])]
+            parts = [part for i in with_gradient for part in gradients.local_gradients([weights[i]])]
             of_parts = self._of(trainer, parts, [self._groups[i] for i in with_gradient])
             strategy: Any = trainer.strategy
             scale = None if strategy.gradients_are_scaled else strategy.gradient_scale()
@@ -67,7 +67,7 @@ class Norms:
         """The columns of a step that has been made; empty between the steps that are due."""
         if not self._due(trainer.global_step):
             return {}
-        parts = norms.local_parts(self._weights.values())
+        parts = gradients.local_parts(self._weights.values())
         of_weights = self._of(trainer, parts, self._groups)
         self._columns["train/weight_norm"] = of_weights[-1]
         self._columns |= self._named("train/weight_norm", of_weights)
@@ -81,8 +81,8 @@ class Norms:
 
     def _of(self, trainer: L.Trainer, parts: list[tuple[Tensor, int]], groups: list[int]) -> Tensor:
         strategy: Any = trainer.strategy
-        return norms.norms(
-            parts, groups, count=len(self.parts), ranks=strategy.ranks_per_stage, divided=strategy.divided,
+        return gradients.norms(
+            parts, groups, count=len(self.parts), ranks=strategy.ranks_per_stage, sharded=strategy.divided,
             device=strategy.root_device,
         )  # fmt: skip
 

@@ -32,8 +32,8 @@ class Muon(Optimizer):
     square root of the width, then stays (arXiv:2310.17813).
 
     Attributes:
-        matrices: who orthogonalizes which matrix. A strategy of several ranks sets one that divides the work, and that
-            brings a matrix together which is cut over ranks.
+        matrix_work: who orthogonalizes which matrix. A strategy of several ranks sets one that divides the work and
+            gathers matrices that are sharded.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Muon(Optimizer):
         }
         params = carried_over(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
         super().__init__(params, defaults)
-        self.matrices: Any = LocalMatrices()
+        self.matrix_work: Any = LocalMatrices()
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         for group in self.param_groups:
             for param in group["params"]:
@@ -79,7 +79,7 @@ class Muon(Optimizer):
             if not params:
                 continue
             if group["hidden"]:
-                for together in self.matrices.rounds(params):
+                for together in self.matrix_work.rounds(params):
                     self._orthogonal_step([params[i] for i in together], group)
             else:
                 self._adamw_step(params, group)
@@ -95,7 +95,7 @@ class Muon(Optimizer):
             momentum = state["momentum_buffer"]
             momentum.lerp_(grad, 1 - group["momentum"])
             updates.append(grad.lerp(momentum, group["momentum"]).to(self._dtype))
-        updates = self.matrices.map(updates, partial(orthogonalize, steps=group["newton_schulz_steps"]))
+        updates = self.matrix_work.map(updates, partial(orthogonalize, steps=group["newton_schulz_steps"]))
         for param, update in zip(params, updates, strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
             param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
@@ -135,7 +135,7 @@ class LocalMatrices:
         if any(hasattr(matrix, "full_tensor") for matrix in matrices):
             raise TypeError(
                 "Muon needs whole matrices, and this one is cut over ranks. Our strategies see to that; in a loop of "
-                "your own, set optimizer.matrices = armature.parallel.distributed_matrices.DistributedMatrices()."
+                "your own, set optimizer.matrix_work = armature.parallel.distributed_matrices.DistributedMatrices()."
             )
         return [function(matrix) for matrix in matrices]
 

@@ -1,4 +1,4 @@
-"""Divides a model over a mesh as its plan says. The one place where all kinds of parallelism meet, in a fixed order."""
+"""Parallelize a model over a mesh as its plan says. All kinds of parallelism meet here, in one fixed order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from armature.models.plan import Plan
 from armature.parallel import blocks, initialization, pipeline, tensor, ties
+from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the strategy was asked for; its constructor says what each one means."""
+    """The options of `strategies.mesh.MeshStrategy`, whose constructor documents them, with every default resolved."""
 
     seed: int
     schedule: str
@@ -44,8 +44,14 @@ class Options:
 
 
 @dataclass
-class Applied:
-    """What has become of a model on this rank."""
+class ParallelizedModel:
+    """A model on this rank.
+
+    Attributes:
+        parts: one module per pipeline stage that this rank holds; without a pipeline, the model itself.
+        bubble_share: share of a step that the pipeline's schedule leaves idle; 0 without a pipeline.
+        runner: runs the pipeline's stages; None without a pipeline.
+    """
 
     parts: list[nn.Module]
     bubble_share: float = 0.0
@@ -54,86 +60,112 @@ class Applied:
 
 def parallelize(
     model: nn.Module, plan: Plan | None, mesh: DeviceMesh, options: Options, *, device: torch.device, prefix: str
-) -> Applied:
-    """Divide a model that is on the meta device, and give it its weights: only what this rank holds of them.
+) -> ParallelizedModel:
+    """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
     Args:
-        prefix: what stands before the model's names in the names that decide its initial weights ("model.").
+        mesh: with the axes pipe, replicate, shard and tensor.
+        device: where the weights go, unless they are offloaded to the CPU.
+        prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
 
     Raises:
-        ConfigError: where the plan does not fit the model.
+        ConfigError: if the plan does not fit the model.
     """
-    pipe, shard, tensor_axis = mesh["pipe"], mesh["replicate", "shard"], mesh["tensor"]
-    styles = tensor.matches(model, plan) if plan is not None else {}
-    sequence = options.sequence_parallel and plan is not None and plan.sequence is not None
-    applied = Applied(parts=[model])
-
+    styles = tensor.match_styles(model, plan) if plan is not None else {}
     # 1. pipeline split: each rank keeps the blocks and ends of its stages
-    stages = None
-    if pipe.size() > 1:
-        assert plan is not None
-        stages = pipeline.split(
-            model,
-            plan,
-            rank=pipe.get_local_rank(),
-            ranks=pipe.size(),
-            schedule=options.schedule,
-            by_hand=options.stages,
-        )
-        applied.parts = stages.parts
-
+    stages = _split(model, plan, mesh["pipe"], options)
+    parts = [model] if stages is None else stages.parts
     # 2. tensor: matrices, the vocabulary and its loss
-    whole: Callable[[Tensor], Tensor] | None = None
-    if tensor_axis.size() > 1:
-        tensor.parallelize(model, styles, mesh=tensor_axis, sequence_parallel=sequence)
-        if "logits" in styles.values():
-            whole = tensor.divide_loss(model, mesh=tensor_axis)
-            for part in applied.parts:
-                part.__dict__["loss"] = model.loss
-
+    unshard = _apply_tensor_axis(model, parts, plan, styles, mesh["tensor"], options)
     # 3. float8, 4. activation checkpointing, 5. compile
-    repeated = list(blocks_of(model, plan))
-    blocks.to_float8(repeated, float8=options.float8)
-    blocks.recompute(repeated, mode=options.activation_checkpointing)
+    repeated = repeated_blocks(model, plan)
+    blocks.convert_to_float8(repeated, float8=options.float8)
+    blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing)
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
-
-    # 6. shard: units of blocks, and one for each end
-    if shard.size() > 1:
-        for part in applied.parts:
-            shard_part(part, plan, mesh=shard if mesh["replicate"].size() > 1 else mesh["shard"], options=options)
-
-    # 7. materialize: only now is there memory for weights, and only for this rank's
+    # 6. shard: units of blocks, and one unit for each end
+    if mesh["replicate", "shard"].size() > 1:
+        for part in parts:
+            shard_parameters(part, plan, mesh=_data_mesh(mesh), options=options)
+    # 7. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
-
     # 8. initialize by name
     initialization.initialize_by_name(model, seed=options.seed, names=meta_names, prefix=prefix)
-
     # 9. pipeline schedule
     if stages is not None:
-        applied.runner = pipeline.Runner(
-            model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
-            microbatches=options.microbatches, whole_outputs=whole or torch.clone,
-        )  # fmt: skip
-        applied.bubble_share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)
-        pipeline.pipelined(model, applied.runner)
-    elif whole is not None:
-        tensor.gather_when_asked(model, whole)
-    return applied
+        return _schedule(model, stages, mesh["pipe"], options, device=device, unshard=unshard)
+    if unshard is not None:
+        tensor.gather_outputs(model, unshard)
+    return ParallelizedModel(parts=parts)
 
 
-def blocks_of(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
-    """The repeated blocks; the whole model is one where there is no plan."""
+def _split(model: nn.Module, plan: Plan | None, mesh: DeviceMesh, options: Options) -> pipeline.Stages | None:
+    if mesh.size() == 1:
+        return None
+    assert plan is not None
+    return pipeline.split(
+        model, plan, rank=mesh.get_local_rank(), ranks=mesh.size(), schedule=options.schedule,
+        block_counts=options.stages,
+    )  # fmt: skip
+
+
+def _apply_tensor_axis(
+    model: nn.Module,
+    parts: list[nn.Module],
+    plan: Plan | None,
+    styles: dict[str, str],
+    mesh: DeviceMesh,
+    options: Options,
+) -> Callable[[Tensor], Tensor] | None:
+    """Return a function that unshards the model's outputs, or None if they are not sharded."""
+    if mesh.size() == 1:
+        return None
+    sequence_parallel = options.sequence_parallel and plan is not None and plan.sequence is not None
+    tensor.shard_modules(model, styles, mesh=mesh, sequence_parallel=sequence_parallel)
+    if "logits" not in styles.values():
+        return None
+    unshard = tensor.shard_loss(model, mesh=mesh)
+    for part in parts:
+        part.__dict__["loss"] = model.loss
+    return unshard
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh for fully_shard: two axes replicate the shards too (HSDP), one axis only shards."""
+    return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+
+
+def _schedule(
+    model: nn.Module,
+    stages: pipeline.Stages,
+    mesh: DeviceMesh,
+    options: Options,
+    *,
+    device: torch.device,
+    unshard: Callable[[Tensor], Tensor] | None,
+) -> ParallelizedModel:
+    runner = pipeline.Runner(
+        model=model, stages=stages, group=mesh.get_group(), device=device, schedule=options.schedule,
+        microbatches=options.microbatches, unshard_outputs=unshard or torch.clone,
+    )  # fmt: skip
+    pipeline.install_runner(model, runner)
+    share = bubble_share(options.schedule, ranks=mesh.size(), microbatches=options.microbatches)
+    return ParallelizedModel(parts=stages.parts, bubble_share=share, runner=runner)
+
+
+def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
+    """Return the plan's blocks; without a plan, the whole model is the only block."""
     if plan is None:
         return [model]
     return list(model.get_submodule(plan.blocks).children())
 
 
-def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
-    """fully_shard (FSDP2) on units of blocks, on each end, and on what is left.
+def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
+    """Apply fully_shard (FSDP2) to units of blocks, to each end, and to all remaining parameters.
 
-    What backward begins with, the last end or what is left, stays gathered after forward. Where no backward follows,
-    nothing does: else a later forward would find the weights of an earlier one.
+    The unit that backward starts with, the last end or the remaining parameters, stays gathered after forward. Without
+    gradients everything is resharded after forward: no backward follows, and the next forward would otherwise use the
+    weights of this one.
     """
     arguments: dict[str, Any] = {
         "mesh": mesh,
@@ -141,31 +173,27 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": options.reshard_after_forward,
     }
-    kept = {**arguments, "reshard_after_forward": False}
+    stay_gathered = {**arguments, "reshard_after_forward": False}
     sharded = [model]
     if plan is None:
         log.warning(
-            "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. A plan.py "
-            "beside it that names its blocks would keep one block's weights at a time.",
+            "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "
+            "plan.py beside it that names its blocks, and each rank gathers the weights of one block at a time.",
             type(model).__name__,
         )
     else:
-        units = units_of(model, plan, min_num_params=options.min_num_params)
+        units = sharding_units(model, plan, min_num_params=options.min_num_params)
         for unit in units:
             fully_shard(unit, **arguments)
-        heads = [unit[0] for unit in units]
-        sharded += heads
-        for i, head in enumerate(heads):
-            ahead = heads[i + 1 : i + 1 + options.prefetch]
-            if options.prefetch > 1 and ahead and isinstance(head, FSDPModule):
-                head.set_modules_to_forward_prefetch(ahead)  # pyright: ignore[reportArgumentType]
+        sharded += [unit[0] for unit in units]
+        _prefetch([unit[0] for unit in units], count=options.prefetch)
         if units and not ties.find(model):
-            for ends, keep in ((plan.first, False), (plan.last, True)):
-                here = [module for end in ends if (module := getattr(model, end)) is not None]
-                if here:
-                    fully_shard(here, **(kept if keep else arguments))
-                    sharded.append(here[0])
-    fully_shard(model, **kept)
+            for ends, kwargs in ((plan.first, arguments), (plan.last, stay_gathered)):
+                modules = [module for end in ends if (module := getattr(model, end)) is not None]
+                if modules:
+                    fully_shard(modules, **kwargs)
+                    sharded.append(modules[0])
+    fully_shard(model, **stay_gathered)
 
     def reshard_without_grad(*_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -175,21 +203,32 @@ def shard_part(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options
     model.register_forward_hook(reshard_without_grad)
 
 
-def units_of(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
-    """Consecutive blocks that are gathered together; none where the whole model is no larger than one unit may be.
+def _prefetch(units: list[nn.Module], *, count: int) -> None:
+    """Let each unit gather the next `count` units during its forward; FSDP2 itself gathers one ahead.
 
     Args:
-        min_num_params: counted as they are on one rank of the tensor axis.
+        units: the first block of each unit.
+    """
+    for i, unit in enumerate(units):
+        following = units[i + 1 : i + 1 + count]
+        if count > 1 and following and isinstance(unit, FSDPModule):
+            unit.set_modules_to_forward_prefetch(following)  # pyright: ignore[reportArgumentType]
+
+
+def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
+    """Return lists of consecutive blocks that are gathered together; no list if the model has at most one unit's size.
+
+    Args:
+        min_num_params: the least number of parameters in a unit, counted on one rank of the tensor axis.
     """
 
     def size(*modules: nn.Module) -> int:
-        held = (p.to_local() if isinstance(p, DTensor) else p for module in modules for p in module.parameters())
-        return sum(part.numel() for part in held)
+        return sum(local_part(param).numel() for module in modules for param in module.parameters())
 
     if size(model) <= min_num_params:
         return []
     units: list[list[nn.Module]] = []
-    for block in blocks_of(model, plan):
+    for block in repeated_blocks(model, plan):
         if units and size(*units[-1]) < min_num_params:
             units[-1].append(block)
         else:

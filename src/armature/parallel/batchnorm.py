@@ -1,6 +1,6 @@
-"""BatchNorm over the batch of all data ranks, as one process with the whole batch has it; on CPUs too.
+"""BatchNorm over the batches of all data ranks, equal to one process with the whole batch; on CPUs too.
 
-torch.nn.SyncBatchNorm refuses a CPU, and wraps nothing else: here the module's class is swapped, so no name changes.
+torch.nn.SyncBatchNorm refuses CPUs. Here the class of each BatchNorm module is swapped, so that no name changes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class _Synchronized(_BatchNorm):
-    """In evaluation, and without tracked statistics in one process, plain BatchNorm."""
+class SynchronizedBatchNorm(_BatchNorm):
+    """BatchNorm of inputs (B, C, …) whose mean and variance are those of all ranks of `group`.
+
+    It is plain BatchNorm in evaluation with tracked statistics.
+    """
 
     group: dist.ProcessGroup
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any shape with channels in dim 1."""
+        """Accept any shape with channels in dim 1."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
@@ -51,12 +54,16 @@ class _Synchronized(_BatchNorm):
 
 
 def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
-    """Let every BatchNorm inside count the batches of all ranks of `group`."""
+    """Let every BatchNorm inside use the batches of all ranks of `group`; SyncBatchNorms stay as they are.
+
+    Args:
+        group: None: the default process group.
+    """
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronized, nn.SyncBatchNorm)):
-            child.__class__ = type(type(child).__name__, (_Synchronized,), {"group": group})
+        if isinstance(child, _BatchNorm) and not isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
+            child.__class__ = type(type(child).__name__, (SynchronizedBatchNorm,), {"group": group})
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that see different samples and hold the same stage and the same part of the tensor axis."""
+    """Return the group of ranks with different samples and the same stage and part of the tensor axis."""
     return mesh["replicate", "shard"]._flatten("data").get_group()

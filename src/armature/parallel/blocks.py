@@ -1,4 +1,4 @@
-"""Float8, recomputation and compilation of a model's blocks. All change a block in place, and no name."""
+"""Float8, activation checkpointing and compilation of a model's blocks, in place. Parameter names stay the same."""
 
 from __future__ import annotations
 
@@ -13,48 +13,24 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from armature.data import cache
 
-# what costs more to recompute than to keep: matrix products, attention, and what was communicated
-EXPENSIVE = (
+# operators whose results cost more to recompute than to store: matrix products, attention and communication
+EXPENSIVE_OPERATORS = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu", "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
-    "flex_attention", "inductor_compiled_code",  # within a compiled block, and compiled by itself
+    "flex_attention", "inductor_compiled_code",  # inside a compiled block, and compiled on its own
 )  # fmt: skip
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(op)
-    kept = name in EXPENSIVE or name.rpartition(".")[0] in EXPENSIVE
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
+    """Let the Linears inside multiply in float8, forward and backward; weights and the optimizer keep their type.
 
-
-def recompute(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
-    """Keep less of the forward pass and compute it again in backward.
+    torchao scales each tensor by its largest value, anew in every step. The hardware needs sizes that are multiples of
+    16: a Linear with other sizes is not converted.
 
     Args:
-        mode: `none`; `every` block; a number n for every n-th block; `selective`, which keeps the results of matrix
-            products, attention and communication, and recomputes the rest of every block.
-    """
-    if mode == "none":
-        return
-    step = 1 if mode in ("every", "selective") else int(mode)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for i, block in enumerate(blocks):
-        if i % step == 0:
-            block.forward = partial(checkpoint, block.forward, **options)
-
-
-def to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
-    """Let the Linears inside multiply in float8, forward and backward; weights and what the optimizer sees stay.
-
-    torchao scales each tensor by its largest value, anew in every step. A Linear whose sizes are not multiples of 16,
-    which the hardware asks for, stays as it is.
-
-    Args:
-        float8: False; True; or "emulate", which rounds as float8 would and multiplies in the type that there is.
+        float8: False; True; or "emulate", which rounds as float8 would and multiplies in the tensors' own type.
     """
     if not float8:
         return
@@ -69,17 +45,46 @@ def to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
         )
 
 
+def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
+    """Store less of the forward pass, and compute it again in backward.
+
+    Args:
+        mode: `none`; `every` block; a number n for every n-th block; `selective`, which stores the results of matrix
+            products, attention and communication in every block, and recomputes the rest.
+    """
+    if mode == "none":
+        return
+    step = 1 if mode in ("every", "selective") else int(mode)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+    for i, block in enumerate(blocks):
+        if i % step == 0:
+            block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = str(op)
+    if name in EXPENSIVE_OPERATORS or name.rpartition(".")[0] in EXPENSIVE_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> None:
-    """Compile each module's forward, inside the hooks that sharding puts around it."""
-    keep_what_is_compiled()
+    """Compile each module's forward, inside the hooks that sharding registers on the module.
+
+    Args:
+        mode: torch.compile's.
+    """
+    set_compile_cache_dir()
     for module in modules:
         module.forward = torch.compile(module.forward, mode=mode)
 
 
-def keep_what_is_compiled() -> None:
-    """Let the next run find it beside the prepared corpora, unless TORCHINDUCTOR_CACHE_DIR names another folder.
+def set_compile_cache_dir() -> None:
+    """Let torch keep compiled code beside the prepared corpora, unless TORCHINDUCTOR_CACHE_DIR names another folder.
 
-    torch's own default is a temporary folder, which outlives neither a container nor, on many clusters, a job.
+    torch's default is a temporary folder, which is deleted with the container and, on many clusters, with the job.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

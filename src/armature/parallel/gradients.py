@@ -1,74 +1,125 @@
-"""The gradient norm, and clipping, of a model that is divided over any mesh: equal to the undivided model's.
+"""Norms, scaling and clipping of tensors that are sharded over any mesh, equal to those of the unsharded model.
 
-torch's own clip_grad_norm_ refuses gradients on different meshes. Here each rank squares what it holds, divided by the
-number of ranks that hold the same, and one all-reduce of one number adds it up, whatever the layout.
+torch's own clip_grad_norm_ refuses gradients on different meshes. Here each rank squares the part that it holds and
+divides by the number of ranks that hold the same part, and one all-reduce of a small tensor adds the squares up,
+whatever the layout.
 """
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-_PIECE = 1 << 15  # elements
+Part = tuple[Tensor, int]  # this rank's part of a tensor, and the number of different parts of that tensor
+
+_PIECE_ELEMENTS = 1 << 15
 
 
-def local_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    """This rank's part of each gradient, and into how many parts the gradient is cut."""
-    parts = []
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be a DTensor; it shares memory with the tensor.
+
+    Sums, and products with a number, need only the parts, even if the parts are sums that are not reduced yet.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Part]:
+    """Return this rank's part of each tensor, detached, and the number of parts that the tensor is sharded into."""
+    return [(local_part(tensor).detach(), _part_count(tensor)) for tensor in tensors]
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
+    """Return `local_parts` of the gradients of the parameters that have one."""
+    gradients = []
     for param in parameters:
         grad = param.grad
-        if isinstance(grad, DTensor):
-            if any(placement.is_partial() for placement in grad.placements):
-                # sequence parallelism leaves the norms' gradients as sums that are still to be made
-                whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
-                param.grad = grad = grad.redistribute(placements=whole)
-            cuts = (grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if not p.is_replicate())
-            parts.append((grad.to_local(), math.prod(cuts)))
-        elif grad is not None:
-            parts.append((grad, 1))
-    return parts
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            # sequence parallelism leaves the gradients of norms as sums that are not reduced yet
+            reduced = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            param.grad = grad = grad.redistribute(placements=reduced)
+        if grad is not None:
+            gradients.append(grad)
+    return local_parts(gradients)
+
+
+def _part_count(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(tensor.device_mesh.size(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
 @torch.no_grad()
-def total_norm(parts: list[tuple[Tensor, int]], *, ranks: int, divided: bool, device: torch.device) -> Tensor:
-    """The 2-norm of the undivided model's gradient, a 0-dim fp32 tensor, the same on every rank.
+def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
+    """Return the 2-norm of the unsharded model's gradient, a 0-dim fp32 tensor, the same on every rank.
 
     Args:
         parts: from `local_gradients`.
-        ranks: how many ranks hold this rank's pipeline stage among them.
-        divided: whether ranks hold different parts, so that they have to add up. The same on every rank.
-        device: where the collective works.
+        ranks: the number of ranks that together hold this rank's pipeline stage.
+        sharded: whether ranks hold different parts, whose squares must be added up. The same on every rank.
+        device: the device of the collective.
     """
-    cut = [piece for part in parts for piece in pieces(*part)]
-    if cut:
-        norms = torch._foreach_norm([part for part, _ in cut], 2, dtype=torch.float32)
-        squares = torch.stack([norm.to(device) for norm in norms]).square()
-        if divided:
-            squares *= torch.tensor([cuts / ranks for _, cuts in cut], device=device)
-        total = squares.sum()
-    else:
-        total = torch.zeros((), device=device)
-    if divided:
+    pieces = [piece for part in parts for piece in _pieces(*part)]
+    total = _squares(pieces, ranks=ranks, sharded=sharded, device=device).sum()
+    if sharded:
         dist.all_reduce(total)
     return total.sqrt()
 
 
-def pieces(part: Tensor, cuts: int) -> list[tuple[Tensor, int]]:
-    """A CPU adds squares up one after the other in fp32: over millions of elements, the fifth digit is wrong."""
-    if part.device.type != "cpu" or part.numel() <= _PIECE or not part.is_contiguous():
-        return [(part, cuts)]
-    return [(piece, cuts) for piece in part.view(-1).split(_PIECE)]
+@torch.no_grad()
+def norms(
+    parts: Sequence[Part], groups: Sequence[int], *, count: int, ranks: int, sharded: bool, device: torch.device
+) -> Tensor:
+    """Return the 2-norm of each group of unsharded tensors and of all of them, the same on every rank.
+
+    Args:
+        parts: from `local_parts` or `local_gradients`.
+        groups: index of each part's group, from 0 to count - 1.
+        count: the number of groups.
+        ranks, sharded, device: as for `total_norm`.
+
+    Returns:
+        (count + 1,) in fp32; the last one is the norm of all groups together.
+    """
+    pieces, owners = [], []
+    for part, group in zip(parts, groups, strict=True):
+        cut = _pieces(*part)
+        pieces += cut
+        owners += [group] * len(cut)
+    squares = torch.zeros(count, dtype=torch.float32, device=device)
+    index = torch.tensor(owners, dtype=torch.long, device=device)
+    squares.index_add_(0, index, _squares(pieces, ranks=ranks, sharded=sharded, device=device))
+    if sharded:
+        dist.all_reduce(squares)
+    return torch.cat([squares, squares.sum()[None]]).sqrt()
+
+
+def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
+    """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all ranks counts it once."""
+    if not pieces:
+        return torch.zeros(0, dtype=torch.float32, device=device)
+    each = torch._foreach_norm([piece for piece, _ in pieces], 2, dtype=torch.float32)
+    squares = torch.stack([norm.to(device) for norm in each]).square()
+    if sharded:
+        squares *= torch.tensor([parts / ranks for _, parts in pieces], device=device)
+    return squares
+
+
+def _pieces(part: Tensor, parts: int) -> list[Part]:
+    """Cut a large part on a CPU, which adds squares up one by one in fp32: over millions, the fifth digit is wrong."""
+    if part.device.type != "cpu" or part.numel() <= _PIECE_ELEMENTS or not part.is_contiguous():
+        return [(part, parts)]
+    return [(piece, parts) for piece in part.view(-1).split(_PIECE_ELEMENTS)]
 
 
 @torch.no_grad()
-def multiply(parts: list[tuple[Tensor, int]], *, by: Tensor) -> None:
-    """Multiply all gradients by a number, 0-dim."""
+def multiply(parts: Sequence[Part], *, by: Tensor) -> None:
+    """Multiply all gradients by a 0-dim tensor, in place."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part, _ in parts:
         by_device.setdefault(part.device, []).append(part)
@@ -77,8 +128,8 @@ def multiply(parts: list[tuple[Tensor, int]], *, by: Tensor) -> None:
 
 
 @torch.no_grad()
-def clip_by_value(parts: list[tuple[Tensor, int]], *, value: float) -> None:
-    """Clamp each element of each gradient to [-value, value]."""
+def clip_by_value(parts: Sequence[Part], *, value: float) -> None:
+    """Clamp each element of each gradient to [-value, value], in place."""
     if parts:
         torch._foreach_clamp_min_([part for part, _ in parts], -value)
         torch._foreach_clamp_max_([part for part, _ in parts], value)

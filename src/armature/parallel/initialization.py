@@ -1,4 +1,4 @@
-"""Initial weights by parameter name and seed: the same model under every layout, whatever a rank holds of it."""
+"""Initial weights by parameter name and seed: the same model under every layout, whatever part a rank holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on the seed and the parameter's name alone."""
+    """Return a CPU generator that depends only on the seed and the parameter's name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def assign(param: Tensor, full: Tensor) -> None:
-    """Copy a full, undivided value into a parameter, or this rank's part of it into its shard."""
+    """Copy an unsharded value into a parameter, or this rank's part of it into the parameter's shard.
+
+    Args:
+        full: of the parameter's unsharded shape, with the same values on every rank.
+    """
     if isinstance(param, DTensor):
-        # every rank made the same `full`: no communication (src_data_rank=None), each keeps its own part
+        # src_data_rank=None: no communication, since every rank has the same `full`
         full = distribute_tensor(
             full.to(param.device, param.dtype), param.device_mesh, param.placements, src_data_rank=None
         )
@@ -27,16 +31,19 @@ def assign(param: Tensor, full: Tensor) -> None:
 
 
 def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
-    """Give storage on `device` to what is on the meta device, and move the rest there. Tied parameters stay tied.
+    """Allocate meta parameters on `device`, and move the other ones there. Tied parameters stay tied.
 
     Returns:
-        The names of the parameters that were on the meta device, and hold no values yet.
+        The names of the parameters that were on the meta device, whose values are not initialized yet.
+
+    Raises:
+        ValueError: if a buffer is on the meta device, since nothing would initialize it.
     """
     meta_names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
     if buffers := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise ValueError(f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward instead.")
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps a parameter's identity, and so its ties
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps parameters the same objects, and so tied
     try:
         if meta_names:
             module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -48,16 +55,18 @@ def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
 
 
 def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = "") -> None:
-    """Fill parameters, one full CPU tensor at a time, by the `initialize_parameter` of the model that owns them.
+    """Initialize parameters through the `initialize_parameter` of the model that owns them.
+
+    Only one unsharded parameter, in fp32 on the CPU, is in memory at a time.
 
     Args:
         module: a model, or anything that holds models, such as a LightningModule.
-        names: which parameters of `module` to fill; None: all.
-        prefix: what stands before `module`'s names in the names that seed the generators. A LightningModule's `model`
-            has the prefix "model." there, so the same seed makes the same weights in a bare loop and under a strategy.
+        names: the parameters of `module` to initialize; None: all.
+        prefix: prefix of `module`'s parameter names in the names that seed the generators. A LightningModule's `model`
+            has the prefix "model.", so that the same seed gives the same weights in a bare loop and under a strategy.
 
     Raises:
-        ValueError: for a parameter that no model initializes.
+        ValueError: if no model initializes one of the parameters.
     """
     owners = {name: owner for name, owner in module.named_modules() if hasattr(owner, "initialize_parameter")}
     done: set[Tensor] = set()

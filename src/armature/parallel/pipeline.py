@@ -1,8 +1,8 @@
-"""The pipeline axis: a model cut into stages, and a schedule that runs when the model is called with targets.
+"""The pipeline axis: a model split into stages, and a schedule that runs when the model is called with targets.
 
-Lightning calls zero_grad between training_step and backward, but a schedule makes gradients inside training_step. They
-are set aside there and handed over in backward by an autograd node (`HandOver`), so that accumulation, the division of
-the loss and clipping need no special case.
+Lightning calls zero_grad between training_step and backward, but a schedule computes gradients inside training_step.
+They are removed from the parameters there, and an autograd node (`ScheduledLoss`) adds them in backward, so that
+accumulation, the division of the loss and clipping need no special case.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from armature.data.samples import IGNORED
 from armature.errors import ConfigError
 from armature.models.plan import Plan
-from armature.parallel.split import SCHEDULES, balanced, stages_of_rank
-from armature.parallel.targets import UNIT, TargetWeights
+from armature.parallel.gradients import local_part
+from armature.parallel.split import SCHEDULES, balance_blocks, stage_ownership_problems, stages_of_rank
+from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights
 
-CLASSES = {
+SCHEDULE_CLASSES = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -39,10 +39,16 @@ CLASSES = {
 }
 
 
-# ---------------------------------------------------------------- cutting
+# ---------------------------------------------------------------- split
 @dataclass
 class Stages:
-    """What this rank holds: `parts[i]` is a view of the model with the blocks of stage `indices[i]` only."""
+    """The stages that this rank holds.
+
+    Attributes:
+        indices: of this rank's stages among all stages.
+        count: the number of stages of all ranks.
+        parts: one view of the model per stage that this rank holds, with only that stage's blocks and ends.
+    """
 
     indices: list[int]
     count: int
@@ -50,30 +56,27 @@ class Stages:
 
 
 def split(
-    model: nn.Module, plan: Plan, *, rank: int, ranks: int, schedule: str, by_hand: list[int] | None = None
+    model: nn.Module, plan: Plan, *, rank: int, ranks: int, schedule: str, block_counts: list[int] | None = None
 ) -> Stages:
-    """Delete from the model what this rank does not hold, and give a view of it for each stage.
+    """Delete what this rank does not hold from the model, and make a view of the model for each of its stages.
 
-    Names never change: what is deleted leaves a gap, and an end that is not here is None.
+    Names never change: the names of deleted blocks are missing, and an end that this rank does not hold is None.
 
     Args:
-        by_hand: how many blocks each stage holds; None: balanced by parameter count, the ends counted.
+        block_counts: the number of blocks in each stage; None: balanced by parameter count, including the ends.
 
     Raises:
-        ConfigError: for parameters that stand directly on the model, which belong to no stage.
+        ConfigError: if the model holds parameters itself, which belong to no stage.
     """
-    if loose := [name for name, param in model._parameters.items() if param is not None]:
-        raise ConfigError(
-            f"{type(model).__name__} holds {', '.join(loose)} itself, so no pipeline stage owns it. Put it into a "
-            "submodule that the plan names in first or last."
-        )
+    if problems := stage_ownership_problems(model):
+        raise ConfigError(problems)
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
-    names, count = list(blocks), ranks * SCHEDULES[schedule][0]
+    names, count = list(blocks), ranks * SCHEDULES[schedule].stages_per_rank
 
     def cost(module: nn.Module | None) -> int:
         return sum(p.numel() for p in module.parameters()) if module is not None else 0
 
-    sizes = by_hand or balanced(
+    sizes = block_counts or balance_blocks(
         [cost(block) for block in blocks.values()],
         stages=count,
         first=sum(cost(getattr(model, end)) for end in plan.first),
@@ -88,74 +91,80 @@ def split(
         if stage not in held:
             for end in ends:
                 setattr(model, end, None)
-    parts = [_view(model, plan, names=held[i], first=i == 0, last=i == count - 1) for i in held]
+    parts = [_stage_view(model, plan, names=held[i], first=i == 0, last=i == count - 1) for i in held]
     return Stages(indices=list(held), count=count, parts=parts)
 
 
-def _view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: bool) -> nn.Module:
-    """The model with some of its blocks: shares their parameters, but is a module of its own to call and to shard."""
+def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: bool) -> nn.Module:
+    """Return a copy of the model with only the named blocks. It shares their parameters, but has hooks of its own."""
     view = copy.copy(model)
     for name, value in view.__dict__.items():
         if isinstance(value, dict) and name not in ("_parameters", "_buffers"):
-            view.__dict__[name] = copy.copy(value)  # hooks, too, are a view's own
+            view.__dict__[name] = copy.copy(value)  # hooks and submodules
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
     view._modules[plan.blocks] = nn.ModuleDict({name: blocks[name] for name in names})
-    for ends, here in ((plan.first, first), (plan.last, last)):
-        if not here:
+    for ends, held in ((plan.first, first), (plan.last, last)):
+        if not held:
             view._modules |= dict.fromkeys(ends, None)
     return view
 
 
-# ---------------------------------------------------------------- running
-class HandOver(torch.autograd.Function):
-    """The loss of a step of the schedule, whose backward adds the gradients that the schedule has made.
+# ---------------------------------------------------------------- schedule
+class ScheduledLoss(torch.autograd.Function):
+    """The loss of one step of the schedule, whose backward adds the gradients that the schedule computed.
 
-    They are those of the loss multiplied by `count`, where that is given.
+    Args:
+        grads: the gradients of `params`, for the loss multiplied by `target_count`.
+        target_count: 0-dim; None: 1.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], count: Tensor | None
+        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], target_count: Tensor | None
     ) -> Tensor:
-        ctx.pairs, ctx.count = list(zip(params, grads, strict=True)), count
+        ctx.pairs, ctx.target_count = list(zip(params, grads, strict=True)), target_count
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
-        scale = scale if ctx.count is None else scale / ctx.count
+        scale = scale if ctx.target_count is None else scale / ctx.target_count
         for param, grad in ctx.pairs:
             if grad is None:
                 continue
-            local(grad).mul_(scale)
+            local_part(grad).mul_(scale)
             if param.grad is None:
                 param.grad = grad
             else:
-                local(param.grad).add_(local(grad))
+                local_part(param.grad).add_(local_part(grad))
         return None, None, None, None
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part: sums and products by a number need no more, even where parts are still to be added up."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @contextmanager
-def grads_aside(params: list[nn.Parameter]) -> Iterator[None]:
-    """No gradients inside, and those of before afterwards."""
-    kept = [param.grad for param in params]
+def without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
+    """Remove the parameters' gradients inside the context, and restore the previous ones at its end."""
+    previous = [param.grad for param in params]
     for param in params:
         param.grad = None
     try:
         yield
     finally:
-        for param, grad in zip(params, kept, strict=True):
+        for param, grad in zip(params, previous, strict=True):
             param.grad = grad
 
 
 @dataclass
 class Runner:
-    """Runs a rank's stages. Called with inputs and targets it gives the loss, with inputs alone the outputs."""
+    """Runs this rank's stages. A call with inputs and targets returns the loss, one with inputs alone the outputs.
+
+    Attributes:
+        unshard_outputs: all-gathers the last stage's outputs if the tensor axis shards them.
+        target_weights: the strategy's; None: each batch's loss is the mean over its own targets.
+        schedules: torch's schedule objects, by the inputs' shape and dtype.
+        activation_shapes: shape and dtype of what a stage receives, by (stage, shape of the micro-batch).
+        loss_divisor: the number of targets that a micro-batch's summed loss is divided by, 0-dim; None: the targets
+            are no classes, and the mean over micro-batches is the loss.
+    """
 
     model: nn.Module
     stages: Stages
@@ -163,87 +172,97 @@ class Runner:
     device: torch.device
     schedule: str
     microbatches: int
-    whole_outputs: Callable[[Tensor], Tensor]
-    prepared: dict[Any, Any] = field(default_factory=dict)
-    shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    weights: TargetWeights | None = None
-    valid: Tensor | None = None  # targets that a micro-batch's loss is divided by
+    unshard_outputs: Callable[[Tensor], Tensor]
+    target_weights: TargetWeights | None = None
+    schedules: dict[Any, Any] = field(default_factory=dict)
+    activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    loss_divisor: Tensor | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         for part in self.stages.parts:
             part.training = self.model.training
         if torch.is_grad_enabled():
             if targets is None:
-                raise RuntimeError("Under a pipeline, training calls model(inputs, targets) and gets the loss.")
+                raise RuntimeError(
+                    "A pipeline trains only through a call with targets. Got model(inputs): write "
+                    "loss = model(inputs, targets) in training_step."
+                )
             return self.train(inputs, targets)
-        outputs = self.forward(inputs)
+        outputs = self.evaluate(inputs)
         if targets is not None:
-            return self._from_last(None if outputs is None else self.model.loss(outputs, targets), scalar=True)  # pyright: ignore[reportCallIssue]
-        return self._from_last(None if outputs is None else self.whole_outputs(outputs), scalar=False)
+            loss = None if outputs is None else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+            return self._broadcast_from_last(loss, scalar=True)
+        outputs = None if outputs is None else self.unshard_outputs(outputs)
+        return self._broadcast_from_last(outputs, scalar=False)
 
     @property
     def holds_last(self) -> bool:
+        """Whether this rank holds the last stage."""
         return self.stages.count - 1 in self.stages.indices
 
     # ------------------------------------------------------------ training
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss over the valid targets of all of them.
+        """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
 
-        Where `weights` counts targets, gradients are multiplied by their number, since they are made here.
+        If `target_weights` counts targets, gradients are computed of the loss multiplied by their number.
         """
         schedule, losses = self._schedule(inputs), []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
-        self.valid = None if targets.is_floating_point() else (targets != IGNORED).sum().clamp(min=1)
-        count = None if self.weights is None else self.weights.current
-        if count is not None:
-            self.valid = torch.full_like(count, UNIT)
-        with grads_aside(params):
+        target_count = None if self.target_weights is None else self.target_weights.batch_targets
+        if target_count is not None:
+            self.loss_divisor = torch.full_like(target_count, TARGETS_PER_UNIT)
+        elif targets.is_floating_point():
+            self.loss_divisor = None
+        else:
+            self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
+        with without_gradients(params):
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()),
                 target=targets if self.holds_last else None,
                 losses=losses if self.holds_last else None,
                 return_outputs=False,
             )
-            made = [param.grad for param in params]
-        loss = self._from_last(torch.stack([part.detach() for part in losses]).mean() if losses else None, scalar=True)
-        if count is not None:
-            loss = loss / count
-        return HandOver.apply(loss.requires_grad_(), params, made, count)  # pyright: ignore[reportReturnType]
+            grads = [param.grad for param in params]
+        mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+        loss = self._broadcast_from_last(mean, scalar=True)
+        if target_count is not None:
+            loss = loss / target_count
+        return ScheduledLoss.apply(loss.requires_grad_(), params, grads, target_count)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A micro-batch's mean loss, weighted so that the mean over micro-batches is that over all valid targets."""
+        """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean over valid targets."""
         loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
-        if self.valid is None:
+        if self.loss_divisor is None:
             return loss
-        return loss * ((targets != IGNORED).sum() * self.microbatches / self.valid)
+        return loss * ((targets != IGNORED).sum() * self.microbatches / self.loss_divisor)
 
     def _schedule(self, inputs: Tensor) -> Any:
-        """The schedule for inputs of this shape; torch fixes the shapes that stages exchange at the first step."""
+        """Return the schedule for inputs of this shape: the first step fixes the shapes that stages exchange."""
         key = (inputs.shape, inputs.dtype)
-        if key not in self.prepared:
+        if key not in self.schedules:
             stages = [
                 PipelineStage(part, index, self.stages.count, self.device, group=self.group)
                 for part, index in zip(self.stages.parts, self.stages.indices, strict=True)
             ]
-            self.prepared[key] = CLASSES[self.schedule](
-                stages if SCHEDULES[self.schedule][0] > 1 else stages[0],
+            self.schedules[key] = SCHEDULE_CLASSES[self.schedule](
+                stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0],
                 n_microbatches=self.microbatches,
                 loss_fn=self._weighted_loss,
             )
-        return self.prepared[key]
+        return self.schedules[key]
 
     # ------------------------------------------------------------ evaluation
     @torch.no_grad()
-    def forward(self, inputs: Tensor) -> Tensor | None:
-        """The outputs, on the ranks of the last stage; any batch size, in as many micro-batches as it gives."""
+    def evaluate(self, inputs: Tensor) -> Tensor | None:
+        """Return the outputs on the ranks of the last stage, None on others. A small batch has fewer micro-batches."""
         chunks = inputs.chunk(min(self.microbatches, len(inputs)))
         outputs: list[Tensor] = []
         sent: list[tuple[dist.Work, Tensor]] = []
         for stage, part in zip(self.stages.indices, self.stages.parts, strict=True):
-            given, outputs = (outputs if stage - 1 in self.stages.indices else None), []
+            previous, outputs = (outputs if stage - 1 in self.stages.indices else None), []
             for i, chunk in enumerate(chunks):
                 if stage > 0:
-                    chunk = given[i] if given is not None else self._receive(stage, key=(stage, chunk.shape))
+                    chunk = previous[i] if previous is not None else self._receive(stage, key=(stage, chunk.shape))
                 y = part(chunk)
                 outputs.append(y)
                 if stage + 1 < self.stages.count and stage + 1 not in self.stages.indices:
@@ -253,34 +272,40 @@ class Runner:
         return torch.cat(outputs) if self.holds_last else None
 
     def _rank_of(self, stage: int) -> int:
-        """The global rank that holds a stage."""
+        """Return the global rank that holds a stage."""
         ranks = self.group.size()
         holder = next(r for r in range(ranks) if stage in stages_of_rank(r, ranks=ranks, schedule=self.schedule))
         return dist.get_global_rank(self.group, holder)
 
     def _send(self, y: Tensor, stage: int, *, key: Any) -> list[tuple[dist.Work, Tensor]]:
-        """Start to send; the shape goes first, the first time that there are inputs of this shape."""
-        y, to = y.contiguous(), self._rank_of(stage + 1)
-        if key not in self.shapes:
-            self.shapes[key] = (y.shape, y.dtype)
-            dist.send_object_list([(tuple(y.shape), y.dtype)], dst=to, group=self.group, device=self.device)
-        work = dist.isend(y, dst=to, group=self.group)
+        """Start to send a stage's output to the next stage. Shape and dtype go first if the inputs' shape is new."""
+        y, destination = y.contiguous(), self._rank_of(stage + 1)
+        if key not in self.activation_shapes:
+            self.activation_shapes[key] = (y.shape, y.dtype)
+            dist.send_object_list([(tuple(y.shape), y.dtype)], dst=destination, group=self.group, device=self.device)
+        work = dist.isend(y, dst=destination, group=self.group)
         assert work is not None
         return [(work, y)]
 
     def _receive(self, stage: int, *, key: Any) -> Tensor:
+        """Receive a stage's input from the stage before it."""
         source = self._rank_of(stage - 1)
-        if key not in self.shapes:
+        if key not in self.activation_shapes:
             box: list[Any] = [None]
             dist.recv_object_list(box, src=source, group=self.group, device=self.device)
-            self.shapes[key] = box[0]
-        shape, dtype = self.shapes[key]
+            self.activation_shapes[key] = box[0]
+        shape, dtype = self.activation_shapes[key]
         x = torch.empty(shape, dtype=dtype, device=self.device)
         dist.recv(x, src=source, group=self.group)
         return x
 
-    def _from_last(self, value: Tensor | None, *, scalar: bool) -> Tensor:
-        """What the last stage has, on every stage."""
+    def _broadcast_from_last(self, value: Tensor | None, *, scalar: bool) -> Tensor:
+        """Return the last stage's value on every stage, in fp32.
+
+        Args:
+            value: None on the ranks of other stages.
+            scalar: whether the value is 0-dim; if not, its shape is sent first.
+        """
         source, shape = self._rank_of(self.stages.count - 1), ()
         if not scalar:
             box: list[Any] = [tuple(value.shape) if value is not None else None]
@@ -292,8 +317,8 @@ class Runner:
         return value
 
 
-def pipelined(model: nn.Module, runner: Runner) -> None:
-    """Calling the model runs its pipeline. Its class is swapped, since a wrapper would prefix its names."""
+def install_runner(model: nn.Module, runner: Runner) -> None:
+    """Let a call of the model run its pipeline. The class is swapped, since a wrapper would prefix parameter names."""
     base = type(model)
 
     def call(self: nn.Module, *args: Any) -> Tensor:

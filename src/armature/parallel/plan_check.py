@@ -10,7 +10,8 @@ from torch import nn
 from armature.errors import ConfigError
 from armature.models.plan import Plan
 from armature.parallel import ties
-from armature.parallel.tensor import matches
+from armature.parallel.split import stage_ownership_problems
+from armature.parallel.tensor import match_styles
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
@@ -36,14 +37,14 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         if not isinstance(getattr(model, end, None), nn.Module)
     ]
     if sizes["pipe"] > 1:
-        found += _loose(model)
+        found += stage_ownership_problems(model)
         crossing = [names for names in ties.find(model) if len({_part(n, plan) for n in names}) > 1]
         found += [
             f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share." for names in crossing
         ]
     if sizes["tensor"] > 1:
         try:
-            styles = matches(model, plan)
+            styles = match_styles(model, plan)
         except ConfigError as error:
             return found + error.problems
         found += _indivisible(model, styles, tensor=sizes["tensor"])
@@ -53,11 +54,6 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
 def _part(name: str, plan: Plan) -> str:
     first = name.split(".")[0]
     return "first" if first in plan.first else "last" if first in plan.last else name.split(".")[1]
-
-
-def _loose(model: nn.Module) -> list[str]:
-    loose = [name for name, param in model._parameters.items() if param is not None]
-    return [f"{type(model).__name__} holds {', '.join(loose)} itself, so no pipeline stage owns it."] if loose else []
 
 
 def _indivisible(model: nn.Module, styles: dict[str, str], *, tensor: int) -> list[str]:

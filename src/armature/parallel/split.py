@@ -1,28 +1,44 @@
-"""Which blocks each pipeline stage holds, and which stages each rank. Torch-free."""
+"""Which blocks each pipeline stage holds, and which stages each rank holds. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-# stages a rank holds, whether they run back along the ranks (a V), and how few micro-batches the schedule accepts
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Schedule(NamedTuple):
+    """How a schedule assigns stages to ranks.
+
+    Attributes:
+        stages_per_rank: the number of stages that each rank holds.
+        v_shaped: the second stages run back along the ranks, so that the first rank holds the last stage too.
+    """
+
+    stages_per_rank: int
+    v_shaped: bool
+
+
 SCHEDULES = {
-    "gpipe": (1, False),
-    "1f1b": (1, False),
-    "interleaved_1f1b": (2, False),
-    "zero_bubble": (2, True),
+    "gpipe": Schedule(1, v_shaped=False),
+    "1f1b": Schedule(1, v_shaped=False),
+    "interleaved_1f1b": Schedule(2, v_shaped=False),
+    "zero_bubble": Schedule(2, v_shaped=True),
 }
 
 
-def balanced(costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0) -> list[int]:
-    """How many consecutive blocks each stage takes so that the dearest stage is as cheap as can be.
+def balance_blocks(costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0) -> list[int]:
+    """Return how many consecutive blocks each stage takes, so that the most expensive stage is as cheap as possible.
 
     Args:
-        costs: of each block, in parameters.
-        first, last: costs of what only the first and the last stage hold.
+        costs: the cost of each block, in parameters.
+        first, last: the cost of what only the first and only the last stage hold, in parameters.
 
     Raises:
-        ValueError: with fewer blocks than stages, since each stage holds at least one.
+        ValueError: if there are fewer blocks than stages, since each stage holds at least one.
     """
     n = len(costs)
     if n < stages:
@@ -34,7 +50,7 @@ def balanced(costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0
     def price(stage: int, start: int, end: int) -> int:
         return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
 
-    # best[s][e]: the dearest of stages 0 … s when they hold the first e blocks, and where stage s starts
+    # best[s][e]: cost of the most expensive of stages 0 … s if they hold the first e blocks, and where stage s starts
     best: list[dict[int, tuple[int, int]]] = [{e: (price(0, 0, e), 0) for e in range(1, n + 1)}]
     for stage in range(1, stages):
         best.append(
@@ -50,22 +66,36 @@ def balanced(costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0
 
 
 def stages_of_rank(rank: int, *, ranks: int, schedule: str) -> list[int]:
-    """The stages that a rank of the pipeline axis holds, in the order of the model."""
-    each, v_shaped = SCHEDULES[schedule]
+    """Return the indices of the stages that a rank of the pipeline axis holds, in the order of the model."""
+    stages_per_rank, v_shaped = SCHEDULES[schedule]
     if v_shaped:
         return [rank, 2 * ranks - 1 - rank]
-    return [rank + ranks * i for i in range(each)]
+    return [rank + ranks * i for i in range(stages_per_rank)]
+
+
+def stage_ownership_problems(model: nn.Module) -> list[str]:
+    """Return the problem that a model holds parameters itself, outside of its submodules; an empty list if it has none.
+
+    Stages are made of submodules, so no stage owns such a parameter.
+    """
+    names = [name for name, _ in model.named_parameters(recurse=False)]
+    if not names:
+        return []
+    return [
+        f"{type(model).__name__} holds {', '.join(names)} itself, so no pipeline stage owns it. Put it into a "
+        "submodule that the plan names in first or last."
+    ]
 
 
 def bubble_share(schedule: str, *, ranks: int, microbatches: int) -> float:
-    """The share of a step in which a rank has nothing to do, if forward takes 1, backward 2 and sending nothing.
+    """Return the share of a step in which a rank is idle, if forward takes 1, backward 2 and communication no time.
 
-    GPipe and 1F1B idle for p - 1 of m + p - 1 micro-batches' time, v interleaved stages a rank for 1/v of that
-    (arXiv:2104.04473, section 2.2). The zero-bubble schedule fills it where there are 2p - 1 micro-batches or more
-    (arXiv:2401.10241); with fewer, each one missing costs a slot.
+    GPipe and 1F1B idle for p - 1 of m + p - 1 micro-batches' time (p ranks, m micro-batches); v interleaved stages per
+    rank idle for 1/v of that (arXiv:2104.04473, section 2.2). The zero-bubble schedule has no idle time with 2p - 1
+    micro-batches or more (arXiv:2401.10241); with fewer, each missing micro-batch costs one slot.
     """
     if schedule == "zero_bubble":
         missing = max(0, 2 * ranks - 1 - microbatches)
         return missing / (missing + microbatches)
-    idle = (ranks - 1) / SCHEDULES[schedule][0]
+    idle = (ranks - 1) / SCHEDULES[schedule].stages_per_rank
     return idle / (microbatches + idle)

@@ -1,9 +1,10 @@
-"""Each target of an optimizer step weighs the same, whatever micro-batch it lies in.
+"""Each target of an optimizer step has the same weight, whatever micro-batch it is in.
 
-A model's loss is the mean over the targets that count in one micro-batch. Where micro-batches have different numbers of
-them (prompts and padding do not count), the mean of those means weighs a target the more, the fewer lie beside it: the
-result would depend on the number of ranks and on accumulation. So each loss is multiplied by its number of targets, and
-gradients and the logged loss are divided by the mean number, which is known at the end of the step.
+A model's loss is the mean over the targets that count in one micro-batch. Micro-batches may have different numbers of
+them, since prompts and padding do not count. The mean of their means would then give a target more weight in a
+micro-batch with few targets, and the result would depend on the number of ranks and on accumulation. So each
+micro-batch's loss is multiplied by its number of targets, and the gradients and the logged loss are divided by the mean
+number per micro-batch, which is known at the end of the step.
 """
 
 from __future__ import annotations
@@ -16,60 +17,69 @@ from torch import Tensor
 
 from armature.data.samples import IGNORED
 
-LEAST = 1e-12  # targets
-UNIT = 1024.0  # targets: so that what a loss is multiplied by stays in the range of fp16
+TARGETS_PER_UNIT = 1024.0  # numbers of targets are counted in units, so that a loss times a number fits into fp16
+MIN_TARGETS = 1e-12
 
 
 class TargetWeights:
-    """Weighs one rank's micro-batches by their targets.
+    """Weighs one rank's micro-batches by their numbers of targets.
 
     Attributes:
-        current: the number of targets in the newest batch, in UNITs, 0-dim; None where they are not counted.
-        counted: in this step so far, on this rank; in the end on all. None: nothing was.
+        batch_targets: the number of targets in the newest batch, in units of `TARGETS_PER_UNIT`; a 0-dim fp32 tensor,
+            or None if its targets are not counted.
+        step_targets: the number of targets in this step so far, in the same units: on this rank, and once the step's
+            micro-batches are complete, on all ranks. None if no targets were counted.
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Nothing was counted."""
-        self.current: Tensor | None = None
-        self.counted: Tensor | None = None
+    def reset(self) -> None:
+        """Begin a step without any counted targets."""
+        self.batch_targets: Tensor | None = None
+        self.step_targets: Tensor | None = None
         self._micro_batches = 0
-        self._sum: dist.Work | None = None
-        self._scale: Tensor | None = None
+        self._all_reduce: dist.Work | None = None
+        self._gradient_scale: Tensor | None = None
 
-    def begin(self, batch: Any) -> None:
-        """Counts the targets of a batch, before `training_step` has it."""
-        if self._scale is not None:
-            self.forget()
-        targets = batch.get("targets") if isinstance(batch, dict) else None
-        counts = isinstance(targets, Tensor) and not targets.is_floating_point()
-        # never 0, so that a pipeline can divide by it
-        self.current = (targets != IGNORED).sum(dtype=torch.float32).clamp(min=LEAST) / UNIT if counts else None
+    def count_batch(self, batch: Any) -> None:
+        """Count the targets of a batch, before `training_step` gets it.
 
-    def multiply(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:
-        """What to go backward from: the loss multiplied by the number of targets.
-
-        Ranks begin to add up their numbers with the last of `micro_batches`; by the end of backward they have done.
+        Only a dictionary whose "targets" are whole numbers is counted.
         """
-        if self.current is None:
+        if self._gradient_scale is not None:
+            self.reset()
+        self.batch_targets = None
+        targets = batch.get("targets") if isinstance(batch, dict) else None
+        if isinstance(targets, Tensor) and not targets.is_floating_point():
+            count = (targets != IGNORED).sum(dtype=torch.float32)
+            self.batch_targets = count.clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT  # never 0: a pipeline divides by it
+
+    def weight_loss(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:
+        """Return the loss multiplied by the number of targets, to call backward on.
+
+        With the last of the step's `micro_batches`, ranks start to add up their numbers while backward runs.
+        """
+        if self.batch_targets is None:
             return loss
-        self.counted = self.current.clone() if self.counted is None else self.counted + self.current
+        if self.step_targets is None:
+            self.step_targets = self.batch_targets.clone()
+        else:
+            self.step_targets = self.step_targets + self.batch_targets
         self._micro_batches += 1
         if self._micro_batches == micro_batches and ranks > 1:
-            self._sum = dist.all_reduce(self.counted, async_op=True)
-        return loss * self.current
+            self._all_reduce = dist.all_reduce(self.step_targets, async_op=True)
+        return loss * self.batch_targets
 
-    def scale(self, *, micro_batches: int, ranks: int) -> Tensor | None:
-        """What the step's gradients are still to be multiplied by; None where nothing was counted.
+    def gradient_scale(self, *, micro_batches: int, ranks: int) -> Tensor | None:
+        """Return the factor still to be applied to the step's gradients, or None if no targets were counted.
 
-        A 0-dim fp32 tensor, the same on every rank. Asked for after the step's last micro-batch, by all ranks.
+        A 0-dim fp32 tensor, the same on every rank. All ranks must call this, after the step's last micro-batch.
         """
-        if self._scale is None and self.counted is not None:
-            if self._sum is not None:
-                self._sum.wait()
-            elif ranks > 1:  # an epoch that ends with fewer micro-batches
-                dist.all_reduce(self.counted)
-            self._scale = micro_batches * ranks / self.counted
-        return self._scale
+        if self._gradient_scale is None and self.step_targets is not None:
+            if self._all_reduce is not None:
+                self._all_reduce.wait()
+            elif ranks > 1:  # the epoch ended with fewer micro-batches
+                dist.all_reduce(self.step_targets)
+            self._gradient_scale = micro_batches * ranks / self.step_targets
+        return self._gradient_scale

@@ -1,4 +1,8 @@
-"""The tensor axis: a model's matrices divided over ranks, as its plan says. Exact, the vocabulary's loss included."""
+"""The tensor axis: a model's matrices are sharded over ranks, as its plan says. Exact, including the vocabulary's loss.
+
+Activations between blocks are (B, T, D): batch, positions, width. With sequence parallelism each rank holds a part of
+the positions (dim 1) there, otherwise each rank holds all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from armature.models.plan import Plan
 from armature.parallel import ties
 
 
-class Gather(ParallelStyle):
-    """Brings a module's first input together once, for all the columns inside."""
+class GatherInput(ParallelStyle):
+    """All-gathers a module's first input once, for all the column-sharded Linears inside."""
 
     def __init__(self, layout: Shard | Replicate) -> None:
         self.layout = layout
@@ -34,11 +38,11 @@ class Gather(ParallelStyle):
         return module
 
 
-class Whole(ParallelStyle):
-    """Every rank holds a module's own parameters, and computes with them as if it were alone.
+class ReplicatedParameters(ParallelStyle):
+    """Every rank holds all of a module's own parameters, and computes with them as a single process does.
 
-    They become DTensors like all others, since optimizers do not step both kinds in one call, and the module sees
-    plain tensors.
+    The parameters become DTensors like all others, since an optimizer cannot step both kinds in one call. In forward
+    the module sees plain tensors.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -46,99 +50,104 @@ class Whole(ParallelStyle):
         for name in names:
             param = module._parameters[name]
             assert param is not None
-            whole = distribute_tensor(param, device_mesh, [Replicate()], src_data_rank=None)
-            module._parameters[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
-        held: list[dict[str, nn.Parameter]] = []
+            replicated = distribute_tensor(param, device_mesh, [Replicate()], src_data_rank=None)
+            module._parameters[name] = nn.Parameter(replicated, requires_grad=param.requires_grad)
+        replaced: list[dict[str, nn.Parameter]] = []
 
-        def lend(_: nn.Module, args: tuple[Any, ...]) -> None:
-            held.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
-            for name, param in held[-1].items():
+        def show_plain_tensors(_: nn.Module, args: tuple[Any, ...]) -> None:
+            replaced.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
+            for name, param in replaced[-1].items():
                 module.__dict__[name] = param.to_local(grad_placements=[Replicate()])  # pyright: ignore[reportAttributeAccessIssue]
 
-        def give_back(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            for name, param in held.pop().items():
+        def restore_parameters(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for name, param in replaced.pop().items():
                 del module.__dict__[name]
                 module._parameters[name] = param
 
-        module.register_forward_pre_hook(lend)
-        module.register_forward_hook(give_back, always_call=True)
+        module.register_forward_pre_hook(show_plain_tensors)
+        module.register_forward_hook(restore_parameters, always_call=True)
         return module
 
 
-def styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """What the words of a plan mean; `between` is how activations lie between blocks."""
-    between = Shard(1) if sequence_parallel else Replicate()
+def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Return torch's style for each name in `models.plan.TENSOR_STYLES`."""
+    between_blocks = Shard(1) if sequence_parallel else Replicate()
     return {
         "column": ColwiseParallel(),
-        "row": RowwiseParallel(output_layouts=between),
-        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "logits": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1)),
-        "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else Whole(),
-        "gather": Gather(between),
+        "row": RowwiseParallel(output_layouts=between_blocks),
+        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
+        "logits": ColwiseParallel(input_layouts=between_blocks, output_layouts=Shard(-1)),
+        "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
+        "gather": GatherInput(between_blocks),
     }
 
 
-def matches(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """Names of modules, to the style that the last matching pattern gives them.
+def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """Return the tensor style of each module that a pattern of the plan names; the last matching pattern wins.
 
     Raises:
-        ConfigError: for a pattern that names no module.
+        ConfigError: if a pattern matches no module.
     """
     names = [name for name, _ in model.named_modules()]
-    found: dict[str, str] = {}
-    idle = []
+    styles: dict[str, str] = {}
+    problems = []
     for pattern, style in plan.tensor.items():
-        named = [name for name in names if fnmatchcase(name, pattern)]
-        found |= dict.fromkeys(named, style)
-        if not named:
-            idle.append(pattern)
-    if idle:
-        raise ConfigError(
-            [
-                f"The plan's tensor pattern {p!r} matches no module of {type(model).__name__}: correct plan.py"
-                for p in idle
-            ]
-        )
-    return found
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        styles |= dict.fromkeys(matching, style)
+        if not matching:
+            problems.append(
+                f"The plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}: correct plan.py"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return styles
 
 
-def parallelize(model: nn.Module, found: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Divide the modules that a rank holds, and keep everything else whole on each rank."""
+def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Shard the modules that this rank holds, and replicate every parameter that no style names.
+
+    Args:
+        styles: from `match_styles`; names of modules that this rank does not hold are skipped.
+    """
     tied = ties.find(model)
-    meaning = styles(sequence_parallel=sequence_parallel)
+    by_name = torch_styles(sequence_parallel=sequence_parallel)
     for name, module in model.named_modules():
-        if name in found:
-            parallelize_module(module, mesh, meaning[found[name]], src_data_rank=None)
-        own = [param for param in module._parameters.values() if param is not None]
+        if name in styles:
+            parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
+        own = list(module.parameters(recurse=False))
         if own and not any(isinstance(param, DTensor) for param in own):
-            parallelize_module(module, mesh, Whole())
+            parallelize_module(module, mesh, ReplicatedParameters())
     ties.restore(model, tied)
 
 
-def divide_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Let the model's loss take outputs whose classes are divided over ranks, through torch's loss_parallel.
+def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Let the model's loss take outputs whose classes (the last dim) are sharded, through torch's loss_parallel.
 
     Returns:
-        What makes undivided outputs of such divided ones.
+        A function that all-gathers such outputs: (…, classes / ranks) to (…, classes).
     """
     loss: Callable[[Tensor, Tensor], Tensor] = model.loss  # pyright: ignore[reportAssignmentType]
 
-    def as_divided(outputs: Tensor) -> DTensor:
+    def as_dtensor(outputs: Tensor) -> DTensor:
         return DTensor.from_local(outputs, mesh, [Shard(-1)], run_check=False)
 
-    def divided_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = loss(as_divided(outputs), targets)
+    def sharded_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(as_dtensor(outputs), targets)
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    model.__dict__["loss"] = divided_loss
-    return lambda outputs: as_divided(outputs).full_tensor()
+    model.__dict__["loss"] = sharded_loss
+    return lambda outputs: as_dtensor(outputs).full_tensor()
 
 
-def gather_when_asked(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
-    """Give undivided outputs to whoever calls the model without targets."""
+def gather_outputs(model: nn.Module, unshard: Callable[[Tensor], Tensor]) -> None:
+    """Return unsharded outputs from calls of the model without targets; calls with targets return the loss as it is.
+
+    Args:
+        unshard: from `shard_loss`.
+    """
 
     def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        wants_loss = (len(args) > 1 and args[1] is not None) or kwargs.get("targets") is not None
-        return output if wants_loss else whole(output)
+        has_targets = (len(args) > 1 and args[1] is not None) or kwargs.get("targets") is not None
+        return output if has_targets else unshard(output)
 
     model.register_forward_hook(gather, with_kwargs=True)

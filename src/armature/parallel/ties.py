@@ -1,4 +1,4 @@
-"""Parameters that one name shares with another, such as the head's weight with the embedding's."""
+"""Tied parameters: one parameter under several names, such as the embedding's weight as the head's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def find(module: nn.Module) -> list[list[str]]:
-    """Groups of names of one and the same parameter."""
+    """Return a list of names for each parameter that has more than one name."""
     groups: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         groups.setdefault(param, []).append(name)
@@ -14,10 +14,13 @@ def find(module: nn.Module) -> list[list[str]]:
 
 
 def restore(module: nn.Module, groups: list[list[str]]) -> None:
-    """Tie again what became a parameter of its own when it was replaced.
+    """Tie the parameters again that became separate ones when they were replaced.
+
+    Args:
+        groups: from `find`, before the replacement.
 
     Raises:
-        ValueError: where the two were divided in different ways.
+        ValueError: if the names' tensor styles shard the parameter in different ways.
     """
     for first, *others in groups:
         shared = module.get_parameter(first)
@@ -26,6 +29,7 @@ def restore(module: nn.Module, groups: list[list[str]]) -> None:
             own = module.get_parameter(other)
             if getattr(own, "placements", None) != getattr(shared, "placements", None):
                 raise ValueError(
-                    f"{first} and {other} are one parameter, but their tensor styles divide it differently."
+                    f"{first} and {other} are one parameter, but their tensor styles shard it differently: "
+                    "give both styles that shard the same dim in plan.py."
                 )
             module.get_submodule(owner).register_parameter(name, shared)

@@ -146,14 +146,14 @@ class StrategyMixin(_Base):
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
-                optimizer.matrices = self.matrices()
+                optimizer.matrix_work = self.matrices()
         # an attribute of the instance: plugins are many, and each one's class names its state in checkpoints
         plugin = self.precision_plugin
         plugin.clip_gradients = self.clip_gradients
         plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))  # pyright: ignore[reportAttributeAccessIssue]
         self._trainer, self._data_ranks = trainer, self.data_size
         self._weighs = self.can_weigh and getattr(self.module, "mean_over_targets", False)
-        self.target_weights.forget()
+        self.target_weights.reset()
         self._hooks_read_gradients = any(is_overridden(hook, self.module) for hook in GRADIENT_HOOKS) or any(
             is_overridden(GRADIENT_HOOKS[0], callback) and not type(callback).__module__.startswith("armature.")
             for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -164,9 +164,9 @@ class StrategyMixin(_Base):
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimizers are made."""
         for _, model in models_of(module):
-            repeated = apply.blocks_of(model, apply.plan_of(model))
-            blocks.to_float8(repeated, float8=self.float8)
-            blocks.recompute(repeated, mode=self.activation_checkpointing)
+            repeated = apply.repeated_blocks(model, apply.plan_of(model))
+            blocks.convert_to_float8(repeated, float8=self.float8)
+            blocks.checkpoint_activations(repeated, mode=self.activation_checkpointing)
             if self.compile != "none":
                 blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
         meta_names = initialization.materialize(module, device=self.root_device)
@@ -186,16 +186,16 @@ class StrategyMixin(_Base):
         """The module's. Where the batch is one of several of an optimizer step, its targets are counted."""
         weights = self.target_weights
         if self._weighs and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
-            weights.begin(args[0])
+            weights.count_batch(args[0])
             self.gradients_are_scaled = False
-        elif weights.current is not None:  # accumulation has ended
-            weights.forget()
+        elif weights.batch_targets is not None:  # accumulation has ended
+            weights.reset()
         return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         micro_batches = self._trainer.accumulate_grad_batches
-        loss = self.target_weights.multiply(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
+        loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
         return super().backward(loss, *args, **kwargs)
 
     def gradient_scale(self) -> Tensor | None:
@@ -203,7 +203,8 @@ class StrategyMixin(_Base):
 
         Asked for by all ranks, between the backward of a step's last micro-batch and the next step.
         """
-        return self.target_weights.scale(micro_batches=self._trainer.accumulate_grad_batches, ranks=self.world_size)
+        micro_batches = self._trainer.accumulate_grad_batches
+        return self.target_weights.gradient_scale(micro_batches=micro_batches, ranks=self.world_size)
 
     @property
     def can_weigh(self) -> bool:
@@ -236,7 +237,7 @@ class StrategyMixin(_Base):
         parts = gradients.local_gradients(parameters_of(optimizer))
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
         self.grad_norm = gradients.total_norm(
-            parts, ranks=self.ranks_per_stage, divided=self.divided, device=self.root_device
+            parts, ranks=self.ranks_per_stage, sharded=self.divided, device=self.root_device
         )
         if factor is not None:
             self.grad_norm = self.grad_norm * factor

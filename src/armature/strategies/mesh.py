@@ -76,7 +76,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "reshard_after_forward": reshard_after_forward, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
             "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params,
         }  # fmt: skip
-        self.applied: list[apply.Applied] = []
+        self.applied: list[apply.ParallelizedModel] = []
         self._while_running = ExitStack()
         self.sync_batchnorm = sync_batchnorm
         self.configure_mixin(
@@ -134,7 +134,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 batchnorm.synchronize(model, group=batchnorm.data_group(self.device_mesh))
             applied = apply.parallelize(model, plan, self.device_mesh, options, device=self.root_device, prefix=prefix)
             if applied.runner is not None:
-                applied.runner.weights = self.target_weights
+                applied.runner.target_weights = self.target_weights
             self.applied.append(applied)
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 

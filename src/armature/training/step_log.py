@@ -134,8 +134,8 @@ class StepLog(Callback):
             isinstance(outputs, dict) and "loss" in outputs
         ):  # the micro-batch's share: Lightning divides by accumulation
             loss, weights = outputs["loss"].detach(), getattr(trainer.strategy, "target_weights", None)
-            if weights is not None and weights.current is not None:
-                loss = loss * weights.current
+            if weights is not None and weights.batch_targets is not None:
+                loss = loss * weights.batch_targets
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return
