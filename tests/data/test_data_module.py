@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Dataset
 
-from armature.data.base import IGNORED, DataModule
+from armature.data.base import DataModule
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 
 
 class Numbers(Dataset):

@@ -16,14 +16,14 @@ from typing_extensions import override
 from armature.data.batching import Batches, plan_batches
 from armature.data.prefetch import Prefetched
 from armature.data.sampler import EvalSampler, TrainSampler
-from armature.data.samples import IGNORED, Batch, Samples
+from armature.data.samples import Batch, Samples
 from armature.data.stream import Stream
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 Split = Literal["train", "val", "test"]
-__all__ = ["IGNORED", "Batch", "DataModule", "Split", "Stream"]
+__all__ = ["Batch", "DataModule", "Split", "Stream"]
 
 
 class DataModule(L.LightningDataModule):

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
+from armature.models.loss import IGNORED
 
-IGNORED = -100  # a target that counts neither in a loss nor in a metric
 Batch = dict[str, Tensor]
 
 

@@ -25,8 +25,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from armature.data.samples import IGNORED
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 from armature.models.plan import Plan
 from armature.parallel.split import SCHEDULES, balanced, stages_of_rank
 from armature.parallel.targets import UNIT, TargetWeights

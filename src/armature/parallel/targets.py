@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armature.data.samples import IGNORED
+from armature.models.loss import IGNORED
 
 LEAST = 1e-12  # targets
 UNIT = 1024.0  # targets: so that what a loss is multiplied by stays in the range of fp16
