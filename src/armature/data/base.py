@@ -102,13 +102,9 @@ class DataModule(L.LightningDataModule):
     def samples_seen(self, value: int) -> None:
         self._resumed = (value, self._steps())
 
-    @property
-    def batches_seen_in_epoch(self) -> int:
-        """Micro-batches of a rank between the current epoch's first step and `samples_seen`.
-
-        What Lightning's batch counter has to say after a resume with another number of ranks or micro-batch size.
-        """
-        return (self.samples_seen - self._epoch() * self.train_size) // self.global_batch_size * self.batches.accumulate
+    def epoch_position(self) -> tuple[int, int]:
+        """Return the epoch that `samples_seen` lies in, and how many of its samples have been seen."""
+        return divmod(self.samples_seen, self.train_size)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +213,7 @@ class DataModule(L.LightningDataModule):
 
         Lightning asks for the length of an epoch whose last step is done: before its end, and after a resume there.
         """
-        epoch, place = divmod(self.samples_seen, self.train_size)
+        epoch, place = self.epoch_position()
         first_step = place < self.global_batch_size <= self.train_size
         closing = first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
         return epoch - 1 if closing else epoch
