@@ -39,16 +39,16 @@ def single(tmp_path_factory):
 
 
 def test_it_learns(single):
-    assert running.summary(single)["metrics"]["test/accuracy"] > 0.97
+    assert running.summary(single)["metrics"]["test/accuracy"] > 0.95
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
 def test_the_strategy_does_not_change_it(single, strategy, tmp_path):
     run_dir = train(tmp_path, f"strategy={strategy}", "trainer.devices=2")
-    # later, when the loss is near zero, the order of additions shows in its fifth digit
+    # later, the rounding of earlier steps adds up to more
     assert running.losses(run_dir)[:40] == pytest.approx(running.losses(single)[:40], rel=1e-5)
-    assert running.summary(run_dir)["metrics"]["test/accuracy"] > 0.97
+    assert running.summary(run_dir)["metrics"]["test/accuracy"] > 0.95
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLE.glob("*.py")), ids=lambda file: file.stem)
