@@ -78,7 +78,8 @@ def losses() -> dict[str, Callable[..., Any]]:
     import torch.nn.functional as F
     from torch import nn
 
-    from armature.models.decoder.model import ChunkedCrossEntropy, Decoder
+    from armature.models.decoder.loss import ChunkedCrossEntropy
+    from armature.models.decoder.model import Decoder
 
     return {
         "plain": lambda x, weight, targets: Decoder.loss(F.linear(x, weight)[None], targets[None]),

@@ -340,7 +340,7 @@ def test_a_decoder_is_counted_by_palms_formula():
             vocab_size=50304, context=1024, width=768, layers=12, heads=12, ffn_hidden=2048, tied=True
         )  # fmt: skip
     weights = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50304 * 768
-    assert flops.decoder_flops(model, positions=1024) == (6 * weights + 12 * 12 * 768 * 1024) * 1024
+    assert model.flops_per_sample(torch.zeros(1, 1024)) == (6 * weights + 12 * 12 * 768 * 1024) * 1024
 
 
 def test_the_formula_is_what_the_operators_add_up_to():
@@ -349,8 +349,8 @@ def test_the_formula_is_what_the_operators_add_up_to():
     with torch.device("meta"):
         model = make()
     whole = type("Whole", (nn.Module,), {"forward": lambda self, inputs, targets: model.loss(model(inputs), targets)})()
-    assert flops.counted(whole, ids, ids) == pytest.approx(flops.decoder_flops(model, positions=64), rel=0.02)
-    assert flops.flops_per_sample(make, ids, ids) == flops.decoder_flops(model, positions=64)
+    assert flops.counted(whole, ids, ids) == pytest.approx(model.flops_per_sample(ids), rel=0.02)
+    assert flops.flops_per_sample(make, ids, ids) == model.flops_per_sample(ids)
 
 
 def test_other_models_are_counted_by_operator_or_say_it_themselves():

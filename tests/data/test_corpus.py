@@ -189,11 +189,11 @@ def test_a_changed_file_is_noticed(files, corpus, counted):
     assert len(counted) == 2
 
 
-@pytest.mark.parametrize("always_checked", [cache._ALWAYS_CHECKED, 0])
+@pytest.mark.parametrize("always_checked", [cache._ALWAYS_CHECKED_BYTES, 0])
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "header.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
 def test_damage_is_found_and_repaired(files, corpus, counted, caplog, monkeypatch, name, harm, always_checked):
-    monkeypatch.setattr(cache, "_ALWAYS_CHECKED", always_checked)
+    monkeypatch.setattr(cache, "_ALWAYS_CHECKED_BYTES", always_checked)
     sound = corpus(str(files))
     path = sound.folder / name
     data = path.read_bytes()
@@ -213,7 +213,7 @@ def test_damage_is_found_and_repaired(files, corpus, counted, caplog, monkeypatc
 
 
 def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypatch):
-    monkeypatch.setattr(cache, "_ALWAYS_CHECKED", 0)
+    monkeypatch.setattr(cache, "_ALWAYS_CHECKED_BYTES", 0)
     folder = corpus(str(files)).folder
     read = []
     sha256 = whole.sha256

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Dataset
 
-from armature.data.base import IGNORED, DataModule
+from armature.data.base import DataModule
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 
 
 class Numbers(Dataset):
@@ -88,14 +89,17 @@ class SaveEveryStep(L.Callback):
 
 
 class RestoreProgress(L.Callback):
-    """What a resume under another micro-batch size needs: Lightning counts micro-batches."""
+    """Set Lightning's count of micro-batches, which a resume under another micro-batch size must correct."""
 
     def on_train_start(self, trainer, pl_module):
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        under_way = (
-            progress.processed - progress.completed
-        )  # 1 if saved in on_train_batch_end: it counts that one itself
-        seen = trainer.datamodule.batches_seen_in_epoch
+        # 1 if the checkpoint was saved in on_train_batch_end: Lightning counts that batch itself
+        under_way = progress.processed - progress.completed
+        data = trainer.datamodule
+        epoch, place = data.epoch_position()
+        if place < data.global_batch_size and trainer.current_epoch == epoch - 1:  # that epoch is still to be closed
+            place += data.train_size
+        seen = place // data.global_batch_size * data.batches.accumulate
         progress.ready = progress.started = progress.processed = seen
         progress.completed = seen - under_way
 
@@ -193,11 +197,13 @@ def test_resume_with_another_global_batch_goes_on_where_the_stream_was(tmp_path)
     assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
 
 
-def test_batches_seen_in_epoch_counts_from_the_epochs_first_step():
+def test_epoch_position_counts_from_the_epochs_first_sample():
     data = NumbersData(micro_batch_size=2)
     for position, expected in ((0, 0), (20, 10), (24, 0), (28, 2)):  # the second epoch's first step starts at 24
         data.samples_seen = position
-        assert data.batches_seen_in_epoch == expected
+        epoch, place = data.epoch_position()
+        assert epoch * data.train_size + place == position
+        assert place // data.global_batch_size * data.batches.accumulate == expected
 
 
 def test_a_global_batch_larger_than_the_data_trains_on(tmp_path):

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from armature.data.base import IGNORED
 from armature.data.digits import DigitsData, Images, split_indices
+from armature.models.loss import IGNORED
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature.data.base import IGNORED
 from armature.data.corpus import Corpus
 from armature.data.text import TextData, Windows
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Data modules, the global-order sampler, and the text corpus. Import from the modules; nothing is loaded here."""
+"""Data modules, the global-order sampler, and the text corpus. Import from the modules: this file loads nothing."""

@@ -1,4 +1,4 @@
-"""Batch arithmetic. Torch-free: the command line is checked with it before anything heavy is imported."""
+"""Batch arithmetic. Torch-free: it checks the command line before anything heavy is imported."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from armature.errors import ConfigError
 
 @dataclass(frozen=True)
 class Batches:
-    """How one optimizer step's samples are shared out: global = micro × accumulate × data ranks."""
+    """The split of one optimizer step's samples: global = micro × accumulate × data ranks."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -16,19 +16,19 @@ class Batches:
 
 
 def plan_batches(global_batch_size: int, micro_batch_size: int | str, data_ranks: int) -> Batches:
-    """The accumulation that follows from the batch sizes and the size of the data axis.
+    """Return the batch sizes, with the accumulation that follows from them and the size of the data axis.
 
     Args:
-        global_batch_size: samples an optimizer step.
+        global_batch_size: samples per optimizer step.
         micro_batch_size: samples that one data rank puts through the model at once, or "auto": its whole share.
         data_ranks: size of the data axis; tensor and pipeline ranks see the same samples and do not count.
 
     Raises:
-        ConfigError: where global is no multiple of micro × data ranks, with the nearest values that are.
+        ConfigError: if global is not a multiple of micro × data ranks, with the nearest values that are.
     """
     problems = []
     if global_batch_size < 1:
-        problems.append(f"data.global_batch_size={global_batch_size}: at least 1 sample a step is needed.")
+        problems.append(f"data.global_batch_size={global_batch_size}: at least 1 sample per step is needed.")
     if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
         problems.append(f"data.micro_batch_size={micro_batch_size}: type a number of samples of at least 1, or auto.")
     if problems:
@@ -64,7 +64,7 @@ def _nearest_multiples(value: int, of: int) -> list[int]:
 
 
 def _nearest_divisors(value: int, of: int) -> list[int]:
-    """The largest divisor of `of` below `value`, and the smallest above it."""
+    """Return the largest divisor of `of` below `value`, and the smallest above it."""
     divisors = sorted({d for i in range(1, int(of**0.5) + 1) if of % i == 0 for d in (i, of // i)})
     below, above = [d for d in divisors if d < value], [d for d in divisors if d > value]
     return below[-1:] + above[:1]

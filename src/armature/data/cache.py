@@ -1,4 +1,4 @@
-"""A cache folder that is complete or not there: written aside, locked, checked, rebuilt when damaged. Torch-free."""
+"""Cache folders that are complete or absent: written elsewhere, locked, checked, rebuilt if damaged. Torch-free."""
 
 import hashlib
 import json
@@ -18,24 +18,24 @@ log = logging.getLogger(__name__)
 
 HEADER = "header.json"
 _STAMP = "verified.json"
-_ALWAYS_CHECKED = 64 << 20  # bytes: a cache up to this size is read whole at each opening, a tenth of a second at most
+_ALWAYS_CHECKED_BYTES = 64 << 20  # a cache up to this size is read whole each time: a tenth of a second at most
 
 
 def root(cache_dir: str | None) -> Path:
-    """`cache_dir`, else the environment's ARMATURE_CACHE, else ~/.cache/armature."""
+    """Return `cache_dir`, else the environment's ARMATURE_CACHE, else ~/.cache/armature."""
     return Path(cache_dir or os.environ.get("ARMATURE_CACHE") or "~/.cache/armature").expanduser().absolute()
 
 
 def prepared(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The header of a sound cache at `folder`, which `build` makes first where there is none.
+    """Return the header of the cache at `folder`. If it is absent or damaged, `build` makes it first.
 
-    Any number of processes may call this at once: one builds, the others wait and open what it made.
+    Any number of processes may call this at once: one builds, the others wait and open the result.
 
     Args:
-        build: writes the files into the empty folder it is given, and returns what the header shall say.
+        build: writes the files to the empty folder that it is given, and returns the header's content.
 
     Raises:
-        ConfigError: where the cache folder cannot be written.
+        ConfigError: if the cache folder cannot be written.
     """
     if (header := _sound(folder)) is not None:
         return header
@@ -61,7 +61,7 @@ def prepared(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str,
 def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     part = folder.with_name(f"{folder.name}.part")
     if part.exists():
-        log.warning("%s was left half-written by a process that was killed. Starting again.", part)
+        log.warning("%s was left half-written by a killed process. Starting again.", part)
         shutil.rmtree(part)
     part.mkdir()
     try:
@@ -84,14 +84,16 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
 
 
 def _sound(folder: Path) -> dict[str, Any] | None:
-    """The header, if every file is as it was written; else None, and a warning if there was something."""
+    """Return the header if every file is as it was written. Otherwise return None, and warn if the folder exists."""
     if not folder.exists():
         return None
     try:
         header = json.loads((folder / HEADER).read_text())
         if header["checksum"] != _checksum(header):
             raise ValueError(f"{HEADER} is damaged")
-        known = _known(folder) if sum(file["bytes"] for file in header["files"].values()) > _ALWAYS_CHECKED else {}
+        known = (
+            _known(folder) if sum(file["bytes"] for file in header["files"].values()) > _ALWAYS_CHECKED_BYTES else {}
+        )
         for name, file in header["files"].items():
             stat = (folder / name).stat()
             if stat.st_size != file["bytes"]:
@@ -116,12 +118,12 @@ def _known(folder: Path) -> dict[str, Any]:
 
 
 def _stamp(folder: Path, header: dict[str, Any]) -> None:
-    """Remembers size and time of files that were checked, so that a large cache is read whole only after a change."""
+    """Record size and time of the checked files, so that a large cache is read whole only after a change."""
     stats = {name: (folder / name).stat() for name in header["files"]}
     try:
         files.replace(folder / _STAMP, json.dumps({name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()}))
-    except OSError as error:  # a cache that only others may write: checked again next time
-        log.info("%s cannot be stamped (%s).", folder, error)
+    except OSError as error:  # only others may write this cache: it is checked again next time
+        log.info("%s: the check cannot be recorded (%s).", folder, error)
 
 
 def _checksum(header: dict[str, Any]) -> str:

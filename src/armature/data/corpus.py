@@ -1,4 +1,4 @@
-"""Text of any size as token ids on disk: found, split, tokenized once, and memory-mapped from then on. Torch-free."""
+"""Text of any size as token ids on disk: split and tokenized once, then memory-mapped. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 1  # of the cache's layout
+_VERSION = 1  # layout of the cache
 TOKENIZER_FILE = "tokenizer.json"
-_ENCODED_AT_ONCE = 4 << 20  # bytes of text
+_ENCODE_BYTES = 4 << 20  # text encoded in one call
 
 
 class Corpus:
-    """Files of text, split into train, val and test, as one stream of tokens each: [EOT doc EOT doc …].
+    """Files of text, split into train, val and test. Each split is one stream of tokens: [EOT doc EOT doc …].
 
-    Whole files are held out, by a hash of their path relative to the corpus. Where that would give a split nothing, or
-    several times its share (one file, or a handful), records of JSONL or runs of lines are held out instead; see
-    `sources.Splitter`. A byte-level BPE tokenizer is trained on the first `tokenizer_bytes` of the train split, files
-    taken in the order of their hashes. Nothing holds the corpus in memory.
+    Whole files are held out, by a hash of their path relative to the corpus. With one file or a handful, that could
+    give a split nothing, or several times its share; then records of JSONL or runs of lines are held out instead (see
+    `sources.Splitter`). A byte-level BPE tokenizer is trained on the first `tokenizer_bytes` of the train split, with
+    files in the order of their hashes. The corpus is never held in memory.
 
     Args:
         path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz. None: the Python standard
             library's own source.
-        field: where a record of JSONL has its text.
-        vocab_size: tokens, END_OF_TEXT included.
-        context: tokens a training sample has; a train split shorter than that is an error.
-        val_fraction: share of the bytes that is held out for validation, about.
-        test_fraction: the same for the test.
-        tokenizer: a tokenizer.json to use instead of training one, as fine-tuning needs; it decides what a document
-            begins with.
-        tokenizer_bytes: how much text the tokenizer sees.
-        cache_dir: where prepared corpora are kept; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+        field: the field of a JSONL record that holds its text.
+        vocab_size: tokens, including END_OF_TEXT.
+        context: tokens per training sample; a train split shorter than that is an error.
+        val_fraction: approximate share of the bytes that is held out for validation.
+        test_fraction: approximate share of the bytes that is held out for the test.
+        tokenizer: a tokenizer.json to use instead of training one, as fine-tuning needs; it decides the token that
+            begins each document.
+        tokenizer_bytes: how much text the tokenizer is trained on.
+        cache_dir: folder of prepared corpora; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Corpus:
         self._opened: tuple[Path, dict[str, Any]] | None = None
 
     def prepare(self) -> None:
-        """Makes the cache if it is not there or damaged, and opens it. Safe in several processes at once.
+        """Open the cache, and build it first if it is absent or damaged. Several processes may call this at once.
 
         Raises:
-            ConfigError: for a path that names nothing, files that are no text, a vocabulary or a split that cannot be,
-                or a context longer than the train split.
+            ConfigError: for a path that names nothing, files that are not text, an impossible vocabulary or split, or
+                a context longer than the train split.
         """
         if self._opened is None:
             files = self.check()
@@ -92,7 +92,7 @@ class Corpus:
             )
 
     def check(self) -> list[SourceFile]:
-        """The part of `prepare` that takes no time: the settings, and whether the files are there.
+        """Return the files of the corpus. This is the fast part of `prepare`: it checks settings and finds files.
 
         Raises:
             ConfigError: for a path that names nothing or only empty files, or settings out of range.
@@ -105,17 +105,17 @@ class Corpus:
 
     @property
     def folder(self) -> Path:
-        """The cache's folder."""
+        """Folder of the cache."""
         return self._open()[0]
 
     @property
     def header(self) -> dict[str, Any]:
-        """What the cache says of itself: vocabulary, dtype, source, and tokens, bytes and documents of each split."""
+        """Description of the cache: vocabulary, dtype, source, and tokens, bytes and documents of each split."""
         return self._open()[1]
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same tokens and tokenizer, wherever and whenever they were prepared."""
+        """Hash that is the same for the same tokens and tokenizer, wherever and whenever they were prepared."""
         return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
@@ -123,7 +123,7 @@ class Corpus:
         return tokenizer.load(self.folder / TOKENIZER_FILE)
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
-        """The split's token ids, memory-mapped, shape (tokens,)."""
+        """Return the split's token ids, memory-mapped, shape (tokens,)."""
         return np.memmap(self.folder / f"{split}.bin", dtype=self.header["dtype"], mode="r")
 
     def _open(self) -> tuple[Path, dict[str, Any]]:
@@ -140,12 +140,12 @@ class Corpus:
                 f"need {tokenizer.SMALLEST_VOCABULARY}."
             )
         if self.tokenizer_path is not None:
-            size = tokenizer.given(self.tokenizer_path).get_vocab_size()
+            size = tokenizer.load_external(self.tokenizer_path).get_vocab_size()
             if size > self.vocab_size:
                 problems.append(
                     f"data.source.vocab_size={self.vocab_size} is smaller than the {size:,} tokens of "
-                    f"data.source.tokenizer={self.tokenizer_path}. Type data.source.vocab_size={size}, or as many as "
-                    "the model has that you start from."
+                    f"data.source.tokenizer={self.tokenizer_path}. Type data.source.vocab_size={size}, or the "
+                    "number of tokens of the model that you start from."
                 )
         fractions = (self.val_fraction, self.test_fraction)
         if min(fractions) <= 0 or sum(fractions) >= 0.9:
@@ -157,7 +157,7 @@ class Corpus:
             raise ConfigError(problems)
 
     def _key(self, files: list[SourceFile]) -> str:
-        """Changes with any file's name, size or time, and with every setting that the tokens depend on."""
+        """Return a hash of every file's name, size and time, and of every setting that the tokens depend on."""
         seen = self.tokenizer_bytes if self.tokenizer_path is None else None
         settings = [_VERSION, self.field, self.vocab_size, self.val_fraction, self.test_fraction, seen]
         key = hashlib.sha256(json.dumps(settings).encode())
@@ -177,17 +177,17 @@ class Corpus:
         with tokenizer.all_cores():
             bpe = self._tokenizer(files, split)
             bpe.save(str(part / TOKENIZER_FILE))
-            figures = self._encode(part, files, split, bpe)
-        empty = [name for name, figure in figures.items() if not figure["bytes"]]
+            statistics = self._encode(part, files, split, bpe)
+        empty = [name for name, counts in statistics.items() if not counts["bytes"]]
         if empty:
-            what = "lines" if split.by == "piece" else "files"
+            unit = "lines" if split.by == "piece" else "files"
             raise ConfigError(
-                f"data.path={self.path}: {total:,} bytes of text are too little: no {what} are left for the "
+                f"data.path={self.path}: {total:,} bytes of text are too little: no {unit} are left for the "
                 f"{' and '.join(empty)} split. Name more text, or raise data.source.val_fraction and test_fraction."
             )
         seconds = time.monotonic() - started
-        for name, figure in figures.items():
-            log.info("%s: %s tokens, %s bytes.", name, f"{figure['tokens']:,}", f"{figure['bytes']:,}")
+        for name, counts in statistics.items():
+            log.info("%s: %s tokens, %s bytes.", name, f"{counts['tokens']:,}", f"{counts['bytes']:,}")
         log.info("Prepared in %.1f s.", seconds)
         return {
             "version": _VERSION,
@@ -197,17 +197,17 @@ class Corpus:
             "vocab_size": self.vocab_size,
             "tokenizer_vocab_size": bpe.get_vocab_size(),
             "dtype": self._dtype().str,
-            "splits": figures,
+            "splits": statistics,
             "prepared_in_seconds": round(seconds, 2),
         }
 
     def _tokenizer(self, files: list[SourceFile], split: Splitter) -> Tokenizer:
         if self.tokenizer_path is not None:
-            return tokenizer.given(self.tokenizer_path)
+            return tokenizer.load_external(self.tokenizer_path)
         return tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
 
     def _train_text(self, files: list[SourceFile], split: Splitter) -> Iterator[str]:
-        """The train split's text, as much as the tokenizer is to see."""
+        """Yield the first `tokenizer_bytes` of the train split's text."""
         left = self.tokenizer_bytes
         for file, piece in self._pieces(sorted(files, key=lambda file: sources.hash_place(file.name)), split):
             if split(file, piece.number) != "train":
@@ -218,14 +218,14 @@ class Corpus:
                 return
 
     def _encode(self, part: Path, files: list[SourceFile], split: Splitter, bpe: Tokenizer) -> dict[str, Any]:
-        """Writes the token files; returns the figures of each split."""
+        """Write the token files, and return the statistics of each split."""
         writers = {name: _Writer(part / f"{name}.bin", self._dtype(), bpe, name != "train") for name in SPLITS}
         waiting: list[tuple[SourceFile, Piece]] = []
         size = 0
         for file, piece in self._pieces(files, split):
             waiting.append((file, piece))
             size += piece.size
-            if size >= _ENCODED_AT_ONCE:
+            if size >= _ENCODE_BYTES:
                 _write(writers, split, bpe, waiting)
                 waiting, size = [], 0
         _write(writers, split, bpe, waiting)
@@ -242,12 +242,12 @@ class Corpus:
 
 @dataclass
 class _Writer:
-    """Appends the documents of one split to its file, and counts."""
+    """Appends the documents of one split to its file, and counts them."""
 
     path: Path
     dtype: np.dtype[Any]
     bpe: Tokenizer
-    compress: bool  # measure what zlib makes of it: the held-out splits, as a yardstick for bits per byte
+    compress: bool  # measure zlib's compression of a held-out split, as a baseline for bits per byte
     tokens: int = 0
     bytes: int = 0
     documents: int = 0
@@ -263,8 +263,8 @@ class _Writer:
     def add(self, file: SourceFile, piece: Piece, ids: list[int]) -> None:
         if not piece.size:
             return
-        goes_on = not piece.starts and self._last == (file, piece.number - 1)
-        if not goes_on:
+        continues = not piece.starts and self._last == (file, piece.number - 1)
+        if not continues:
             self._file.write(self._end)
             self.tokens += 1
             self.documents += 1
@@ -281,10 +281,10 @@ class _Writer:
     def close(self) -> dict[str, Any]:
         self._flush()
         self._file.close()
-        figures: dict[str, Any] = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
+        statistics: dict[str, Any] = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
         if self.compress and self.bytes:
-            figures["zlib_bits_per_byte"] = 8 * self.zlib_bytes / self.bytes  # level 9, each file by itself
-        return figures
+            statistics["zlib_bits_per_byte"] = 8 * self.zlib_bytes / self.bytes  # level 9, each file by itself
+        return statistics
 
     def _flush(self) -> None:
         if self._compressor is not None:

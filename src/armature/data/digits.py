@@ -17,11 +17,11 @@ _HELD_OUT = 10  # a tenth of each digit's images for val, and a tenth for test
 
 
 class DigitsData(DataModule):
-    """Images (B, 1, 8, 8) of values in [0, 1] and digits (B,), a fixed split with the same mix of digits in each part.
+    """Images (B, 1, 8, 8) with values in [0, 1], and digits (B,). The split is fixed, with the same mix of digits in each.
 
     Args:
-        shift: training images are moved by up to this many pixels each way; 0: left as they are.
-        loader: batch sizes and the like, as in DataModule.
+        shift: move training images by up to this many pixels in each direction; 0: do not move them.
+        loader: batch sizes and the other arguments of DataModule.
     """
 
     def __init__(self, *, shift: int = 1, **loader: Any) -> None:
@@ -39,8 +39,8 @@ class DigitsData(DataModule):
 
 
 def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
-    """Which images are in which split: drawn once and for all, digit by digit."""
-    draw = np.random.RandomState(0)  # its stream is the same in every numpy, unlike that of default_rng
+    """Return the indices of each split's images, drawn digit by digit. They never change."""
+    draw = np.random.RandomState(0)  # the same numbers in every version of numpy, unlike default_rng
     parts: dict[Split, list[np.ndarray]] = {"train": [], "val": [], "test": []}
     for digit in np.unique(digits):
         indices = draw.permutation(np.flatnonzero(digits == digit))
@@ -52,7 +52,7 @@ def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
 
 
 class Images(Dataset[Batch]):
-    """Images and classes held in memory; `augment` moves an image by whole pixels, with zeros where it came from."""
+    """Images and classes in memory. `augment` moves an image by whole pixels, and fills up with zeros."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, shift: int) -> None:
         self.inputs, self.targets, self.shift = inputs, targets, shift

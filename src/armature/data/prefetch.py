@@ -1,4 +1,4 @@
-"""Batches that are on the device before the step asks for them."""
+"""Copies batches to the device before the step asks for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-class Prefetched:
-    """Iterates over a loader one batch ahead, and copies that batch on a stream of its own while the step computes.
+class PrefetchLoader:
+    """Iterates over a loader one batch ahead, and copies that batch on a separate stream while the step computes.
 
     Args:
-        loader: its batches lie in pinned memory, or the copies wait for the CPU.
-        device: where the batches are wanted.
+        loader: yields batches in pinned memory; from other memory, the copies would block the CPU.
+        device: where the batches are copied.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:
@@ -27,21 +27,21 @@ class Prefetched:
 
     def __iter__(self) -> Iterator[Any]:
         streams = torch.get_device_module(self.device)
-        aside = streams.Stream()
+        copy_stream = streams.Stream()
         ready: tuple[Any, Any] | None = None
         for batch in self.loader:
-            with streams.stream(aside):
+            with streams.stream(copy_stream):
                 copy = move_data_to_device(batch, self.device)
                 copied = streams.Event()
-                copied.record(aside)
+                copied.record(copy_stream)
             if ready is not None:
-                yield self._handed_over(*ready)
+                yield self._synchronized(*ready)
             ready = copy, copied
         if ready is not None:
-            yield self._handed_over(*ready)
+            yield self._synchronized(*ready)
 
-    def _handed_over(self, batch: Any, copied: Any) -> Any:
-        """The step's stream waits for the copy, and the memory is not reused before the step has read it."""
+    def _synchronized(self, batch: Any, copied: Any) -> Any:
+        """Return the batch. The step's stream waits for the copy, and the memory is not reused before the step read it."""
         current = torch.get_device_module(self.device).current_stream()
         copied.wait(current)
         if self.device.type == "cuda":

@@ -1,9 +1,9 @@
-"""Which samples go where: a function of (seed, epoch, position) alone, whatever the ranks and micro-batches.
+"""Assigns samples to ranks and micro-batches: their order is a function of (seed, epoch, position) alone.
 
 Training reads one endless stream. Position p belongs to epoch p // N at place p % N of that epoch's permutation, and
 optimizer step k holds the positions [kG, (k + 1)G). A step may straddle two epochs: no sample is dropped or repeated.
 
-N: samples an epoch, G: global batch, R: data ranks, m: micro-batch.
+N: samples per epoch, G: global batch, R: data ranks, m: micro-batch.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from armature.data.batching import Batches
 
-PADDING = -1  # the index of a sample that is there only to fill an evaluation batch
+PADDING = -1  # index of a sample that only fills an evaluation batch
 _ROUNDS = 8
-_BLOCK = 4096  # samples whose places are permuted at once: the permutation then costs nanoseconds a sample
+_BLOCK_SAMPLES = 4096  # permuted in one call: the permutation then costs nanoseconds per sample
 
 
 class TrainSampler:
@@ -27,12 +27,12 @@ class TrainSampler:
 
     Args:
         size: N.
-        seed: of the permutations.
+        seed: seed of the permutations.
         batches: G, m, accumulation and R.
         rank: r.
-        position: where the stream stands, in samples. Asked at each `iter`, so that a resume may restore it late.
-        epoch: the epoch to serve, for a caller that counts epochs itself; by default the one that holds `position`.
-        shuffled: false for a stream, whose samples come in the order in which they are read.
+        position: returns the position in the stream, in samples. Called at each `iter`, so that a resume may set it late.
+        epoch: returns the epoch to serve, for a caller that counts epochs itself; default: the one that holds `position`.
+        shuffled: False for a stream, whose samples come in the order in which they are read.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class TrainSampler:
         self._epoch = epoch or (lambda: position() // size)
 
     def __len__(self) -> int:
-        """Micro-batches of the *whole* epoch also after a resume in the middle of it: Lightning counts on from there.
+        """Return the micro-batches of the *whole* epoch, also after a resume in its middle: Lightning continues counting.
 
-        An epoch has the steps whose first position lies in it.
+        An epoch consists of the steps whose first position lies in it.
         """
         start, step = self._epoch() * self.size, self.batches.global_batch_size
         first = start + (self._position() - start) % step
@@ -66,7 +66,7 @@ class TrainSampler:
         starts = np.arange(self.batches.accumulate) * (micro * self.batches.data_ranks) + self.rank * micro
         share = starts[:, None] + np.arange(micro)  # (accumulate, micro): this rank's offsets in a step
         while position < end:
-            steps = min(-(-(end - position) // step), max(1, _BLOCK // step))
+            steps = min(-(-(end - position) // step), max(1, _BLOCK_SAMPLES // step))
             positions = position + np.arange(steps)[:, None, None] * step + share
             yield from self._keys(positions.reshape(-1, micro)).tolist()
             position += steps * step
@@ -83,11 +83,11 @@ class TrainSampler:
 
 
 class EvalSampler:
-    """Yields one data rank's batches of an evaluation: each sample once over all ranks, in order.
+    """Yields one data rank's batches of an evaluation. Over all ranks, each sample comes once, in order.
 
-    All ranks get the same number of batches. Where samples do not fill the last ones, all ranks share them, so
-    that each has at least one; only where there are too few for that, a rank's batch is `[PADDING]`. No batch mixes
-    samples and padding, since not every loss leaves out a part of a batch.
+    All ranks get the same number of batches. If samples do not fill the last batches, all ranks share them, so that
+    each has at least one sample. Only if there are too few samples for that, a rank's batch is `[PADDING]`. No batch
+    mixes samples and padding, since not every loss can ignore a part of a batch.
     """
 
     def __init__(self, size: int, *, batch_size: int, rank: int, ranks: int) -> None:
@@ -100,18 +100,20 @@ class EvalSampler:
         full, end = self.batch_size * self.ranks, 0
         for left in range(len(self), 0, -1):
             start, rest = end, self.size - end
-            even = left == 2 and rest - full < self.ranks and self.batch_size > 1  # else the last would be too small
+            even = (
+                left == 2 and rest - full < self.ranks and self.batch_size > 1
+            )  # otherwise the last would be too small
             end = start + (rest // 2 if even else min(full, rest))
             lower, upper = (start + (end - start) * r // self.ranks for r in (self.rank, self.rank + 1))
             yield list(range(lower, upper)) or [PADDING]
 
 
 def permuted(places: NDArray[np.int64], *, size: int, seed: int | str, epoch: int) -> NDArray[np.int64]:
-    """What stands at `places` of the permutation of [0, size) that belongs to (seed, epoch).
+    """Return the elements at `places` of the permutation of [0, size) that belongs to (seed, epoch).
 
     A Feistel network over the next power of two, walked until it falls below `size` (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains"): no table, so an epoch of any size costs no memory, and being our own definition it
-    does not change with numpy's version.
+    with arbitrary finite domains"). It needs no table, so an epoch of any size costs no memory. It is defined here, so
+    it does not change with numpy's version.
     """
     keys = np.frombuffer(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
     bits = max(1, (size - 1).bit_length())

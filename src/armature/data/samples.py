@@ -1,4 +1,4 @@
-"""From a sampler's keys to finished batches. It runs in the loader's processes, or in the training process itself."""
+"""Turns a sampler's keys into finished batches. Runs in the loader's processes, or in the training process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing_extensions import override
 
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
+from armature.models.loss import IGNORED
 
-IGNORED = -100  # a target that counts neither in a loss nor in a metric
 Batch = dict[str, Tensor]
 
 
 class Samples(Dataset[Batch]):
-    """Decodes the epoch from the keys, augments, collates, and blanks padding.
+    """Decodes the epoch from the keys, augments, collates, and masks padding.
 
-    A sample's random numbers depend on (seed, epoch, index) alone, wherever they are drawn: from the generator that
-    `augment` gets, or from the global generators of Python, NumPy and torch, which are seeded for each sample. So they
-    are the same under any number of ranks and workers, and after any resume.
+    A sample's random numbers depend on (seed, epoch, index) alone, whether they come from the generator that `augment`
+    gets, or from the global generators of Python, NumPy and torch, which are seeded for each sample. So they are the
+    same under any number of ranks and workers, and after any resume.
 
     Args:
         dataset: map-style, or a Stream.
-        size: samples an epoch.
-        seed: of all randomness.
-        training: whether samples are augmented, and a stream's blocks shuffled.
+        size: samples per epoch.
+        seed: seed of all randomness.
+        training: augment samples, and shuffle a stream's blocks.
     """
 
     def __init__(self, dataset: Any, *, size: int, seed: int, training: bool) -> None:
@@ -53,13 +53,15 @@ class Samples(Dataset[Batch]):
 
     def __getitems__(self, keys: list[int]) -> Batch:
         last = max(0, *keys)
-        filled = [last if key == PADDING else key for key in keys]  # a stream need not be read again for that
+        filled = [
+            last if key == PADDING else key for key in keys
+        ]  # the last key, since a stream would have to be read again for another
         if self.augment is None and hasattr(self.dataset, "batch"):
             if get_worker_info() is not None:
                 _seed(self._seed_of(filled[0]))
             batch = self.dataset.batch([key % self.size for key in filled])
         else:
-            with _global_generators_kept():
+            with _preserved_generators():
                 generator = torch.Generator()
                 batch = cast(Batch, default_collate([self._sample(key, generator) for key in filled]))
         if PADDING in keys:
@@ -90,14 +92,16 @@ def _seed(seed: int) -> None:
 
 
 @contextmanager
-def _global_generators_kept() -> Iterator[None]:
-    """In the training process, what the model draws must not depend on who loads the data."""
+def _preserved_generators() -> Iterator[None]:
+    """Restore the training process's global generators: the model's draws must not depend on who loads the data."""
     if get_worker_info() is not None:
         yield
         return
     global_numpy: Any = np.random
     python, numpy, pytorch = random.getstate(), global_numpy.get_bit_generator(), torch.get_rng_state()
-    global_numpy.set_bit_generator(_spare())  # swapped, since NumPy takes ten times as long to copy its state
+    global_numpy.set_bit_generator(
+        _spare_bit_generator()
+    )  # swapped, since NumPy takes ten times as long to copy its state
     try:
         yield
     finally:
@@ -107,5 +111,5 @@ def _global_generators_kept() -> Iterator[None]:
 
 
 @cache
-def _spare() -> np.random.BitGenerator:
+def _spare_bit_generator() -> np.random.BitGenerator:
     return np.random.MT19937(0)

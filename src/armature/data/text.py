@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data.base import IGNORED, Batch, DataModule, Split
+from armature.data.base import Batch, DataModule, Split
 from armature.data.corpus import TOKENIZER_FILE, Corpus
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

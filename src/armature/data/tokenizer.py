@@ -1,4 +1,4 @@
-"""Byte-pair encoding of bytes: whatever the text, it has tokens, and they decode to the very same text. Torch-free."""
+"""Byte-level byte-pair encoding: every text has tokens, which decode to exactly the same text. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# what parts documents elsewhere: that which they begin with, where a tokenizer tells it from their end
+# usual names of the token between documents. Where a tokenizer has one for their beginning and one for their end, the
+# beginning comes first here
 BEGINNINGS = (END_OF_TEXT, "<|begin_of_text|>", "<bos>", "<s>", "</s>", "<eos>", "<|end_of_text|>")
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 
 
 def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens (fewer if the text has no more pairs to merge); END_OF_TEXT is 0."""
+    """Return a tokenizer of at most `vocab_size` tokens (fewer if no pairs are left to merge). END_OF_TEXT is 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -41,20 +42,22 @@ def load(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = True  # END_OF_TEXT in a text is eleven characters, not the end of it; not saved
+    tokenizer.encode_special_tokens = (
+        True  # END_OF_TEXT in a text is plain characters, not its end; the file does not save this
+    )
     return tokenizer
 
 
 def document_token(tokenizer: Tokenizer) -> int | None:
-    """The id that each document begins with in our corpora, by the names that are usual; None where there is none."""
+    """Return the id that each document of a corpus begins with, found by its usual names, or None."""
     return next((i for i in map(tokenizer.token_to_id, BEGINNINGS) if i is not None), None)
 
 
-def given(path: str) -> Tokenizer:
-    """A tokenizer that was trained elsewhere: of another run, or Hugging Face's.
+def load_external(path: str) -> Tokenizer:
+    """Return a tokenizer that was trained elsewhere: by another run, or Hugging Face's.
 
     Raises:
-        ConfigError: for a file that is none, or that has no token to part documents with.
+        ConfigError: for a file that is not a tokenizer, or that has no token between documents.
     """
     if not Path(path).is_file():
         raise ConfigError(
@@ -67,14 +70,14 @@ def given(path: str) -> Tokenizer:
         raise ConfigError(f"data.source.tokenizer={path}: {error}. Name a tokenizer.json.") from error
     if document_token(tokenizer) is None:
         raise ConfigError(
-            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to part documents with."
+            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)}, one of which must begin each document."
         )
     return tokenizer
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Tokenizers in threads here, and not afterwards: they hang a process forked later, and the library warns of it."""
+    """Let tokenizers use threads inside this block only: later they would hang a forked process, and the library warns."""
     key = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(key)
     os.environ[key] = before or "true"

@@ -1,7 +1,7 @@
-"""TensorBoard without a thread: a row of numbers is one event, and several rows are one write.
+"""A TensorBoard logger without a thread: one row of numbers is one event, and several rows are one write.
 
-torch's writer makes an event of each number and gives it to a thread through a queue, which opens the file again for
-each. At six numbers a row that is 320 µs of CPU a step; here a row is 20.
+torch's writer makes one event of each number and hands it through a queue to a thread, which opens the file again for
+each event. With six numbers per row that costs 320 µs of CPU per step; here a row costs 20 µs.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's logger, with the same arguments; TensorBoard shows the same. A full disk ends it, and not the run.
+    """Lightning's logger, with the same arguments and the same display in TensorBoard.
 
-    Where `save_dir` is an object store, events go through tensorboard's own writer.
+    If writing fails, such as on a full disk, logging ends and the run continues. If `save_dir` is an object store,
+    events go through tensorboard's own writer.
     """
 
-    _lost = False
+    def __init__(self, save_dir: str | Path, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+        super().__init__(save_dir, *args, prefix=prefix, **kwargs)
+        self.prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
+        self._failed = False
 
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if any(isinstance(value, dict) for value in metrics.values()):  # several curves in one picture
+        if any(isinstance(value, dict) for value in metrics.values()):  # several curves in one chart
             self._guarded(lambda: TensorBoardLogger.log_metrics(self, metrics, step))
         elif metrics:
             self.write_rows([{**metrics, "step": step or 0}])
 
     @rank_zero_only
     def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Numbers by name, and the `step` that they belong to."""
-        prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
-        self._guarded(lambda: self._events().add_rows(rows, prefix=prefix))
+        """Write rows of numbers by name; each has the `step` that it belongs to."""
+        self._guarded(lambda: self._event_writer().add_rows(rows, prefix=self.prefix))
 
-    def _events(self) -> Events:
-        writer = self.experiment._get_file_writer()  # another one after the logger was closed
-        if not isinstance(writer.event_writer, Events):
-            writer.event_writer = Events(writer.event_writer)
+    def _event_writer(self) -> EventWriter:
+        writer = self.experiment._get_file_writer()  # a new one after the logger was closed
+        if not isinstance(writer.event_writer, EventWriter):
+            writer.event_writer = EventWriter(writer.event_writer)
         return writer.event_writer
 
     @override
@@ -55,7 +58,7 @@ class TensorBoard(TensorBoardLogger):
     @override
     @rank_zero_only
     def save(self) -> None:
-        """The hyperparameters are in the run's config.yaml."""
+        """Flush the events. The hyperparameters are in the run's config.yaml."""
         self._guarded(lambda: self.experiment.flush())
 
     @override
@@ -64,32 +67,32 @@ class TensorBoard(TensorBoardLogger):
         self._guarded(lambda: TensorBoardLogger.finalize(self, status))
 
     def _guarded(self, write: Callable[[], object]) -> None:
-        if self._lost:
+        if self._failed:
             return
         try:
             write()
         except OSError as error:
-            self._lost = True
+            self._failed = True
             log.error(
-                "TensorBoard's events could not be written (%s). The run goes on without them; metrics.csv has "
+                "TensorBoard's events could not be written (%s). The run continues without them; metrics.csv has "
                 "the same numbers.",
                 error,
             )
 
 
-class Events:
-    """In the place of tensorboard's EventFileWriter, whose file it goes on with."""
+class EventWriter:
+    """Replaces tensorboard's EventFileWriter, and continues its file."""
 
-    def __init__(self, begun: Any) -> None:
+    def __init__(self, replaced: Any) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._folder: str = begun.get_logdir()
-        if "://" in self._folder:
-            self._file = self._records = _Passed(begun)
-        else:
-            begun.close()
-            self._file = Path(begun._file_name).open("ab")  # noqa: SIM115 (until `close`)
+        self._folder: str = replaced.get_logdir()
+        self._file: Any = replaced  # stays so for an object store
+        self._records: Any = None
+        if "://" not in self._folder:
+            replaced.close()
+            self._file = Path(replaced._file_name).open("ab")  # noqa: SIM115 (until `close`)
             self._records = RecordWriter(self._file)
         self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -101,12 +104,11 @@ class Events:
         now, value_of, summary_of = time.time(), self._summary.Value, self._summary
         for row in rows:
             values = [value_of(tag=prefix + k, simple_value=float(v)) for k, v in row.items() if k != "step"]
-            event = self._event(wall_time=now, step=int(row["step"]), summary=summary_of(value=values))
-            self._records.write(event.SerializeToString())
+            self._append(self._event(wall_time=now, step=int(row["step"]), summary=summary_of(value=values)))
         self._file.flush()
 
     def add_event(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
+        self._append(event)
         self._file.flush()
 
     def flush(self) -> None:
@@ -115,10 +117,8 @@ class Events:
     def close(self) -> None:
         self._file.close()
 
-
-class _Passed:
-    """Serialized events, to tensorboard's writer."""
-
-    def __init__(self, begun: Any) -> None:
-        self.write = begun._async_writer.write
-        self.flush, self.close = begun.flush, begun.close
+    def _append(self, event: Any) -> None:
+        if self._records is None:
+            self._file.add_event(event)
+        else:
+            self._records.write(event.SerializeToString())

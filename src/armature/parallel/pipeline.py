@@ -24,8 +24,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from armature.data.samples import IGNORED
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 from armature.models.plan import Plan
 from armature.parallel.gradients import local_part
 from armature.parallel.split import SCHEDULES, balance_blocks, stage_ownership_problems, stages_of_rank

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armature.data.samples import IGNORED
+from armature.models.loss import IGNORED
 
 TARGETS_PER_UNIT = 1024.0  # numbers of targets are counted in units, so that a loss times a number fits into fp16
 MIN_TARGETS = 1e-12

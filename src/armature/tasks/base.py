@@ -1,4 +1,4 @@
-"""What every task shares: how its model is built, what optimizes it, and figures that no layout changes."""
+"""The base class of all tasks: builds the model and its optimizer, and computes exact metrics under every layout."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
+from armature.models.loss import IGNORED
 from armature.optim.groups import parameter_groups
 
 Batch = dict[str, Tensor]
 
 
 def mean_metric() -> MeanMetric:
-    """A weighted mean over samples and ranks. NaN passes through; "disable" would drop the weights as well."""
+    """Return a weighted mean over samples and ranks. NaN stays NaN; "disable" would drop the weights as well."""
     return MeanMetric(nan_strategy=float("nan"))
 
 
 def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The batch's inputs and targets.
+    """Return the batch's inputs and targets.
 
     Raises:
         TypeError: for a batch of another form.
@@ -42,14 +43,14 @@ def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Task(L.LightningModule):
-    """Trains whatever `model()` builds on the loss that it computes, and measures that loss on held-out batches.
+    """Trains the model on the loss that the model computes, and measures that loss on held-out batches.
 
     `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
     A subclass adds metrics in `metrics`, `update` and `final_metrics`.
 
     Attributes:
         mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are not -100. Each target
-            of an optimizer step then weighs the same, however many of them lie in one micro-batch.
+            of an optimizer step then has the same weight, whichever micro-batch it lies in.
     """
 
     mean_over_targets = True
@@ -64,16 +65,16 @@ class Task(L.LightningModule):
         super().__init__()
         self.model: nn.Module | None = None
         self._make_model, self._make_optimizer, self._make_scheduler = model, optimizer, scheduler
-        # A plain dict: as submodules they would be moved, emptied or sharded with the model by a strategy
+        # A plain dict: a strategy would move, empty or shard submodules together with the model
         self._metrics: dict[str, Metric] = {}
 
     @override
     def configure_model(self) -> None:
-        """Builds the model: without memory where it can initialize itself by name, which the strategy then does."""
+        """Build the model: without memory if it can initialize itself by name, which the strategy then does."""
         if self.model is not None:
             return
-        made = getattr(self._make_model, "func", self._make_model)
-        with torch.device("meta") if hasattr(made, "initialize_parameter") else nullcontext():
+        model_class = getattr(self._make_model, "func", self._make_model)
+        with torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext():
             self.model = self._make_model()
 
     @override
@@ -87,30 +88,36 @@ class Task(L.LightningModule):
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of one micro-batch.
+
+        The model computes it, in `loss` (src/armature/models/<name>/model.py): a pipeline needs the loss on the stage
+        that holds the model's last part.
+        """
         assert self.model is not None
-        return self.model(*inputs_and_targets(batch))
+        inputs, targets = inputs_and_targets(batch)
+        return self.model(inputs, targets)
 
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of one evaluation, by name; each is a sum over samples and ranks, so it is exact."""
+        """Return the metrics of one evaluation, by name. Each is a sum over samples and ranks, so it is exact."""
         return {"loss": mean_metric()}
 
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
-        """Add one batch. Padding, whose targets are all -100, weighs nothing."""
+        """Add one batch. Padding, whose targets are all -100, has no weight."""
         assert self.model is not None
         inputs, targets = inputs_and_targets(batch)
-        metrics["loss"].update(self.model(inputs, targets), weight=(targets != -100).sum())
+        metrics["loss"].update(self.model(inputs, targets), weight=(targets != IGNORED).sum())
 
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
-        """What is logged for `split` ("val" or "test"), from the computed metrics."""
+        """Return what is logged for `split` ("val" or "test"), given the computed metrics."""
         return values
 
     def preview(self) -> str | None:
-        """Text that shows what was learned, printed at the end of a run. Every rank calls it."""
+        """Return text that shows what was learned, for the end of a run, or None. Called on every rank."""
         return None
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._start()
+        self._reset_metrics()
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -118,11 +125,11 @@ class Task(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        self._finish("val")
+        self._log_metrics("val")
 
     @override
     def on_test_epoch_start(self) -> None:
-        self._start()
+        self._reset_metrics()
 
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -130,11 +137,11 @@ class Task(L.LightningModule):
 
     @override
     def on_test_epoch_end(self) -> None:
-        self._finish("test")
+        self._log_metrics("test")
 
-    def _start(self) -> None:
+    def _reset_metrics(self) -> None:
         self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
 
-    def _finish(self, split: str) -> None:
+    def _log_metrics(self, split: str) -> None:
         values = {name: float(metric.compute()) for name, metric in self._metrics.items()}
         self.log_dict({f"{split}/{name}": value for name, value in self.final_metrics(values, split).items()})

@@ -5,11 +5,15 @@ from __future__ import annotations
 from torchmetrics import Metric
 from typing_extensions import override
 
+from armature.models.loss import IGNORED
 from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
 
 
 class ImageClassification(Task):
-    """Logs loss in nats an image and accuracy, the share of images whose likeliest class is right."""
+    """Logs the loss in nats per image, and accuracy: the share of images whose likeliest class is right.
+
+    The training loss is the model's `loss`, such as `VisionTransformer.loss`.
+    """
 
     @override
     def metrics(self) -> dict[str, Metric]:
@@ -20,6 +24,6 @@ class ImageClassification(Task):
         assert self.model is not None
         inputs, targets = inputs_and_targets(batch)
         outputs = self.model(inputs)
-        counted = targets != -100
+        counted = targets != IGNORED
         metrics["loss"].update(self.model.loss(outputs, targets), weight=counted.sum())  # pyright: ignore[reportCallIssue]
         metrics["accuracy"].update((outputs.argmax(dim=-1) == targets).float(), weight=counted.float())

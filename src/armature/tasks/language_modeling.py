@@ -17,9 +17,10 @@ from armature.tasks.base import Task
 
 
 class LanguageModeling(Task):
-    """Logs loss in nats a token, perplexity, and bits per byte where the data module knows its bytes per token.
+    """Logs the loss in nats per token, perplexity, and bits per byte if the data module has `bytes_per_token`.
 
-    Bits per byte, unlike the other two, compare across tokenizers and with file compressors.
+    Bits per byte, unlike the other two, can be compared across tokenizers and with file compressors.
+    The training loss is the model's: `Decoder.loss`, or its twin without all the logits, `ChunkedCrossEntropy`.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class LanguageModeling(Task):
 
     @override
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
-        figures = {**values, "perplexity": _exp(values["loss"])}
+        metrics = {**values, "perplexity": _exp_or_inf(values["loss"])}
         bytes_per_token = getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
         if bytes_per_token is not None:
-            figures["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token(split)
-        return figures
+            metrics["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token(split)
+        return metrics
 
     @override
     def preview(self) -> str | None:
-        """A sample that continues `preview_prompt`, the same for the same weights."""
+        """Return text that continues `preview_prompt`, the same for the same weights; None without a tokenizer."""
         tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
         if tokenizer is None or self.model is None or self.preview_tokens == 0:
             return None
@@ -61,5 +62,5 @@ class LanguageModeling(Task):
         return tokenizer.decode(ids[0].tolist())
 
 
-def _exp(value: float) -> float:
+def _exp_or_inf(value: float) -> float:
     return math.inf if value > 700.0 else math.exp(value)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from armature.models.decoder.model import Attention, Decoder
 from armature.parallel import randomness
 
 log = logging.getLogger(__name__)
@@ -38,21 +37,12 @@ def flops_per_sample(make_model: Callable[[], nn.Module], inputs: Tensor, target
             model = make_model()
         if hasattr(model, "flops_per_sample"):
             return float(model.flops_per_sample(inputs))  # pyright: ignore[reportCallIssue]
-        if isinstance(model, Decoder):
-            return decoder_flops(model, positions=inputs.shape[1])
         return counted(model, inputs, targets)
     except Exception as error:
         log.info("The FLOPs of a step are not known: %s could not be counted (%s).", make_model, error)
         return None
     finally:
         randomness.restore(kept)
-
-
-def decoder_flops(model: Decoder, *, positions: int) -> float:
-    """Of one sample of so many tokens."""
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    heads = sum(module.q.out_features for module in model.modules() if isinstance(module, Attention))  # L H K
-    return float((6 * matrices + 12 * heads * positions) * positions)
 
 
 def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:

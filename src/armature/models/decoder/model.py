@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
-from typing_extensions import TypeIs
 
 from armature.models.decoder import documents
 from armature.models.decoder.check import problems
+from armature.models.decoder.loss import ChunkedCrossEntropy, is_plain_linear
+from armature.models.loss import mean_cross_entropy
 
 
 class KeyValueCache:
@@ -133,75 +133,6 @@ class Block(nn.Module):
         return x_BTD + F.dropout(self.ffn(self.ffn_norm(x_BTD)), self.dropout, self.training)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """`Decoder.loss` of head and targets together, without ever holding the logits of all tokens.
-
-    Each chunk's gradients are made in the forward pass, while its logits are still there, so that nothing is computed
-    twice (Liger Kernel, arXiv:2410.10989, 3.2). Takes x (N, D), the head's weight (V, D), targets (N,) and whether
-    gradients will be asked for.
-
-    4,096 tokens of width 256 and 32,000 words under bf16 autocast took 0.8 s and 131 MB on one core of an AMD EPYC
-    with AVX512-BF16 (2026-11-21, torch 2.13); the plain loss 1.9 s and 1,498 MB; torch's linear_cross_entropy, which
-    adds the loss up in bf16, 3.0 s and 174 MB.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_gradients: bool) -> Tensor:
-        device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else weight_VD.dtype
-        x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
-        needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
-        gx_ND = torch.empty_like(x_low_ND) if needs_x else None
-        gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        total = torch.zeros((), device=device)
-        share = 1 / (targets_N != -100).sum().clamp(min=1)
-        # 32 or 512 MiB of fp32 logits: with fewer rows, adding up the weight's gradient costs more than making it
-        rows = min(tokens, max(1, (2**23 if device.type == "cpu" else 2**27) // vocabulary))
-        # each chunk overwrites the last one's: on a CPU, memory fresh from the system costs more than the softmax
-        logits_all, p_all = (
-            torch.empty(rows, vocabulary, dtype=kind, device=device) for kind in (dtype, torch.float32)
-        )
-        part_VD = torch.empty_like(weight_low_VD) if needs_weight else None
-        for start in range(0, tokens, rows):
-            chunk = slice(start, min(start + rows, tokens))
-            x_RD, targets_R1 = x_low_ND[chunk], targets_N[chunk, None]
-            keep_R1, target_R1 = (targets_R1 != -100).float(), targets_R1.clamp(min=0)
-            logits_RV = torch.mm(x_RD, weight_low_VD.T, out=logits_all[: len(x_RD)])
-            p_RV = torch.softmax(logits_RV, dim=-1, dtype=torch.float32, out=p_all[: len(x_RD)])
-            # log p of the target through that of the likeliest, which cannot underflow; the log of all of them would
-            # cost more than the softmax, on CPUs several times
-            above_R1 = logits_RV.gather(1, target_R1).float() - logits_RV.amax(dim=-1, keepdim=True).float()
-            total -= ((above_R1 + p_RV.amax(dim=-1, keepdim=True).log()) * keep_R1).sum()
-            if gx_ND is None and gweight_VD is None:
-                continue
-            g_RV = p_RV.scatter_add_(1, target_R1, -torch.ones_like(keep_R1)).mul_(keep_R1)
-            g_RV = g_RV if dtype == torch.float32 else logits_RV.copy_(g_RV)
-            if gx_ND is not None:
-                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk])
-            if gweight_VD is not None:
-                gweight_VD += torch.mm(g_RV.T, x_RD, out=part_VD)
-        # the mean's share comes last, so that fp16 gradients do not vanish before the scaler's factor reaches them
-        ctx.save_for_backward(gx_ND, gweight_VD, share)
-        ctx.dtypes = x_ND.dtype, weight_VD.dtype
-        return total * share
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (grad,), (gx_ND, gweight_VD, share) = grad_outputs, ctx.saved_tensors
-        gx_ND = (gx_ND.float() * (grad * share)).to(ctx.dtypes[0]) if gx_ND is not None else None
-        gweight_VD = (gweight_VD * (grad * share)).to(ctx.dtypes[1]) if gweight_VD is not None else None
-        return gx_ND, gweight_VD, None, None
-
-
-def _is_bare(head: nn.Module | None) -> TypeIs[nn.Linear]:
-    """Whether only the weight counts: a hook or a subclass may divide, gather or adapt the head when it is called."""
-    return type(head) is nn.Linear and not head._forward_pre_hooks and not head._forward_hooks
-
-
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head; a pipeline stage sets the ends that it does not hold to None.
 
@@ -271,7 +202,7 @@ class Decoder(nn.Module):
             cache.length += inputs.shape[1]
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        if targets is not None and _is_bare(self.head):
+        if targets is not None and is_plain_linear(self.head):
             return ChunkedCrossEntropy.apply(
                 x_BTD.flatten(0, 1), self.head.weight, targets.flatten(), torch.is_grad_enabled()
             )
@@ -280,9 +211,18 @@ class Decoder(nn.Module):
 
     @staticmethod
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the targets that are not -100, summed in fp32; 0 where there are none."""
-        total = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return total / (targets != -100).sum().clamp(min=1)
+        """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that are not -100."""
+        return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def flops_per_sample(self, inputs: Tensor) -> float:
+        """Return the FLOPs of forward and backward of one sample of `inputs` (B, T), by PaLM's formula.
+
+        Per token, 6 for each weight of a matrix and 12 L H K T for attention (arXiv:2204.02311, appendix B).
+        """
+        positions = inputs.shape[1]
+        matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+        heads = sum(module.q.out_features for module in self.modules() if isinstance(module, Attention))  # L H K
+        return float((6 * matrices + 12 * heads * positions) * positions)
 
     def within_documents(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor | BlockMask:
         """What lets each position see its own document up to itself."""

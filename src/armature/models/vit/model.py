@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armature.models.loss import mean_cross_entropy
 from armature.models.vit.check import problems
 
 
@@ -118,10 +119,11 @@ class VisionTransformer(nn.Module):
         return outputs if targets is None else self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the targets that are not -100, in fp32; smoothed only while training."""
-        smoothing = self.label_smoothing if self.training else 0.0
-        total = F.cross_entropy(outputs.float(), targets, reduction="sum", label_smoothing=smoothing)
-        return total / (targets != -100).sum().clamp(min=1)
+        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are not -100.
+
+        Labels are smoothed in training only.
+        """
+        return mean_cross_entropy(outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0)
 
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill one full, undivided parameter, as a function of its name, its shape and the generator alone.

@@ -1,4 +1,4 @@
-"""TensorBoard: one event a row, which reads as Lightning's do, and a full disk does not end the run."""
+"""TensorBoard: one event per row, which reads like Lightning's events, and a full disk does not end the run."""
 
 import logging
 from pathlib import Path
@@ -9,6 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from armature.loggers import RowWriter
 from armature.loggers.tensorboard import TensorBoard
 
 ROWS = [{"train/loss": 2.5, "lr": torch.tensor(1e-3), "samples": 32}, {"train/loss": float("nan"), "val/loss": 1.0}]
@@ -29,19 +30,20 @@ def log_to(logger) -> dict[str, list[tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("prefix", ["", "own"])
-def test_it_writes_what_lightning_s_logger_writes(tmp_path, prefix):
+def test_it_writes_what_lightnings_logger_writes(tmp_path, prefix):
     kinds = {"ours": TensorBoard, "theirs": TensorBoardLogger}
     logged = {name: log_to(kind(str(tmp_path), name=name, version="", prefix=prefix)) for name, kind in kinds.items()}
     assert logged["ours"] == logged["theirs"]
     assert len(logged["ours"]) == 5
 
 
-def test_rows_are_an_event_each_in_one_file(tmp_path):
+def test_each_row_is_one_event_in_one_file(tmp_path):
     logger = TensorBoard(str(tmp_path), name="", version="")
+    assert isinstance(logger, RowWriter)
     logger.experiment.add_text("words", "before")
     logger.write_rows([{"step": 3, "a": 1.0, "b": 2.0}, {"step": 4, "a": 3.0}])
     logger.experiment.add_text("words", "after")
-    logger.log_metrics({"both": {"x": 1.0, "y": 2.0}}, step=5)  # Lightning's way to draw two curves in one picture
+    logger.log_metrics({"both": {"x": 1.0, "y": 2.0}}, step=5)  # Lightning's way to draw two curves in one chart
     logger.finalize("success")
     logger.log_metrics({"a": 4.0}, step=5)  # a test after training: there is another file
     logger.finalize("success")
@@ -53,9 +55,9 @@ def test_rows_are_an_event_each_in_one_file(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_told_once_and_ends_only_the_events(tmp_path, caplog):
+def test_a_full_disk_is_reported_once_and_ends_only_the_events(tmp_path, caplog):
     logger = TensorBoard(str(tmp_path), name="", version="")
-    events = logger._events()
+    events = logger._event_writer()
     events.close()
     with Path("/dev/full").open("ab", buffering=0) as full, caplog.at_level(logging.ERROR):
         events._file = events._records._writer = full
@@ -66,7 +68,7 @@ def test_a_full_disk_is_told_once_and_ends_only_the_events(tmp_path, caplog):
     assert caplog.text.count("No space left on device") == 1
 
 
-def test_events_in_an_object_store_go_through_tensorboard_s_own_writer(monkeypatch):
+def test_events_in_an_object_store_go_through_tensorboards_own_writer(monkeypatch):
     fsspec = pytest.importorskip("fsspec")
     logger = TensorBoard("memory://runs", name="a", version="")
     logger.write_rows([{"step": 3, "a": 1.0}, {"step": 4, "a": 2.0}])
