@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import run_dir
-from armature.checkpoint import manifest, resume, storage
+from armature.checkpoint import directory as checkpoint_directory
+from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
 from armature.parallel import process_group
@@ -88,8 +89,8 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
         step_log, total_steps=total_steps, start_line=partial(report.start_line, cfg, batches, checkpoint)
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
-    checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, **policy)
-    strategy.facts = {"config_hash": run_dir.fingerprint(cfg)}
+    entries = {"config_hash": run_dir.fingerprint(cfg)}
+    checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, manifest_entries=entries, **policy)
     extra = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     callbacks = [_RecordError(), Heartbeat(), RestoreProgress(), step_log, *extra, checkpointing, stop, display]
     trainer = Trainer(
@@ -162,13 +163,13 @@ def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
     if resume.checkpoint_for(cfg, directory) is None:
         return None
     named = resume.candidates(resume.folder(directory, cfg)) or resume.checkpoints_at(resume.to_path(cfg.resume))
-    return storage.first_sound(named, trust=cfg.checkpoint.trust)
+    return storage.first_intact(named, trust=cfg.checkpoint.trust)
 
 
 def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
     """The configured ones. TensorBoard forgets what a killed process logged after the checkpoint."""
     loggers = [instantiate(node) for node in (cfg.logger or {}).values()]
-    step = (manifest.read(checkpoint) or {}).get("step") if checkpoint is not None else None
+    step = checkpoint_directory.saved_step(checkpoint) if checkpoint is not None else None
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger) and step is not None:
             logger._kwargs.setdefault("purge_step", step + 1)

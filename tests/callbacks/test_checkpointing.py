@@ -1,4 +1,4 @@
-"""A save that fails: what is said, what is kept, and what goes on."""
+"""A save that fails: what is reported, what is kept, and that training continues."""
 
 import errno
 from pathlib import Path
@@ -9,7 +9,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from armature.checkpoint import manifest, storage
+from armature.checkpoint import directory, storage
+from armature.checkpoint.writer import CheckpointWriter
 from armature.training.checkpointing import Checkpointing
 from tests.running import train, write_corpus
 
@@ -19,26 +20,19 @@ POLICY = {
 }  # fmt: skip
 
 
-class Strategy:
-    def finish_saves(self) -> None:
-        """None is under way."""
-
-
 class Trainer:
     """As much of one as a save asks for; its disk is full at the given steps."""
 
     is_global_zero, world_size = True, 1
 
     def __init__(self, full_at: set[int]) -> None:
-        self.global_step, self.full_at, self.strategy = 0, full_at, Strategy()
-        self.callback: Any = None
+        self.global_step, self.full_at = 0, full_at
 
-    def save_checkpoint(self, path: Path) -> None:
-        part = storage.prepare(path, {})
+    def save_checkpoint(self, path: Path, storage_options: CheckpointWriter) -> None:
         if self.global_step in self.full_at:
+            storage.prepare(path, {})
             raise OSError(errno.ENOSPC, "No space left on device")
-        storage.complete(part, path, {"step": self.global_step})
-        self.callback._published(path)
+        storage_options.save(path, {}, {}, entries={"step": self.global_step})
 
 
 class Quiet:
@@ -52,7 +46,7 @@ class Quiet:
 def saves(folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue") -> list[str]:
     trainer: Any = Trainer(full_at)
     log: Any = Quiet()
-    trainer.callback = callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
+    callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
     for step in range(1, steps + 1):
         trainer.global_step = step
         callback._save(trainer)
@@ -66,7 +60,7 @@ def test_the_last_ones_and_milestones_are_kept(tmp_path):
 def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
     names = saves(tmp_path, steps=3, full_at={2, 3})
     assert names == ["last", "step=000001"]
-    assert manifest.problem(tmp_path / "step=000001") is None
+    assert directory.problem(tmp_path / "step=000001") is None
     assert "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device; " in caplog.text
     assert "MB are free there. Earlier ones are untouched (last: step=000001)" in caplog.text
     assert saves(tmp_path, steps=2, full_at={1})[:1] == ["last"]  # the next save tries again
@@ -95,7 +89,7 @@ def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told)
     callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
     for _ in range(2):
         callback.on_validation_end(trainer, log)
-    said = "checkpoint.monitor=val/loss: nothing has that name, so no checkpoint is kept as best. Logged are:"
+    said = "checkpoint.monitor=val/loss: no logged value has that name, so no checkpoint is kept as best. Logged are:"
     assert caplog.text.count(f"{said} {told}.") == 1
 
 

@@ -60,6 +60,8 @@ class StepLog(Callback):
         monitors: others that add columns.
     """
 
+    reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
+
     def __init__(
         self,
         csv: MetricsCSV,

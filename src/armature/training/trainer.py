@@ -80,7 +80,7 @@ class Trainer(L.Trainer):
 
         def start_epoch_as_it_was() -> None:
             strategy: Any = self.strategy
-            strategy.restore_random()  # after on_train_start of everybody, which runs once a process
+            strategy.random_state.restore()  # after on_train_start of everybody, which runs once a process
             start_epoch()
 
         self.fit_loop.on_advance_start = start_epoch_as_it_was
