@@ -144,9 +144,7 @@ class Checkpointing(Checkpoint):
         self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if (
-            self.every is None or trainer.global_step % 10
-        ):  # the ranks agree on the time, which costs too much in every step
+        if self.every is None or trainer.global_step % 10:  # not in every step, since the ranks must agree
             return False
         due = time.monotonic() - self._saved_at > self.every.total_seconds()
         return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
