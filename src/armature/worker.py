@@ -159,7 +159,7 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
 
 
 def _sound_checkpoint(cfg: DictConfig, directory: Path) -> Path | None:
-    """The checkpoint to go on from, whose files are what was saved; damaged ones are named and passed over."""
+    """Return the first intact checkpoint to resume from, or None; damaged ones are named and skipped."""
     if resume.checkpoint_for(cfg, directory) is None:
         return None
     named = resume.candidates(resume.folder(directory, cfg)) or resume.checkpoints_at(resume.to_path(cfg.resume))

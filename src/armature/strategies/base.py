@@ -1,4 +1,4 @@
-"""What all strategies have in common, mixed in before one of Lightning's: `class DDP(StrategyMixin, DDPStrategy)`."""
+"""The common part of all strategies, mixed in before one of Lightning's: `class DDP(StrategyMixin, DDPStrategy)`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     # ------------------------------------------------------------ weights, for callbacks
     @property
     def can_read_weights(self) -> bool:
-        """Whether parameters hold this rank's part of the weights between steps."""
+        """True if parameters hold this rank's part of the weights between steps."""
         return True
 
     def weights(self) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""What strategies put into a checkpoint, and how they load it in place."""
+"""The contents of checkpoints under any strategy, and loading them in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies do with gradients: weigh micro-batches by their targets, scale, clip, and report norms."""
+"""Gradients under any strategy: weights of micro-batches by their targets, scaling, clipping and norms."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GradientMixin(LayoutMixin):
     # ------------------------------------------------------------ weights of micro-batches
     @property
     def can_weigh_targets(self) -> bool:
-        """Whether gradients can still be multiplied once all of a step's targets are counted."""
+        """True if gradients can still be multiplied once all of a step's targets are counted."""
         return self.module.automatic_optimization
 
     @override
@@ -137,7 +137,7 @@ class GradientMixin(LayoutMixin):
     # ------------------------------------------------------------ norms, for callbacks
     @property
     def can_read_gradients(self) -> bool:
-        """Whether parameters hold their unscaled gradients between backward and the optimizer step."""
+        """True if parameters hold their unscaled gradients between backward and the optimizer step."""
         return getattr(self.precision_plugin, "scaler", None) is None
 
     def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:

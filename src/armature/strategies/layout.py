@@ -50,12 +50,12 @@ class LayoutMixin(_Base):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks hold different parts of the model."""
+        """True if ranks hold different parts of the model."""
         return False
 
     @property
     def can_generate(self) -> bool:
-        """Whether the model can be called with any number of positions and a cache, by all ranks alike."""
+        """True if the model can be called with any number of positions and a cache, by all ranks alike."""
         return True
 
     @property

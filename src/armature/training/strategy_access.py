@@ -1,4 +1,4 @@
-"""What callbacks ask of the strategy, so that they import neither strategies nor process groups."""
+"""The interface that callbacks have to the strategy, so that they import neither strategies nor process groups."""
 
 from __future__ import annotations
 
