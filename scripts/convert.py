@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     from armature.checkpoint import convert, storage
 
     if to_file:
-        checkpoint = storage.first_sound(resume.checkpoints_at(args.source), trust=args.trust)
+        checkpoint = storage.first_intact(resume.checkpoints_at(args.source), trust=args.trust)
         if checkpoint is None:
             raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
         names = convert.to_safetensors(checkpoint, args.target, average=args.average)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from armature.checkpoint import manifest, resume
+from armature.checkpoint import directory, resume
 from tests.running import losses, summary, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
@@ -39,13 +39,13 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
     train(*args, "trainer.max_steps=4", cwd=tmp_path, corpus=corpus, **store)
     there = resume.to_path("s3://runs/lab/a")
     assert sorted(path.name for path in there.iterdir()) == ["last", "step=000002", "step=000004"]
-    assert manifest.checksum_problem(there / "step=000004") is None
+    assert directory.checksum_problem(there / "step=000004") is None
     assert not (tmp_path / "outputs" / "a" / "checkpoints").exists()
 
     shutil.rmtree(tmp_path / "outputs" / "a")  # another machine
     (there / "step=000004" / "meta.pt").write_bytes(b"cut short")
     done = train(*args, "resume=required", cwd=tmp_path, corpus=corpus, **store)
-    assert "step=000004 is passed over: meta.pt has 9 bytes" in done.stderr
+    assert "step=000004 is skipped: meta.pt has 9 bytes" in done.stderr
     assert "step=000002, step 2" in done.stderr
     assert summary(tmp_path / "outputs" / "a")["global_step"] == 6
     assert len(losses(tmp_path / "outputs" / "a")) == 5  # the checkpoint carries its own row
@@ -55,6 +55,6 @@ def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):
     args = ["checkpoint.root=s3://runs/two", "run.name=a", "checkpoint.every_n_steps=3"]
     two = ["strategy=fsdp", "trainer.devices=2", "checkpoint.background=true"]
     train(*args, *two, cwd=tmp_path, corpus=corpus, **store)
-    assert manifest.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
+    assert directory.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
     done = train(*args, "trainer.max_steps=8", cwd=tmp_path, corpus=corpus, **store)
     assert "resuming from s3://runs/two/a/step=000006" in done.stderr

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from armature import run_dir
-from armature.checkpoint import manifest, resume
+from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 
 
@@ -77,7 +77,9 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     (checkpoints / "step=000002").mkdir(parents=True)
     (checkpoints / "step=000002" / "meta.pt").touch()
     assert resume.last_checkpoint(tmp_path) is None  # half-written
-    manifest.write(checkpoints / "step=000002", manifest.describe(checkpoints / "step=000002", ["meta.pt"]), {})
+    directory.write_manifest(
+        checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", ["meta.pt"]), {}
+    )
     (checkpoints / "last").write_text("step=000002\n")
     assert (
         resume.newest_complete(tmp_path)
@@ -92,7 +94,7 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path, mode):
     cfg = run_dir.decide(config(tmp_path, resume=mode, checkpoint={"root": None}), label="x")
     (tmp_path / cfg.run.name / "checkpoints" / "step=000002").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="None of the run's checkpoints is sound"):
+    with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
         run_dir.write(cfg, [])
 
 

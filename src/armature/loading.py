@@ -1,4 +1,4 @@
-"""A trained model without the command line that made it: from a run directory or one of its checkpoints."""
+"""Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
-from armature.checkpoint import resume, storage
+from armature.checkpoint import directory, resume, storage
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
 
@@ -15,33 +15,33 @@ from armature.errors import ConfigError
 def open_run(
     path: Path, *, best: bool = False, overrides: list[str] | None = None, trust: bool = False
 ) -> tuple[DictConfig, Path]:
-    """The configuration of a run, with run.dir where it lies now, and the checkpoint meant, its files checked.
+    """Return the configuration of a run, with run.dir set to where it is now, and one of its checkpoints, verified.
 
     Args:
         path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in it.
-        overrides: `key=value`, laid over the run's configuration.
-        trust: take a checkpoint without a manifest as it is.
+        overrides: `key=value`, applied to the run's configuration.
+        trust: accept a checkpoint without a manifest.
 
     Raises:
-        ConfigError: where there is no run or no sound checkpoint, or an override names no key.
+        ConfigError: if there is no run or no intact checkpoint, or an override names no key.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
-    directory = path.parents[1] if (path / "meta.pt").exists() else path
-    cfg = run_dir.read(directory)
+    run_path = path.parents[1] if directory.is_checkpoint(path) else path
+    cfg = run_dir.read(run_path)
     OmegaConf.set_struct(cfg, True)
     for override in overrides or []:
         key, _, value = override.partition("=")
         if OmegaConf.select(cfg, key, default=run_dir) is run_dir:
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         OmegaConf.update(cfg, key, OmegaConf.create({"value": _parse(value)}).value)
-    OmegaConf.update(cfg, "run.dir", str(directory))
-    if path == directory and best:
-        name = (run_dir.read_summary(directory) or {}).get("best_checkpoint")
-        named = [resume.folder(directory, cfg) / Path(name).name] if name else []
+    OmegaConf.update(cfg, "run.dir", str(run_path))
+    if path == run_path and best:
+        name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")
+        named = [resume.folder(run_path, cfg) / Path(name).name] if name else []
     else:
         named = resume.checkpoints_at(path, cfg)
-    checkpoint = storage.first_sound(named, trust=trust)
+    checkpoint = storage.first_intact(named, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
     return cfg, checkpoint
@@ -52,11 +52,12 @@ def _parse(value: str) -> object:
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:
-    """The task with its whole model on the CPU, with a checkpoint's weights (saved under whatever layout)."""
+    """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout."""
     factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
     task = instantiate(cfg.task, **factories)
     task.configure_model()
-    task.to_empty(device="cpu") if any(p.is_meta for p in task.parameters()) else None
+    if any(p.is_meta for p in task.parameters()):
+        task.to_empty(device="cpu")
     if checkpoint is not None:
         task.load_state_dict(load_full_state_dict(checkpoint), strict=True, assign=True)
     return task.eval()

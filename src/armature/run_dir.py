@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from armature import files
-from armature.checkpoint import resume
+from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         )
     if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
         raise ConfigError(problems)
-    if cfg.resume == "never" and (run_dir / "checkpoints").exists():
+    if cfg.resume == "never" and directory.folder_of(run_dir).exists():
         raise ConfigError(
             f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
         )

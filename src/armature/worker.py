@@ -28,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import run_dir
-from armature.checkpoint import manifest, resume, storage
+from armature.checkpoint import directory as checkpoint_directory
+from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
 from armature.parallel import process_group
@@ -100,8 +101,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         tokens_per_sample=data.tokens_per_sample,
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
-    checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, **policy)
-    strategy.facts = {"config_hash": run_dir.fingerprint(cfg)}
+    entries = {"config_hash": run_dir.fingerprint(cfg)}
+    checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, manifest_entries=entries, **policy)
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     display = Display(step_log, total_steps=total_steps, start_line=start_line)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
@@ -194,16 +195,16 @@ def _total_steps(cfg: DictConfig, data: Any) -> int:
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
-    """Return the checkpoint to resume from, with verified checksums; name damaged ones and skip them."""
+    """Return the first intact checkpoint to resume from, or None; damaged ones are named and skipped."""
     if resume.checkpoint_for(cfg, directory) is None:
         return None
     named = resume.candidates(resume.folder(directory, cfg)) or resume.checkpoints_at(resume.to_path(cfg.resume))
-    return storage.first_sound(named, trust=cfg.checkpoint.trust)
+    return storage.first_intact(named, trust=cfg.checkpoint.trust)
 
 
 def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
     """Build the configured loggers. TensorBoard drops what a killed process logged after the checkpoint."""
-    step = (manifest.read(checkpoint) or {}).get("step") if checkpoint is not None else None
+    step = checkpoint_directory.saved_step(checkpoint) if checkpoint is not None else None
     loggers = []
     for node in (cfg.logger or {}).values():
         target = get_object(node._target_)

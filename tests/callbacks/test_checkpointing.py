@@ -1,6 +1,7 @@
-"""A save that fails: what is said, what is kept, and what goes on."""
+"""A save that fails: what is reported, what is kept, and that training continues."""
 
 import errno
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from armature.checkpoint import manifest, storage
+from armature.callbacks.ema import EMA
+from armature.checkpoint import directory, storage
+from armature.checkpoint.writer import CheckpointWriter
+from armature.strategies.base import StrategyMixin
+from armature.strategies.single import SingleDevice
 from armature.training.checkpointing import Checkpointing
 from tests.running import train, write_corpus
 
@@ -19,26 +24,19 @@ POLICY = {
 }  # fmt: skip
 
 
-class Strategy:
-    def finish_saves(self) -> None:
-        """None is under way."""
-
-
 class Trainer:
     """As much of one as a save asks for; its disk is full at the given steps."""
 
     is_global_zero, world_size = True, 1
 
     def __init__(self, full_at: set[int]) -> None:
-        self.global_step, self.full_at, self.strategy = 0, full_at, Strategy()
-        self.callback: Any = None
+        self.global_step, self.full_at = 0, full_at
 
-    def save_checkpoint(self, path: Path) -> None:
-        part = storage.prepare(path, {})
+    def save_checkpoint(self, path: Path, storage_options: CheckpointWriter) -> None:
         if self.global_step in self.full_at:
+            storage.prepare(path, {})
             raise OSError(errno.ENOSPC, "No space left on device")
-        storage.complete(part, path, {"step": self.global_step})
-        self.callback._published(path)
+        storage_options.save(path, {}, {}, entries={"step": self.global_step})
 
 
 class Quiet:
@@ -52,7 +50,7 @@ class Quiet:
 def saves(folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue") -> list[str]:
     trainer: Any = Trainer(full_at)
     log: Any = Quiet()
-    trainer.callback = callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
+    callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
     for step in range(1, steps + 1):
         trainer.global_step = step
         callback._save(trainer)
@@ -66,7 +64,7 @@ def test_the_last_ones_and_milestones_are_kept(tmp_path):
 def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
     names = saves(tmp_path, steps=3, full_at={2, 3})
     assert names == ["last", "step=000001"]
-    assert manifest.problem(tmp_path / "step=000001") is None
+    assert directory.problem(tmp_path / "step=000001") is None
     assert "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device; " in caplog.text
     assert "MB are free there. Earlier ones are untouched (last: step=000001)" in caplog.text
     assert saves(tmp_path, steps=2, full_at={1})[:1] == ["last"]  # the next save tries again
@@ -75,6 +73,81 @@ def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
 def test_on_failure_stop_ends_the_run(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         saves(tmp_path, steps=3, full_at={2}, on_failure="stop")
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_exception", "teardown"])
+def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monkeypatch, hook):
+    write = directory.write_manifest
+
+    def slow_write(*args: Any) -> None:
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(directory, "write_manifest", slow_write)
+    log: Any = Quiet()
+    trainer: Any = Trainer(set())
+    callback = Checkpointing(tmp_path, log, **{**POLICY, "background": True, "at_end": False}, on_failure="continue")
+    trainer.global_step, trainer.should_stop = 1, False
+    callback._save(trainer)
+    assert not (tmp_path / "step=000001").exists()
+    last_argument: dict[str, Any] = {"on_exception": [ValueError("another rank's")], "teardown": ["fit"]}
+    getattr(callback, hook)(trainer, log, *last_argument.get(hook, []))
+    assert directory.problem(tmp_path / "step=000001") is None
+    assert directory.read_last(tmp_path) == "step=000001"
+
+
+def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, monkeypatch, caplog):
+    def full_disk(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(directory, "write_manifest", full_disk)
+    log: Any = Quiet()
+    trainer: Any = Trainer(set())
+    trainer.global_step = 1
+    callback = Checkpointing(tmp_path, log, **{**POLICY, "background": True}, on_failure="continue")
+    callback._save(trainer)
+    callback.on_exception(trainer, log, ValueError("the rank's own"))
+    assert "The last checkpoint could not be saved: [Errno 28] No space left" in caplog.text
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_checkpoint_that_somebody_else_saves_leaves_last_alone(tmp_path):
+    trainer = L.Trainer(
+        strategy=SingleDevice(), accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2)]))
+    trainer.save_checkpoint(tmp_path / "step=000001")
+    assert directory.problem(tmp_path / "step=000001") is None
+    assert directory.read_last(tmp_path) is None
+    writer = CheckpointWriter(on_saved=lambda path: directory.write_last(tmp_path, path.name))
+    trainer.save_checkpoint(tmp_path / "step=000002", storage_options=writer)
+    assert directory.read_last(tmp_path) == "step=000002"
+    with pytest.raises(TypeError, match=r"storage_options must be a CheckpointWriter or None\. Got 's3'"):
+        trainer.save_checkpoint(tmp_path / "step=000003", storage_options="s3")
+
+
+def test_a_strategy_that_is_not_ours_is_named():
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, max_epochs=-1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[EMA()],
+    )  # fmt: skip
+    assert StrategyMixin.find(trainer) is None
+    with pytest.raises(TypeError, match=r"SingleDeviceStrategy: this needs a strategy of armature\.strategies"):
+        StrategyMixin.of(trainer)
+    with pytest.raises(TypeError, match=r"EMA needs a strategy of armature\.strategies.*Got SingleDeviceStrategy"):
+        trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2)]))
 
 
 @pytest.mark.slow
@@ -95,7 +168,7 @@ def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told)
     callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
     for _ in range(2):
         callback.on_validation_end(trainer, log)
-    said = "checkpoint.monitor=val/loss: nothing has that name, so no checkpoint is kept as best. Logged are:"
+    said = "checkpoint.monitor=val/loss: no logged value has that name, so no checkpoint is kept as best. Logged are:"
     assert caplog.text.count(f"{said} {told}.") == 1
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature import config, hardware
-from armature.callbacks.monitors import Monitors
-from armature.callbacks.norms import part_of
+from armature.callbacks.monitors import Monitors, part_of
 from armature.data.base import DataModule
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer

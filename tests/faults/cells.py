@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from armature.checkpoint import manifest, resume
+from armature.checkpoint import directory, resume
 from tests import running
 from tests.faults.inject import note_strike
 
@@ -295,7 +295,7 @@ class Run:
             return []
         found = [path.name for path in self.checkpoints.iterdir() if path.name.endswith((".part", ".old"))]
         for path in resume.candidates(self.checkpoints):
-            problem = manifest.problem(path) or manifest.checksum_problem(path)
+            problem = directory.problem(path) or directory.checksum_problem(path)
             if problem is not None:
                 found.append(f"{path.name}: {problem}")
         return found

@@ -120,15 +120,15 @@ class Inject(Callback):
 
     def in_save(self, trainer: Trainer, module: LightningModule) -> None:
         """Dies when all files are written, and the directory does not have its name yet."""
-        from armature.checkpoint import storage
+        from armature.checkpoint import directory
 
-        storage.publish = self._dies_instead_of(storage.publish, trainer)
+        directory.publish = self._dies_instead_of(directory.publish, trainer)
 
     def in_pointer(self, trainer: Trainer, module: LightningModule) -> None:
         """Dies when the directory has its name, and `last` does not name it yet."""
-        from armature.training import checkpointing
+        from armature.checkpoint import directory
 
-        checkpointing.write_pointer = self._dies_instead_of(checkpointing.write_pointer, trainer)
+        directory.write_last = self._dies_instead_of(directory.write_last, trainer)
 
     def in_stock_save(self, trainer: Trainer, module: LightningModule) -> None:
         """The same moment in Lightning's own saving: written aside, not moved to its name yet."""

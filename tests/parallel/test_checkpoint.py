@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from armature.checkpoint import convert, manifest
+from armature.checkpoint import convert, directory
 from armature.checkpoint import state as checkpoint
+from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.parallel.initialization import initialize_by_name, materialize
@@ -38,11 +39,11 @@ def stepped(module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW)
     return optimizer
 
 
-def save(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
     names = checkpoint.parameter_names(module)
     tensors = checkpoint.module_state(module) | checkpoint.optimizer_state(optimizer, names, index=0)
     groups = [checkpoint.param_groups(optimizer, checkpoint.group_names(optimizer, names))]
-    checkpoint.save(directory, tensors, {"global_step": 1, "param_groups": groups}, **options)
+    CheckpointWriter().save(path, tensors, {"global_step": 1, "param_groups": groups}, **options)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def full_disk(*args: object) -> None:
 
 def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(saved: Path, monkeypatch) -> None:
     module = Holder()
-    monkeypatch.setattr(manifest, "write", full_disk)
+    monkeypatch.setattr(directory, "write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save(saved, module, stepped(module, steps=2))
     assert checkpoint.load(saved, Holder(), [])["global_step"] == 1
@@ -100,19 +101,19 @@ def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(s
 
 
 def test_the_manifest_is_written_last_and_names_every_file(tmp_path: Path, monkeypatch) -> None:
-    module, seen, write = Holder(), [], manifest.write
+    module, seen, write = Holder(), [], directory.write_manifest
 
-    def watched(part: Path, files: dict, facts: dict) -> None:
+    def watched(part: Path, files: dict, entries: dict) -> None:
         seen.append(
             (part.name, (tmp_path / "step=1").exists(), sorted(p.name for p in part.iterdir()) == sorted(files))
         )
-        write(part, files, facts)
+        write(part, files, entries)
 
-    monkeypatch.setattr(manifest, "write", watched)
-    save(tmp_path / "step=1", module, stepped(module), facts={"step": 1})
+    monkeypatch.setattr(directory, "write_manifest", watched)
+    save(tmp_path / "step=1", module, stepped(module), entries={"step": 1})
     assert seen == [("step=1.part", False, True)]
-    assert manifest.problem(tmp_path / "step=1") is None
-    assert manifest.checksum_problem(tmp_path / "step=1") is None
+    assert directory.problem(tmp_path / "step=1") is None
+    assert directory.checksum_problem(tmp_path / "step=1") is None
 
 
 def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_path: Path) -> None:
@@ -130,9 +131,9 @@ def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_p
 def _fails_on_one_rank(folder: str) -> str:
     from armature.parallel import process_group
 
-    manifest.write = full_disk
+    directory.write_manifest = full_disk
     try:
-        checkpoint.save(Path(folder) / "step=1", {"x": torch.ones(3)}, {})
+        CheckpointWriter().save(Path(folder) / "step=1", {"x": torch.ones(3)}, {})
     except OSError as error:
         return f"{process_group.rank()}: {error}"
     return "saved"
@@ -154,7 +155,7 @@ def test_initial_weights_depend_on_name_and_seed_alone() -> None:
     assert not torch.equal(changed.model.embed.weight, deep.model.embed.weight)
 
 
-def test_a_hollow_model_that_cannot_initialize_itself_is_refused() -> None:
+def test_a_meta_model_that_cannot_initialize_itself_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'weight' was built on the meta device"):
@@ -167,19 +168,16 @@ def test_tied_parameters_stay_one_when_they_get_memory() -> None:
 
 
 def _saves_in_background(folder: str) -> list[float]:
-    from armature.checkpoint.background import BackgroundSaver
-
-    saver, published = BackgroundSaver(), []
+    saved_paths: list[Path] = []
+    writer = CheckpointWriter(background=True, on_saved=saved_paths.append)
     weight = torch.zeros(1 << 20)
     for step in (1, 2):
         weight.fill_(step)
-        saver.start(
-            Path(folder) / f"step={step}", {"weight": weight}, {"global_step": step}, published=published.append
-        )
-        weight.fill_(-1.0)  # training goes on at once
-    saver.finish()
+        writer.save(Path(folder) / f"step={step}", {"weight": weight}, {"global_step": step})
+        weight.fill_(-1.0)  # training continues at once
+    writer.finish()
     saved = [checkpoint.load_full_state_dict(Path(folder) / f"step={step}")["weight"] for step in (1, 2)]
-    return [*(float(value.mean()) for value in saved), len(published)]
+    return [*(float(value.mean()) for value in saved), len(saved_paths)]
 
 
 @pytest.mark.slow
@@ -188,12 +186,10 @@ def test_what_is_saved_in_the_background_is_the_moment_of_the_save(tmp_path: Pat
 
 
 def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(tmp_path: Path, monkeypatch) -> None:
-    from armature.checkpoint.background import BackgroundSaver
-
-    monkeypatch.setattr(manifest, "write", full_disk)
-    saver = BackgroundSaver()
-    saver.start(tmp_path / "step=1", {"weight": torch.ones(2)}, {})
+    monkeypatch.setattr(directory, "write_manifest", full_disk)
+    writer = CheckpointWriter(background=True)
+    writer.save(tmp_path / "step=1", {"weight": torch.ones(2)}, {})
     with pytest.raises(OSError, match="No space left"):
-        saver.finish()
+        writer.finish()
     assert not (tmp_path / "step=1").exists()
-    saver.finish()
+    writer.finish()

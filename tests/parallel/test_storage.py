@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from armature.checkpoint import convert, manifest, resume, storage
+from armature.checkpoint import convert, directory, resume, storage
 from armature.checkpoint import state as checkpoint
+from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
 RAN: list[str] = []
@@ -30,45 +31,45 @@ def saved(tmp_path: Path) -> Path:
     """Two complete checkpoints, of steps 1 and 2; the later one is given."""
     for step in (1, 2):
         tensors = {"weight": torch.full((64,), float(step)), "count": step}
-        checkpoint.save(tmp_path / f"step=00000{step}", tensors, {"global_step": step}, facts={"step": step})
+        CheckpointWriter().save(tmp_path / f"step=00000{step}", tensors, {"global_step": step}, entries={"step": step})
     return tmp_path / "step=000002"
 
 
-def shard(directory: Path) -> Path:
-    return next(directory.glob("__*"))
+def shard(path: Path) -> Path:
+    return next(path.glob("__*"))
 
 
-def truncate(directory: Path) -> str:
-    file = shard(directory)
+def truncate(path: Path) -> str:
+    file = shard(path)
     file.write_bytes(file.read_bytes()[:-10])
     return "__0_0.distcp has"
 
 
-def flip(directory: Path) -> str:
-    file = shard(directory)
+def flip(path: Path) -> str:
+    file = shard(path)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
     return "__0_0.distcp was changed"
 
 
-def lose(directory: Path) -> str:
-    shard(directory).unlink()
+def lose(path: Path) -> str:
+    shard(path).unlink()
     return "__0_0.distcp is missing"
 
 
-def lose_manifest(directory: Path) -> str:
-    (directory / manifest.NAME).unlink()
+def lose_manifest(path: Path) -> str:
+    (path / directory.MANIFEST).unlink()
     return "no readable manifest.json"
 
 
-def spoil_manifest(directory: Path) -> str:
-    (directory / manifest.NAME).write_text("{")
+def spoil_manifest(path: Path) -> str:
+    (path / directory.MANIFEST).write_text("{")
     return "no readable manifest.json"
 
 
-def alter_meta(directory: Path) -> str:
-    torch.save({"global_step": 9}, directory / "meta.pt")
+def alter_meta(path: Path) -> str:
+    torch.save({"global_step": 9}, path / "meta.pt")
     return "meta.pt"
 
 
@@ -76,19 +77,19 @@ DAMAGES = [truncate, flip, lose, lose_manifest, spoil_manifest, alter_meta]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_named_and_passed_over(saved: Path, damage, caplog) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(saved: Path, damage, caplog) -> None:
     said = damage(saved)
-    found = storage.first_sound(resume.candidates(saved.parent))
+    found = storage.first_intact(resume.candidates(saved.parent))
     assert found == saved.parent / "step=000001"
-    assert "step=000002 is passed over" in caplog.text
+    assert "step=000002 is skipped" in caplog.text
     assert said in caplog.text
 
 
-def test_none_sound_is_an_error_that_names_each(saved: Path) -> None:
+def test_none_intact_is_an_error_that_names_each(saved: Path) -> None:
     flip(saved)
     truncate(saved.parent / "step=000001")
     with pytest.raises(ConfigError) as error:
-        storage.first_sound(resume.candidates(saved.parent))
+        storage.first_intact(resume.candidates(saved.parent))
     assert "step=000001" in str(error.value)
     assert "step=000002" in str(error.value)
 
@@ -109,15 +110,15 @@ def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None
         gone.wait()
     (saved.parent / f".last.{socket.gethostname()}.{gone.pid}.part").write_text("step=0000")
     assert [path.name for path in resume.candidates(saved.parent)] == ["step=000001"]
-    storage.clear_unfinished(saved.parent)
+    directory.clear_leftovers(saved.parent)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step=000001", "step=000002"]
 
 
 def test_a_foreign_directory_is_taken_only_on_trust(saved: Path) -> None:
     lose_manifest(saved)
     with pytest.raises(ConfigError, match="not written by this program"):
-        storage.first_sound([saved])
-    assert storage.first_sound([saved], trust=True) == saved
+        storage.first_intact([saved])
+    assert storage.first_intact([saved], trust=True) == saved
 
 
 def test_code_in_meta_does_not_run(saved: Path) -> None:

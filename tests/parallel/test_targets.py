@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.callbacks.monitors import Monitors
 from armature.parallel.targets import TargetWeights
 from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
@@ -48,7 +49,9 @@ class Named(Task):
         return {"loss": super().training_step(batch, batch_idx), "more": 1}
 
 
-def trained(task: type[Task], data: list[dict[str, torch.Tensor]], *, accumulate: int) -> torch.Tensor:
+def trained(
+    task: type[Task], data: list[dict[str, torch.Tensor]], *, accumulate: int, callbacks: list[L.Callback] | None = None
+) -> torch.Tensor:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return Linear(5, 3)
@@ -56,6 +59,7 @@ def trained(task: type[Task], data: list[dict[str, torch.Tensor]], *, accumulate
     made = task(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
     trainer = L.Trainer(
         accelerator="cpu", strategy=SingleDevice(), accumulate_grad_batches=accumulate, max_epochs=1, logger=False,
+        callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
     )  # fmt: skip
     loader = DataLoader(data, batch_size=None)
@@ -141,3 +145,59 @@ def test_hooks_see_the_loss_that_the_task_returned(monkeypatch):
 
     trained(Watched, batches(), accumulate=4)
     torch.testing.assert_close(seen, [loss.detach() for loss in given])
+
+
+class ReadsGradients(L.Callback):
+    """Keeps the gradients that its hook sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen.append(pl_module.model.weight.grad.clone())
+
+
+class InOurNamespace(ReadsGradients):
+    __module__ = "armature.users"
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+
+class MeasuresAndReads(Monitors):
+    """A subclass of ours with a hook of its own does not inherit what its base states."""
+
+    def __init__(self) -> None:
+        super().__init__(phases=False, mfu=False, memory=False)
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_start(self, trainer, pl_module):
+        """There is no step log."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        """Nothing is measured."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen.append(pl_module.model.weight.grad.clone())
+
+
+@pytest.mark.parametrize("callback", [ReadsGradients, InOurNamespace, MeasuresAndReads])
+def test_callbacks_see_scaled_gradients_unless_their_hook_says_otherwise(callback):
+    parts, whole = callback(), callback()
+    trained(Task, batches(), accumulate=4, callbacks=[parts])
+    trained(Task, together(batches()), accumulate=1, callbacks=[whole])
+    assert len(parts.seen) == 3
+    torch.testing.assert_close(parts.seen, whole.seen)
+
+
+def test_a_hook_that_reads_unscaled_gradients_costs_no_pass_of_its_own():
+    class Unscaled(ReadsGradients):
+        reads_unscaled_gradients = True
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    parts, whole = Unscaled(), Unscaled()
+    trained(Task, batches(), accumulate=4, callbacks=[parts])
+    trained(Task, together(batches()), accumulate=1, callbacks=[whole])
+    assert not torch.allclose(torch.stack(parts.seen), torch.stack(whole.seen))

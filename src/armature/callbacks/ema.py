@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (Polyak and Juditsky 1992; arXiv:1803.05407), under any strategy.
 
-Each rank averages the part of the weights that it holds. The average is in the checkpoint, beside the weights.
+Each rank averages the part of the weights that it holds. The average is saved in checkpoints, beside the weights.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from armature.training.strategy_access import StrategyAccess, strategy_of
+
 
 class EMA(L.Callback):
-    """Keeps the average of the weights over optimizer steps, and evaluates with it.
+    """Keep the average of the weights over optimizer steps, and evaluate with it.
 
     Args:
-        decay: weight of the past; 0.999 averages over about a thousand steps. Early on it is less, (1 + n) / (10 + n)
-            after n steps, so that the average does not remember the initial weights.
-        evaluate: validate and test with the average; training always goes on with the weights themselves.
+        decay: weight of the past; 0.999 averages over about a thousand steps. After n steps it is at most
+            (1 + n) / (10 + n), so that the average forgets the initial weights.
+        evaluate: validate and test with the average; training always continues with the weights themselves.
     """
 
     def __init__(self, *, decay: float = 0.999, evaluate: bool = True) -> None:
@@ -29,22 +31,24 @@ class EMA(L.Callback):
         self.decay, self.evaluate = decay, evaluate
         self.steps = 0
         self.average: dict[str, Tensor] = {}
+        self._strategy: StrategyAccess
         self._weights: dict[str, Tensor] = {}
-        self._kept: dict[str, Tensor] = {}
-        self._seen = 0
+        self._replaced: dict[str, Tensor] = {}  # the weights, while the average is in their place
+        self._seen_step = 0
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._weights = trainer.strategy.weights()  # pyright: ignore[reportAttributeAccessIssue]
+        self._strategy = strategy_of(trainer, self)
+        self._weights = dict(self._strategy.weights())
         self._begin()
-        # before a checkpoint is loaded, so that it is loaded into the average too
-        trainer.strategy.extra_state["ema"] = lambda: self.average  # pyright: ignore[reportAttributeAccessIssue]
+        # before a checkpoint is loaded, so that the average is loaded too
+        self._strategy.register_extra_state("ema", lambda: self.average)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.steps == 0:
-            self._begin()  # a run that had no average until now begins with the weights it was resumed with
-        self._seen = trainer.global_step
+            self._begin()  # the checkpoint has no average: begin with the weights that were loaded
+        self._seen_step = trainer.global_step
 
     def _begin(self) -> None:
         self.average = {name: param.detach().float().clone() for name, param in self._weights.items()}
@@ -52,11 +56,12 @@ class EMA(L.Callback):
     @override
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == self._seen:
+        if trainer.global_step == self._seen_step:
             return  # still accumulating
-        self._seen = trainer.global_step
+        self._seen_step = trainer.global_step
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
+        local = self._strategy.local
         weights = [local(self._weights[name]).float() for name in self.average]
         torch._foreach_lerp_([local(average) for average in self.average.values()], weights, 1 - decay)
 
@@ -80,20 +85,22 @@ class EMA(L.Callback):
     def _swap_in(self, trainer: L.Trainer) -> None:
         if not self.evaluate or self.steps == 0:
             return
-        for name, param in trainer.strategy.weights().items():  # pyright: ignore[reportAttributeAccessIssue]
-            self._kept[name] = local(param).clone()
-            local(param).copy_(local(self.average[name]))
+        strategy = strategy_of(trainer, self)
+        for name, param in strategy.weights().items():
+            self._replaced[name] = strategy.local(param).clone()
+            strategy.local(param).copy_(strategy.local(self.average[name]))
 
     @torch.no_grad()
     def _swap_out(self, trainer: L.Trainer) -> None:
-        if not self._kept:
+        if not self._replaced:
             return
-        for name, param in trainer.strategy.weights().items():  # pyright: ignore[reportAttributeAccessIssue]
-            local(param).copy_(self._kept.pop(name))
+        strategy = strategy_of(trainer, self)
+        for name, param in strategy.weights().items():
+            strategy.local(param).copy_(self._replaced.pop(name))
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._swap_out(trainer)  # a checkpoint that is saved on the way out holds the weights
+        self._swap_out(trainer)  # a checkpoint that is saved after this hook must hold the weights
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -102,8 +109,3 @@ class EMA(L.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps = state_dict["steps"]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be divided over ranks."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,10 @@
-"""What a run makes of its time, its memory and its weights: columns beside those of the step log.
+"""Measure a run's time, memory and weights, in columns besides those of the step log.
 
-Times, memory and MFU go to timings.csv and to the loggers; norms, which do not depend on the clock, to metrics.csv too.
+Times, memory and MFU go to timings.csv and to the loggers. Norms, which do not depend on the clock, also go to
+metrics.csv.
 """
+
+# pyright: reportPrivateImportUsage=false
 
 import logging
 from typing import Any
@@ -9,15 +12,14 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature import hardware
-from armature.callbacks.norms import Norms
 from armature.training import flops
 from armature.training.step_log import StepLog
+from armature.training.strategy_access import StrategyAccess, strategy_of
 from armature.training.timings import DataWait, Window
 
 log = logging.getLogger(__name__)
@@ -25,18 +27,20 @@ GIB = 2**30
 
 
 class Monitors(L.Callback):
-    """Adds to the step log what its arguments name; each of them can be left out.
+    """Add to the step log what the arguments select.
 
     Args:
-        phases: seconds a step for data, forward, backward, optimizer and the rest (`time/…`).
-        mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model makes use of; and samples
-            and tokens a second of one rank.
-        peak_tflops: of one device; None: the published dense bf16 rate of a GPU, measured for CPUs.
-        memory: GiB allocated, reserved and at most allocated on a GPU; resident, and at most, on a CPU (`memory/…`).
-        norms_every_n_steps: the norm of the weights (`train/weight_norm`) at multiples of it; None: never.
-        norms_by_part: with it, the norms of weights and gradients of each block and each end.
-        update_ratio: with it, the norm of the step's change over that of the weights; holds a copy of them for a step.
+        phases: seconds per step for data, forward, backward, optimizer and the rest (`time/…`).
+        mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model uses; and samples and tokens
+            per second of one rank.
+        peak_tflops: of one device; None: a GPU's published dense bf16 rate, or a measured rate for CPUs.
+        memory: GiB (`memory/…`): on a GPU allocated, reserved and peak allocated; on a CPU resident and peak resident.
+        norms_every_n_steps: report the norm of the weights (`train/weight_norm`) at multiples of it; None: never.
+        norms_by_part: also report the norms of weights and gradients of each block and of each end of the model.
+        update_ratio: also report the norm of the step's change over that of the weights; this copies them for one step.
     """
+
+    reads_unscaled_gradients = True  # the norms are multiplied by the scale
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class Monitors(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         log = StepLog.of(trainer)
-        assert log.wait is not None  # it comes before this callback
+        assert log.wait is not None  # the step log is an earlier callback
         self._log, self._process = log, psutil.Process()
         if self not in log.monitors:
             log.monitors.append(self)
@@ -78,7 +82,7 @@ class Monitors(L.Callback):
         if self.mfu:
             self._peak = self._peak_of(trainer)
         if self.norms is not None:
-            self.norms.begin(trainer)
+            self.norms.begin(strategy_of(trainer, self))
         log.restart_clock()
 
     @override
@@ -106,12 +110,12 @@ class Monitors(L.Callback):
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self.norms is not None:
-            self.norms.before_step(trainer)
+            self.norms.before_step(trainer.global_step + 1)
 
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:
             self._phases.end(stepped=stepped)
-        return self.norms.after_step(trainer) if self.norms is not None and stepped else {}
+        return self.norms.after_step(trainer.global_step) if self.norms is not None and stepped else {}
 
     def measured(self, trainer: L.Trainer, window: Window) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -137,29 +141,95 @@ class Monitors(L.Callback):
         peak = hardware.published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if peak is None:
             log.warning(
-                "The peak of this device is not known, so there is no mfu. Type callbacks.monitors.peak_tflops=… "
+                "The peak rate of this device is not known, so there is no mfu. Type callbacks.monitors.peak_tflops=… "
                 "(dense bf16, from its data sheet), or callbacks.monitors.mfu=false."
             )
         return peak
 
 
-class Phases:
-    """Where a step's seconds go. Marks on the device's clock, which are read when rows are written.
+class Norms:
+    """Norms of weights, gradients and updates under any strategy, which are not waited for on the device."""
 
-    What a strategy sends lies inside the phase that waits for it: DDP's and FSDP's gradients in backward, FSDP's
-    weights in forward and backward, a pipeline's whole schedule in forward. Only where ddp accumulates can its part be
-    told: the last micro-batch's backward sends, and the others do the same without (`time/communication`, which is part
-    of `time/backward`).
+    def __init__(self, every_n_steps: int, *, by_part: bool, update_ratio: bool) -> None:
+        self.every_n_steps, self.by_part, self.update_ratio = every_n_steps, by_part, update_ratio
+        self.parts: list[str] = []
+        self._strategy: StrategyAccess
+        self._weights: list[Tensor] = []
+        self._groups: list[int] = []  # each weight's index in `parts`
+        self._columns: dict[str, Tensor] = {}
+        self._before: list[Tensor] = []  # the weights before the step
+        self._with_gradients = by_part
+
+    def begin(self, strategy: StrategyAccess) -> None:
+        self._strategy = strategy
+        weights = strategy.weights()
+        if not strategy.can_read_weights:
+            log.warning("DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged.")
+            weights = {}
+        if self.by_part and not strategy.can_read_gradients:
+            log.warning("DeepSpeed and 16-mixed do not expose gradients: their norms by part are not logged.")
+            self._with_gradients = False
+        self._weights = [*weights.values()]
+        self.parts = sorted({part_of(name) for name in strategy.weight_names()}) if self.by_part else [""]
+        self._groups = [self.parts.index(part_of(name) if self.by_part else "") for name in weights]
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._weights) and step % self.every_n_steps == 0
+
+    def before_step(self, step: int) -> None:
+        """Measure before clipping, when the gradients are complete."""
+        if not self._is_due(step):
+            return
+        if self._with_gradients:
+            norms = self._strategy.gradient_norms(self._weights, self._groups, count=len(self.parts))
+            self._columns |= self._by_part("train/grad_norm", norms)
+        if self.update_ratio:
+            self._before = [weight.detach().clone() for weight in self._weights]
+
+    def after_step(self, step: int) -> dict[str, Tensor]:
+        """Return the columns of a completed step; empty if none are due."""
+        if not self._is_due(step):
+            return {}
+        norms = self._norms(self._weights)
+        self._columns["train/weight_norm"] = norms[-1]
+        self._columns |= self._by_part("train/weight_norm", norms)
+        if self._before:
+            changes = [weight.detach() - before for weight, before in zip(self._weights, self._before, strict=True)]
+            self._columns["train/update_ratio"] = self._norms(changes)[-1] / norms[-1]
+            self._before = []
+        columns, self._columns = self._columns, {}
+        return columns
+
+    def _norms(self, tensors: list[Tensor]) -> Tensor:
+        return self._strategy.norms(tensors, self._groups, count=len(self.parts))
+
+    def _by_part(self, prefix: str, norms: Tensor) -> dict[str, Tensor]:
+        return {f"{prefix}/{part}": norms[i] for i, part in enumerate(self.parts)} if self.by_part else {}
+
+
+def part_of(name: str) -> str:
+    """Return a weight's block or end: blocks.3 for model.blocks.3.ffn.up.weight, head for model.head.weight."""
+    _, *inner = name.split(".")
+    if not inner:
+        return name
+    return ".".join(inner[:2]) if len(inner) > 2 and inner[1].isdigit() else inner[0]
+
+
+class Phases:
+    """Seconds per phase of a step, from marks on the device's clock that are read when rows are written.
+
+    Communication counts in the phase that waits for it: DDP's and FSDP's gradients in backward, FSDP's weights in
+    forward and backward, a pipeline's whole schedule in forward. It can only be separated when ddp accumulates: the
+    last micro-batch's backward communicates and the others do not (`time/communication`, a part of `time/backward`).
     """
 
     def __init__(self, trainer: L.Trainer, wait: DataWait) -> None:
         self._clock, self._mark = wait.marks, wait.marks.mark
-        self._marks: list[Any] = []  # of the micro-batch under way
+        self._marks: list[Any] = []  # of the current micro-batch
         self._batches: list[tuple[list[Any], bool]] = []
-        strategy: Any = trainer.strategy
-        self._sends_once = (
-            isinstance(strategy, DDPStrategy)
-            and not strategy.handles_gradient_accumulation
+        self._reduces_once = (
+            isinstance(trainer.strategy, StrategyAccess)
+            and trainer.strategy.reduces_gradients_once
             and trainer.world_size > 1
             and trainer.accumulate_grad_batches > 1
         )
@@ -175,31 +245,31 @@ class Phases:
         self._batches.append((self._marks, stepped))
 
     def read(self, window: Window) -> dict[str, float]:
-        """Seconds a step of each phase; the marks are forgotten."""
+        """Return the seconds per step of each phase, and drop the marks."""
         forward = backward = optimizer = 0.0
-        alone, sending = [], []  # backward passes
+        alone, communicating = [], []  # seconds of backward passes
         seconds = self._clock.seconds
         for marks, stepped in self._batches:
             if len(marks) != 4:
-                continue  # a task that steps by hand has an order of its own
+                continue  # with manual optimization the hooks come in another order
             start, computed, derived, end = marks
             forward += seconds(start, computed)
             span = seconds(computed, derived)
             backward += span
-            (sending if stepped else alone).append(span)
+            (communicating if stepped else alone).append(span)
             if stepped:
                 optimizer += seconds(derived, end)
         self._batches = []
         sums = {"data": window.data_wait, "forward": forward, "backward": backward, "optimizer": optimizer}
         sums["other"] = max(0.0, window.seconds - sum(sums.values()))
         values = {f"time/{name}": value / window.steps for name, value in sums.items()}
-        if self._sends_once and alone and sending:
-            values["time/communication"] = max(0.0, sum(sending) / len(sending) - sum(alone) / len(alone))
+        if self._reduces_once and alone and communicating:
+            values["time/communication"] = max(0.0, sum(communicating) / len(communicating) - sum(alone) / len(alone))
         return values
 
 
 def memory_of(device: torch.device, process: psutil.Process) -> dict[str, float]:
-    """GiB of this rank: on its GPU, or of its process."""
+    """Return the GiB that this rank uses: on its GPU, or as a process."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         names = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current"}
@@ -212,7 +282,7 @@ def memory_of(device: torch.device, process: psutil.Process) -> dict[str, float]
 
 
 def _flops_of(module: L.LightningModule, batch: Any) -> float | None:
-    """Of one sample, where the task and its batches are made as ours are."""
+    """Return the FLOPs of one sample, or None for a task or batches of another kind than ours."""
     make_model = getattr(module, "_make_model", None)
     if make_model is None or not isinstance(batch, dict) or "inputs" not in batch:
         return None

@@ -1,4 +1,4 @@
-"""Sends this run a signal at a step of your choice: to see what a stop and a resume make of it."""
+"""Send this run a signal at a chosen step, to try out a stop and a resume."""
 
 import os
 import signal
@@ -11,18 +11,18 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 
 class StopAt(Callback):
-    """Rank 0 signals itself at the end of a step, once a run directory: the run that goes on is left alone.
+    """Let rank 0 signal itself at the end of a step, once per run directory: the resumed run is not signaled again.
 
     python train.py run.name=mine '+callbacks.stop_at={_target_:armature.callbacks.stop_at.StopAt,signals:{SIGTERM:4}}'
 
     Args:
-        signals: optimizer step by name of signal, such as {"SIGTERM": 4, "SIGKILL": 6}.
+        signals: optimizer step by signal name, such as {"SIGTERM": 4, "SIGKILL": 6}.
     """
 
     def __init__(self, signals: Mapping[str, int]) -> None:
         unknown = [name for name in signals if not hasattr(signal, name)]
         if unknown:
-            raise ValueError(f"signals must be named as in SIGTERM or SIGKILL. Got {', '.join(unknown)}")
+            raise ValueError(f"signals must be names such as SIGTERM or SIGKILL. Got {', '.join(unknown)}")
         self.signals = {int(step): getattr(signal, name) for name, step in signals.items()}
 
     def on_train_batch_end(
@@ -31,7 +31,7 @@ class StopAt(Callback):
         step = trainer.global_step
         if not trainer.is_global_zero or step not in self.signals or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        done = Path(trainer.default_root_dir) / f".stopped-at-{step}"  # a state would be lost with a SIGKILL
+        done = Path(trainer.default_root_dir) / f".stopped-at-{step}"  # a file, since SIGKILL saves no state
         if not done.exists():
             done.touch()
             os.kill(os.getpid(), self.signals[step])

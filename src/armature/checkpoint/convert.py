@@ -1,4 +1,4 @@
-"""A checkpoint's weights as one safetensors file, and back, in one process and without the model."""
+"""Convert a checkpoint's weights to one safetensors file and back, in one process and without the model."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from pathlib import Path
 
 import torch
 
-from armature.checkpoint import state as checkpoint
-from armature.checkpoint import storage
+from armature.checkpoint import state, storage
+from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
-MODEL = "model."  # the attribute of the LightningModule, which a file for others does not name
+MODEL = "model."  # the attribute of the LightningModule, which safetensors files for others do not name
 
 
-def to_safetensors(directory: Path, file: Path, *, average: bool = False) -> list[str]:
-    """Write the undivided weights; a parameter that has two names is written under the first.
+def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
+    """Write the unsharded weights; a parameter with two names is written under the first.
 
     Args:
-        average: the moving average of the weights instead.
+        average: write the moving average of the weights instead.
 
     Returns:
         The names in the file, which are the model's own ("blocks.0.…").
 
     Raises:
-        ConfigError: where there is no checkpoint, or no average in it.
+        ConfigError: if there is no checkpoint, or no average in it.
     """
     from safetensors.torch import save_file
 
     try:
-        weights = checkpoint.load_full_state_dict(directory, prefix=f"{checkpoint.EXTRA}.ema." if average else "")
+        weights = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema." if average else "")
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     if not weights:
         raise ConfigError(
-            f"{directory} holds no averaged weights: leave --average out, or train with the EMA callback."
+            f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback."
         )
     weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -43,15 +43,15 @@ def to_safetensors(directory: Path, file: Path, *, average: bool = False) -> lis
     return list(weights)
 
 
-def from_file(file: Path, directory: Path) -> list[str]:
-    """Write a checkpoint that holds weights only: evaluate and generate read it, and training can start from it.
+def from_file(file: Path, checkpoint: Path) -> list[str]:
+    """Write a checkpoint of weights only: evaluate and generate read it, and training can start from it.
 
     Args:
         file: safetensors, with the model's own names; or Lightning's .ckpt, of which only tensors and plain values are
             read, and only the weights are kept.
 
     Raises:
-        ConfigError: where there is no such file, or it holds anything that would run as code.
+        ConfigError: if there is no such file, or it holds anything that would run as code.
     """
     from safetensors.torch import load_file
 
@@ -64,5 +64,6 @@ def from_file(file: Path, directory: Path) -> list[str]:
     else:
         weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
-    checkpoint.save(directory, weights, meta, facts={"step": 0, "strategy": f"converted from {file.name}"})
+    entries = {"step": 0, "strategy": f"converted from {file.name}"}
+    CheckpointWriter().save(checkpoint, weights, meta, entries=entries)
     return list(weights)

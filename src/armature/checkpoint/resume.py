@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Torch-free: all but the checksums is decided before a process starts."""
+"""Which checkpoint a run resumes from. Torch-free: everything but the checksums is checked before a process starts."""
 
 import os
 from pathlib import Path
@@ -6,26 +6,26 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature.checkpoint import manifest
+from armature.checkpoint import directory
 from armature.errors import ConfigError
 
 MODES = ("auto", "never", "required")
 
 
 def folder(run_dir: Path, cfg: Any = None) -> Path:
-    """Where a run's checkpoints are: in its directory, or under `checkpoint.root`.
+    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root`.
 
     Args:
-        cfg: the run's configuration; read from its directory where it is not given.
+        cfg: the run's configuration; None: read it from the run directory.
     """
     if cfg is None and (run_dir / "config.yaml").is_file():
         cfg = OmegaConf.load(run_dir / "config.yaml")
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
-    return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else run_dir / "checkpoints"  # pyright: ignore[reportArgumentType]
+    return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else directory.folder_of(run_dir)  # pyright: ignore[reportArgumentType]
 
 
 def to_path(path: str) -> Path:
-    """A path of this machine, or one in an object store (`s3://bucket/folder`, or whatever else fsspec knows)."""
+    """Return a path of this machine, or one in an object store (`s3://bucket/folder`, or another that fsspec knows)."""
     if "://" not in path:
         return Path(path)
     from upath import UPath
@@ -34,34 +34,30 @@ def to_path(path: str) -> Path:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """Everything that is named as a checkpoint: what `last` names first, then from the newest to the oldest."""
-    if not checkpoints.is_dir():
-        return []
-    steps = {int(path.name[5:]): path for path in checkpoints.glob("step=*") if path.name[5:].isdigit()}
-    newest_first = [steps[step] for step in sorted(steps, reverse=True)]
-    pointer = checkpoints / "last"
-    named = pointer.read_text().strip() if pointer.is_file() else None
+    """Return everything that is named as a checkpoint: first what `last` names, then from newest to oldest."""
+    newest_first = [*directory.checkpoints_in(checkpoints).values()][::-1]
+    named = directory.read_last(checkpoints) if newest_first else None
     return sorted(newest_first, key=lambda path: path.name != named)
 
 
 def last_checkpoint(run_dir: Path, cfg: Any = None) -> Path | None:
-    """The checkpoint to go on from, by the files' names and sizes. None where the run has no complete one yet."""
-    return next((path for path in candidates(folder(run_dir, cfg)) if manifest.problem(path) is None), None)
+    """Return the checkpoint to resume from, judged by names and sizes, or None if the run has no complete one yet."""
+    return next((path for path in candidates(folder(run_dir, cfg)) if directory.problem(path) is None), None)
 
 
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
-    """The checkpoints that somebody names by a path: that one itself, or a run directory's, in `candidates`' order."""
-    return [path] if (path / "meta.pt").exists() else candidates(folder(path, cfg))
+    """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
+    return [path] if directory.is_checkpoint(path) else candidates(folder(path, cfg))
 
 
 def newest_complete(path: Path) -> Path | None:
-    """The first of those; of a run directory's, the first that is complete by its files' names and sizes."""
+    """Return the checkpoint at a path, or a run directory's first complete one, judged by names and sizes."""
     named = checkpoints_at(path)
-    return next((each for each in named if each == path or manifest.problem(each) is None), None)
+    return next((each for each in named if each == path or directory.problem(each) is None), None)
 
 
 def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
-    """What of a model, task or optimizer is another than in the run that a checkpoint belongs to."""
+    """Return how model, task or optimizer differ from those of the run that a checkpoint belongs to."""
     run_dir = Path(cfg.run.dir)
     own = checkpoint.parent == folder(run_dir, cfg)
     file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"
@@ -72,18 +68,17 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     for group in ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(_plain(OmegaConf.select(c, group, default=None)), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
-            if there.get(key) != here.get(key) and not isinstance(
-                here.get(key), float
-            ):  # a rate may change, a size not
+            is_rate = isinstance(here.get(key), float)  # rates may change, sizes may not
+            if there.get(key) != here.get(key) and not is_rate:
                 found.append(
                     f"{key}={here.get(key)}, but {checkpoint} was trained with {key}={there.get(key)}. "
-                    f"Type {key}={there.get(key)}, or another run.name to start anew."
+                    f"Type {key}={there.get(key)}, or another run.name to start from step 0."
                 )
     return found
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
-    """What is below `path`, by its full names."""
+    """Return the values below `path` by their full keys."""
     if isinstance(value, dict):
         return {k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()}
     return {path: value}
@@ -94,7 +89,7 @@ def _plain(node: Any) -> Any:
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    """What is wrong with `resume=` and `checkpoint.root=`, before anything is read but names and sizes."""
+    """Return what is wrong with `resume=` and `checkpoint.root=`, judged by names and sizes of files only."""
     unreachable = [
         problem
         for key, value in (("checkpoint.root", cfg.checkpoint.root), ("resume", cfg.resume))
@@ -107,7 +102,7 @@ def problems(cfg: DictConfig) -> list[str]:
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
     if path.suffix == ".ckpt":
         return [
-            f"resume={cfg.resume}: a single file, as Lightning writes it. Take its weights over with "
+            f"resume={cfg.resume}: a single file, as Lightning writes it. Convert its weights with "
             f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000, and resume from there."
         ]
     checkpoint = newest_complete(path)
@@ -115,10 +110,10 @@ def problems(cfg: DictConfig) -> list[str]:
         return [
             f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
         ]
-    problem = None if cfg.checkpoint.trust else manifest.problem(checkpoint)
+    problem = None if cfg.checkpoint.trust else directory.problem(checkpoint)
     if problem is None:
         return []
-    return [f"{checkpoint}: {problem}. Load it only if you trust where it comes from: type checkpoint.trust=true."]
+    return [f"{checkpoint}: {problem}. Load it only if you trust its source: type checkpoint.trust=true."]
 
 
 def _unreachable(key: str, value: str) -> str | None:
@@ -134,26 +129,24 @@ def _unreachable(key: str, value: str) -> str | None:
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
-    """The checkpoint that this start of the run goes on from, also after a restart of its ranks.
+    """Return the checkpoint that this start of the run resumes from, also after a restart of its ranks, or None.
 
     Raises:
-        ConfigError: where the run has checkpoints, but none that is complete: it must not silently start from scratch.
+        ConfigError: if the run has checkpoints, but no complete one: it must not silently start from step 0.
     """
     if cfg.resume == "never" and not restarted():
         return None
     own = last_checkpoint(run_dir, cfg)
-    if own is None and (there := candidates(folder(run_dir, cfg))):
-        raise ConfigError(none_is_sound({path: str(manifest.problem(path)) for path in there}))
+    if own is None and (incomplete := candidates(folder(run_dir, cfg))):
+        raise ConfigError(
+            [
+                *(f"{path}: {directory.problem(path)}." for path in incomplete),
+                "None of the run's checkpoints is complete. Restore one, or type another run.name to start at step 0.",
+            ]
+        )
     return own or (newest_complete(to_path(cfg.resume)) if cfg.resume not in MODES else None)
 
 
 def restarted() -> bool:
-    """Whether these ranks were brought back after a failure."""
+    """Return whether these ranks were restarted after a failure."""
     return any(int(os.environ.get(name, "0")) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-
-
-def none_is_sound(found: dict[Path, str]) -> list[str]:
-    return [
-        *(f"{path}: {problem}." for path, problem in found.items()),
-        "None of the run's checkpoints is sound. Put one back, or type another run.name to start from step 0.",
-    ]

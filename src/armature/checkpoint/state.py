@@ -1,13 +1,8 @@
-"""Checkpoints that any layout writes and any other reads: a directory of torch.distributed.checkpoint.
+"""The state of a model and its optimizers, keyed by unsharded names, so that any layout reads what any other wrote.
 
-    step=000120/
-      .metadata  __0_0.distcp …   each rank's part of the weights and optimizer state, keyed by undivided names
-      meta.pt                     the rest of Lightning's checkpoint: loops, callbacks, schedulers, data position, each
-                                  rank's random state; tensors and plain types only
-      manifest.json               names, sizes and checksums of the others, written last
-
-Weights are keyed as in the undivided LightningModule ("model.blocks.0.…"), optimizer state as
-"optimizer_states.<i>.<parameter name>.<key>", parameter groups in meta.pt as hyperparameters with parameter names.
+Weights are keyed as in the unsharded LightningModule ("model.blocks.0.…"), optimizer state as
+"optimizer_states.<i>.<parameter name>.<key>", and tensors of callbacks as "extra.<callback>.<name>". Parameter groups
+are in meta.pt, as hyperparameters with parameter names.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -29,18 +21,18 @@ from armature.checkpoint import storage
 from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"
-EXTRA = "extra"  # what callbacks keep beside the weights, such as their average: "extra.ema.model.blocks.0.…"
+EXTRA = "extra"
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
-# how a step is computed on this machine, not what it computes: never taken over from a checkpoint
+# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
-# ---------------------------------------------------------------- state, keyed by undivided names
+# ---------------------------------------------------------------- state, keyed by unsharded names
 def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as they lie on this rank, without copies.
+    """Return this rank's part of the parameters and persistent buffers, without copies.
 
     Args:
-        buffers: whether this rank speaks for the buffers, which may differ between ranks (running statistics).
+        buffers: whether to include buffers, which may differ between ranks (running statistics): one rank does.
     """
     named_buffers = {name for name, _ in module.named_buffers()}
     return {
@@ -51,7 +43,7 @@ def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    """Each parameter's first name. Through the state dict, since that puts gathered weights back into shards first."""
+    """Return each parameter's first name, through the state dict, which reshards gathered weights first."""
     names: dict[Tensor, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
@@ -60,7 +52,7 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: int) -> dict[str, Any]:
-    """The state of each parameter under `optimizer_states.<index>.<name>.<key>`, without copies."""
+    """Return the state of each parameter as `optimizer_states.<index>.<name>.<key>`, without copies."""
     return {
         f"{OPTIMIZER}.{index}.{names[param]}.{key}": value
         for param, state in optimizer.state.items()
@@ -69,11 +61,12 @@ def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: in
 
 
 def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str]]:
+    """Return the names of each group's parameters."""
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
-    """Each group's hyperparameters and the names of its parameters."""
+    """Return each group's hyperparameters and the names of its parameters."""
     return [
         {"names": of_group} | {k: v for k, v in group.items() if k != "params" and k not in RUNTIME_OPTIONS}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
@@ -81,7 +74,7 @@ def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str,
 
 
 def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The undivided model's groups from those of pipeline stages: equal hyperparameters are one group."""
+    """Merge the groups of all pipeline stages into those of the unsharded model, by equal hyperparameters."""
     merged: list[dict[str, Any]] = []
     for group in (group for groups in groups_of_ranks for group in groups):
         hyper = {k: v for k, v in group.items() if k != "names"}
@@ -95,7 +88,7 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]) -> None:
-    """Hyperparameters by parameter name, so that neither the order of groups nor that of parameters matters."""
+    """Restore hyperparameters by parameter name: the order of groups and of parameters may have changed."""
     by_name = {name: group for group in saved for name in group["names"]}
     for group, of_group in zip(optimizer.param_groups, names, strict=True):
         known = next((by_name[name] for name in of_group if name in by_name), {})
@@ -103,9 +96,9 @@ def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dic
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Make the state tensors of an optimizer that has not stepped yet, so that there is something to load into.
+    """Create the state tensors of an optimizer that has not stepped yet, to load into.
 
-    A step with zero gradients and learning rate zero: the optimizer itself knows shapes, types and placements best.
+    Make a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements.
     """
     if optimizer.state:
         return
@@ -120,52 +113,31 @@ def create_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-# ---------------------------------------------------------------- directories
-def save(
-    directory: Path, tensors: dict[str, Any], meta: dict[str, Any], *, facts: dict[str, Any] | None = None
-) -> None:
-    """Write a checkpoint aside as `<directory>.part`, and rename it when every rank's part is complete.
-
-    Called by all ranks. An error of one rank is raised on all of them, and leaves what was there before.
-
-    Args:
-        tensors: this rank's part of weights and optimizer state.
-        meta: Lightning's remaining checkpoint; rank 0's is written.
-        facts: what the manifest says beside files and world size.
-    """
-    part = storage.prepare(directory, meta)
-    with storage.single_process_is_meant():
-        try:
-            dcp.save(tensors, storage_writer=storage.writer(part), no_dist=not dist.is_initialized())
-        except CheckpointException as error:
-            raise storage.failure(error) from error
-    storage.complete(part, directory, facts or {})
-
-
+# ---------------------------------------------------------------- reading checkpoints
 def load(
-    directory: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
+    checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Load weights, and the state of optimizers, in place; give back what meta.pt holds.
+    """Load weights and the state of optimizers in place, and return what meta.pt holds.
 
     Args:
-        extra: further tensors to fill where the checkpoint has them, such as the averaged weights.
+        extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
 
     Raises:
-        ValueError: where names, sizes or the optimizer's kind differ, naming them.
+        ValueError: if names, sizes or the optimizer's kind differ, naming them.
     """
-    saved = storage.read_metadata(directory).state_dict_metadata
+    saved = storage.read_metadata(checkpoint).state_dict_metadata
     names = parameter_names(module)
-    meta = storage.read_meta(directory)
+    meta = storage.read_meta(checkpoint)
     state: dict[str, Any] = dict(module_state(module))
-    check_names(directory, saved, list(state))
+    check_names(checkpoint, saved, list(state))
     state |= {name: value for name, value in (extra or {}).items() if name in saved}
     for index, optimizer in enumerate(optimizers):
         create_state(optimizer)
         own = optimizer_state(optimizer, names, index=index)
-        _check_optimizer(directory, saved, own, index=index)
+        _check_optimizer(checkpoint, saved, own, index=index)
         state |= {name: value for name, value in own.items() if name in saved}
-    _check_sizes(directory, saved, state)
-    storage.read_tensors(directory, state)
+    _check_sizes(checkpoint, saved, state)
+    storage.read_tensors(checkpoint, state)
     for index, optimizer in enumerate(optimizers):
         for param in list(optimizer.state):
             prefix = f"{OPTIMIZER}.{index}.{names[param]}."
@@ -179,49 +151,49 @@ def load(
     return meta
 
 
-def is_weights_only(directory: Path) -> bool:
-    """Whether a checkpoint is no point of a run, but weights to begin one with."""
-    return "loops" not in storage.read_meta(directory)
+def is_weights_only(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is no point of a run to resume, but only weights to start one with."""
+    return "loops" not in storage.read_meta(checkpoint)
 
 
-def load_full_state_dict(directory: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
-    """The undivided weights on CPU, in one process without a process group.
+def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
+    """Return the unsharded weights on the CPU, in one process without a process group.
 
     Args:
-        prefix: "" for the weights, "extra.ema." for the averaged ones; it is taken off the names.
+        prefix: "" for the weights, "extra.ema." for the averaged ones; it is removed from the names.
     """
-    directory = Path(directory)
-    saved = storage.read_metadata(directory).state_dict_metadata
+    checkpoint = Path(checkpoint)
+    saved = storage.read_metadata(checkpoint).state_dict_metadata
     wanted = [n for n in saved if (n.startswith(prefix) if prefix else not n.startswith(RESERVED))]
-    return {name.removeprefix(prefix): value for name, value in load_tensors(directory, wanted, saved).items()}
+    return {name.removeprefix(prefix): value for name, value in load_tensors(checkpoint, wanted, saved).items()}
 
 
-def load_tensors(directory: Path, names: Iterable[str], saved: dict[str, Any]) -> dict[str, Any]:
-    """Undivided tensors, or plain values, of a checkpoint, read by this process alone."""
+def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return unsharded tensors and plain values of a checkpoint, read by this process alone."""
     state: dict[str, Any] = {
         name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
         if isinstance(saved[name], TensorStorageMetadata)
         else None
         for name in names
     }
-    storage.read_tensors(directory, state, alone=True)
+    storage.read_tensors(checkpoint, state, alone=True)
     return state
 
 
-# ---------------------------------------------------------------- what does not fit, said by name
-def check_names(directory: Path, saved: dict[str, Any], names: list[str]) -> None:
-    """Raises ValueError where a checkpoint does not hold exactly the weights of all ranks' `names`."""
+# ---------------------------------------------------------------- mismatches, reported by name
+def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str]) -> None:
+    """Raise ValueError if a checkpoint does not hold exactly the weights of all ranks' `names`."""
     missing = sorted(set(names) - saved.keys())
     held = {name for of_rank in process_group.all_gather_object(names) for name in of_rank}
     surplus = sorted(name for name in saved if not name.startswith(RESERVED) and name not in held)
     if missing or surplus:
         raise ValueError(
-            f"{directory} holds another model's weights. "
+            f"{checkpoint} holds another model's weights. "
             f"Not in the checkpoint: {_few(missing)}. Not in the model: {_few(surplus)}."
         )
 
 
-def _check_sizes(directory: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
+def _check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
     wrong = [
         f"{name} is {tuple(saved[name].size)} there and {tuple(value.shape)} here"
         for name, value in state.items()
@@ -230,10 +202,10 @@ def _check_sizes(directory: Path, saved: dict[str, Any], state: dict[str, Any]) 
         and tuple(saved[name].size) != tuple(value.shape)
     ]
     if wrong:
-        raise ValueError(f"{directory} holds weights of other sizes: {_few(wrong)}.")
+        raise ValueError(f"{checkpoint} holds weights of other sizes: {_few(wrong)}.")
 
 
-def _check_optimizer(directory: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
+def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
     def kinds(names: Iterable[str]) -> set[str]:
         return {name.rpartition(".")[2] for name in names}
 
@@ -243,7 +215,7 @@ def _check_optimizer(directory: Path, saved: dict[str, Any], own: dict[str, Any]
     here = [name for name in own if any(name.rpartition(".")[0] == other.rpartition(".")[0] for other in there)]
     if kinds(there) != kinds(here):
         raise ValueError(
-            f"{directory} was saved with another optimizer: its state holds {_few(sorted(kinds(there)))}, "
+            f"{checkpoint} was saved with another optimizer: its state holds {_few(sorted(kinds(there)))}, "
             f"this one's {_few(sorted(kinds(here)))}. Resume with the optimizer that the run began with."
         )
 

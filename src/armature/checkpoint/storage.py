@@ -1,7 +1,7 @@
-"""How a checkpoint's directory comes to be, and how it is read: complete or not there, and without running its code.
+"""How a checkpoint is written and read: a directory is complete or not there, and reading it never runs its code.
 
-On a file system everything is written into `<name>.part`, which is renamed once its manifest is in it. An object store
-has no rename: there the files have their names at once, and the manifest that comes last makes them a checkpoint.
+On a file system everything is written into `<name>.part`, which is renamed once its manifest is written. An object
+store cannot rename: there the files get their final names at once, and the manifest, written last, completes them.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -12,11 +12,10 @@ import logging
 import os
 import pickle
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,159 +28,99 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from armature import files
-from armature.checkpoint import manifest
+from armature.checkpoint import directory
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-META = "meta.pt"
-UNFINISHED = (".part", ".old")  # ends of the names of what a crash may leave behind
 
 
 # ---------------------------------------------------------------- writing
-def prepare(directory: Path, meta: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> Path:
-    """A directory to write into that holds meta.pt, on all ranks."""
-    part = directory.with_name(f"{directory.name}.part") if manifest.is_local(directory) else directory
+def prepare(checkpoint: Path, meta: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> Path:
+    """Create a directory to write into, with meta.pt in it, and return it. Called by all ranks."""
 
-    def make() -> None:
-        remove(part)
-        part.mkdir(parents=True)
-        with (part / META).open("wb") as file:
+    def create() -> None:
+        with (directory.create_part(checkpoint) / directory.META).open("wb") as file:
             try:
                 torch.save(meta, file)
-            except RuntimeError as error:  # what it makes of a full disk
+            except RuntimeError as error:  # torch reports a full disk as one
                 raise OSError(str(error)) from error
             file.flush()
-            if manifest.is_local(part):
+            if directory.is_local(checkpoint):
                 os.fsync(file.fileno())
 
-    on_rank_0(make, group=group)
-    return part
+    process_group.on_rank_0(create, group=group)
+    return directory.part_of(checkpoint)
 
 
-def complete(part: Path, directory: Path, facts: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
-    """Vouch for what all ranks have written, and give the directory its name. Called by all ranks."""
+def complete(part: Path, checkpoint: Path, entries: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
+    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks.
+
+    Args:
+        entries: what the manifest states besides files and world size.
+    """
     rank, ranks = process_group.rank(), process_group.ranks()
 
-    def own() -> manifest.Files:
-        return manifest.describe(part, [p.name for p in part.iterdir() if _writer_of(p.name, ranks) == rank])
+    def describe_own() -> directory.FileEntries:
+        return directory.describe(part, [p.name for p in part.iterdir() if _writer_of(p.name, ranks) == rank])
 
-    written = {name: facts for of_rank in together(own, group=group) for name, facts in of_rank.items()}
+    described: directory.FileEntries = {}
+    for own in process_group.on_all_ranks(describe_own, group=group):
+        described |= own
 
-    def seal() -> None:
-        manifest.write(part, written, {"world_size": ranks, **facts})
-        if part != directory:
-            files.sync(part)
-            publish(part, directory)
+    def publish() -> None:
+        directory.write_manifest(part, described, {"world_size": ranks, **entries})
+        directory.publish(part, checkpoint)
 
-    on_rank_0(seal, group=group)
+    process_group.on_rank_0(publish, group=group)
 
 
 def _writer_of(name: str, ranks: int) -> int:
-    """The rank that wrote a file, which has it in its memory still."""
+    """Return the rank that wrote a file, and so still has it in its page cache."""
     rank = name.removeprefix("__").partition("_")[0]
     return int(rank) if rank.isdigit() and int(rank) < ranks else 0
 
 
-def publish(part: Path, directory: Path) -> None:
-    """Give a complete directory its name. An older one of that name is gone only after it."""
-    old = directory.with_name(f"{directory.name}.old")
-    if directory.exists():
-        remove(old)
-        directory.rename(old)
-    part.rename(directory)
-    files.sync(directory.parent)
-    remove(old)
-
-
-def remove(directory: Path) -> None:
-    """A directory and what is in it, the manifest first: what is left of it by a crash is no checkpoint."""
-    if not directory.exists():
-        return
-    (directory / manifest.NAME).unlink(missing_ok=True)
-    if manifest.is_local(directory):
-        shutil.rmtree(directory, ignore_errors=True)
-    else:
-        directory.fs.rm(directory.path, recursive=True)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def clear_unfinished(checkpoints: Path) -> None:
-    """Remove what a crash in the middle of a save has left."""
-    if checkpoints.is_dir():
-        if manifest.is_local(checkpoints):
-            files.clear_parts(checkpoints)
-        for path in list(checkpoints.iterdir()):
-            if path.name.startswith("step=") and path.name.endswith(UNFINISHED):
-                replaced = path.with_name(path.name.removesuffix(".old"))
-                if path.suffix == ".old" and not replaced.exists():
-                    path.rename(replaced)  # it was to make room for one that never came
-                else:
-                    remove(path)
-
-
 def failure(error: CheckpointException) -> OSError:
-    """What torch says in pages, in a line; it does not derive from Exception either."""
+    """Return torch's error of many lines as one line; torch's does not derive from Exception either."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return OSError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
 
 
-# ---------------------------------------------------------------- all ranks as one
-def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's result of `work`, in order of ranks, on all of them. An error of one rank is raised on all."""
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    message = None if error is None else f"{type(error).__name__}: {error}"
-    gathered = process_group.all_gather_object((message, result), group=group)
-    if error is not None:
-        raise error
-    for rank, (message, _) in enumerate(gathered):
-        if message is not None:
-            raise OSError(f"rank {rank} failed: {message}")
-    return [result for _, result in gathered]  # pyright: ignore[reportReturnType]
+def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None:
+    """Return the first checkpoint whose files are what was saved, or None if the list is empty.
 
-
-def on_rank_0(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's result of `work`, on all ranks, once it is done."""
-    return together(lambda: work() if process_group.rank() == 0 else None, group=group)[0]  # pyright: ignore[reportReturnType]
-
-
-def first_sound(paths: list[Path], *, trust: bool = False) -> Path | None:
-    """The first checkpoint whose files are what was saved; the ranks read them together. None where there is no path.
+    All ranks call it, and each reads a share of the files.
 
     Args:
-        trust: take a directory without a manifest as it is.
+        trust: accept a directory without a manifest.
 
     Raises:
-        ConfigError: where none of them is sound, naming what is wrong with each.
+        ConfigError: if none of them is intact, naming what is wrong with each.
     """
-    found: dict[Path, str] = {}
+    problems: dict[Path, str] = {}
     share = (process_group.rank(), process_group.ranks())
-    for path in process_group.broadcast_object(paths):
-        problem = process_group.broadcast_object(manifest.problem(path))
+    for path in process_group.broadcast_object(checkpoints):
+        problem = process_group.broadcast_object(directory.problem(path))
         if problem is None:
-            problems = together(lambda path=path: manifest.checksum_problem(path, share=share))
-            problem = next((text for text in problems if text is not None), None)
-        elif trust and manifest.read(path) is None:
+            found = process_group.on_all_ranks(lambda path=path: directory.checksum_problem(path, share=share))
+            problem = next((text for text in found if text is not None), None)
+        elif trust and directory.read_manifest(path) is None:
             problem = None
         if problem is None:
             return path
-        found[path] = problem
+        problems[path] = problem
         if process_group.rank() == 0:
-            log.warning("Checkpoint %s is passed over: %s.", path, problem)
-    if found:
-        raise ConfigError([f"{path}: {problem}." for path, problem in found.items()])
+            log.warning("Checkpoint %s is skipped: %s.", path, problem)
+    if problems:
+        raise ConfigError([f"{path}: {problem}." for path, problem in problems.items()])
     return None
 
 
 # ---------------------------------------------------------------- reading and writing tensors
 @contextmanager
-def single_process_is_meant() -> Iterator[None]:
-    """torch warns of saving and loading without a process group, which is just what one process does."""
+def expect_single_process() -> Iterator[None]:
+    """Silence torch's warning about saving and loading without a process group, as one process does on purpose."""
     import warnings
 
     with warnings.catch_warnings():
@@ -190,17 +129,18 @@ def single_process_is_meant() -> Iterator[None]:
 
 
 def writer(part: Path) -> dcp.FileSystemWriter:
-    return dcp.FileSystemWriter(part) if manifest.is_local(part) else FsspecWriter(str(part), **_options(part))  # pyright: ignore[reportReturnType]
+    """Return torch's writer for a directory here or in an object store."""
+    return dcp.FileSystemWriter(part) if directory.is_local(part) else FsspecWriter(str(part), **_options(part))  # pyright: ignore[reportReturnType]
 
 
-def read_tensors(directory: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Fill `state` from a checkpoint, with all ranks or `alone`."""
-    with single_process_is_meant():
+def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:
+    """Fill the tensors of `state` from a checkpoint. Called by all ranks, or by one of them `alone`."""
+    with expect_single_process():
         try:
             dcp.load(
                 state,
-                storage_reader=_reader(directory),
-                planner=_PlainValues(),
+                storage_reader=_reader(checkpoint),
+                planner=_PlainValuePlanner(),
                 no_dist=alone or not dist.is_initialized(),
             )
         except CheckpointException as error:
@@ -208,28 +148,28 @@ def read_tensors(directory: Path, state: dict[str, Any], *, alone: bool = False)
             raise (refused[0] if refused else failure(error)) from error
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """What lies in a checkpoint: names, sizes and types.
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Return the names, sizes and types of a checkpoint's tensors.
 
     Raises:
-        FileNotFoundError: where the directory is no checkpoint.
-        ConfigError: where its .metadata is more than that.
+        FileNotFoundError: if the directory is no checkpoint.
+        ConfigError: if its .metadata holds more than that.
     """
-    if not (directory / ".metadata").is_file():
-        raise FileNotFoundError(f"{directory}: no checkpoint (it holds no .metadata).")
-    return _reader(directory).read_metadata()
+    if not (checkpoint / directory.TENSOR_INDEX).is_file():
+        raise FileNotFoundError(f"{checkpoint}: no checkpoint (it holds no {directory.TENSOR_INDEX}).")
+    return _reader(checkpoint).read_metadata()
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
-    """What meta.pt holds. Raises as `read_plain`."""
-    return read_plain(directory / META)
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    """Return what meta.pt holds. Raises like `read_plain`."""
+    return read_plain(checkpoint / directory.META)
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """Tensors and plain values that torch.save wrote.
+    """Return the tensors and plain values that torch.save wrote.
 
     Raises:
-        ConfigError: where the file holds anything else, which is not loaded and does not run.
+        ConfigError: if the file holds anything else, which is neither loaded nor run.
     """
     try:
         with file.open("rb") as stream:
@@ -240,19 +180,21 @@ def read_plain(file: Path) -> dict[str, Any]:
 
 def _refusal(error: Exception) -> str:
     found = re.search(r"GLOBAL ([\w.]*\w)|^([\w.]+)$", str(error))
-    what = next(filter(None, found.groups())) if found else "not what torch.save writes"
-    return f"refused, since it holds more than tensors and plain values, which would run as code on loading ({what})."
+    cause = next(filter(None, found.groups())) if found else "not what torch.save writes"
+    return f"refused, since it holds more than tensors and plain values, which would run as code on loading ({cause})."
 
 
 def _options(path: Path) -> dict[str, Any]:
     return dict(getattr(path, "storage_options", {}))
 
 
-def _reader(directory: Path) -> dcp.FileSystemReader:
-    return _Reader(directory) if manifest.is_local(directory) else _RemoteReader(str(directory), **_options(directory))  # pyright: ignore[reportReturnType]
+def _reader(checkpoint: Path) -> dcp.FileSystemReader:
+    if directory.is_local(checkpoint):
+        return _Reader(checkpoint)
+    return _RemoteReader(str(checkpoint), **_options(checkpoint))  # pyright: ignore[reportReturnType]
 
 
-_IN_METADATA = {
+_METADATA_CLASSES = {  # by module: what .metadata may name
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
@@ -263,23 +205,25 @@ _IN_METADATA = {
 }  # fmt: skip
 
 
-class _PlainMetadata(pickle.Unpickler):
-    """Unpickles what torch.distributed.checkpoint writes into .metadata, and nothing else."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickle what torch.distributed.checkpoint writes into .metadata, and nothing else."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        a_type = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
-        if not a_type and name not in _IN_METADATA.get(module, ()):
+        is_torch_type = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        if not is_torch_type and name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
 
 
-class _ReadsPlainMetadata:
+class _PlainMetadataReader:
+    """Read .metadata with `_MetadataUnpickler` instead of pickle.load."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))  # pyright: ignore[reportAttributeAccessIssue]
         with self.fs.create_stream(path, "rb") as file:  # pyright: ignore[reportAttributeAccessIssue]
             try:
-                metadata = _PlainMetadata(file).load()
+                metadata = _MetadataUnpickler(file).load()
             except pickle.UnpicklingError as error:
                 raise ConfigError(f"{path}: {_refusal(error)}") from None
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -287,16 +231,16 @@ class _ReadsPlainMetadata:
         return metadata
 
 
-class _Reader(_ReadsPlainMetadata, dcp.FileSystemReader):
-    """torch's, but .metadata is not a pickle that may run anything."""
+class _Reader(_PlainMetadataReader, dcp.FileSystemReader):
+    """torch's reader, but .metadata cannot run code."""
 
 
-class _RemoteReader(_ReadsPlainMetadata, FsspecReader):
+class _RemoteReader(_PlainMetadataReader, FsspecReader):
     """The same for object stores."""
 
 
-class _PlainValues(DefaultLoadPlanner):
-    """torch's, but values that are no tensors are read as plain ones."""
+class _PlainValuePlanner(DefaultLoadPlanner):
+    """torch's planner, but values that are no tensors may only be plain values."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from armature import hardware
-from armature.checkpoint import resume
+from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, RunFailed
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import resize
@@ -217,7 +217,8 @@ class _Attempts:
     def _step(self) -> int:
         """Of the last checkpoint; -1 where there is none."""
         checkpoint = resume.last_checkpoint(Path(self.cfg.run.dir), self.cfg)
-        return int(checkpoint.name.partition("=")[2]) if checkpoint is not None else -1
+        step = directory.step_of(checkpoint) if checkpoint is not None else None
+        return -1 if step is None else step
 
     def _where(self) -> str:
         if (step := self._step()) >= 0:

@@ -1,8 +1,9 @@
-"""The default process group and where this process stands in it, from the variables that the launcher sets."""
+"""The default process group and this process's rank in it, from the variables that the launcher sets."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -14,9 +15,9 @@ T = TypeVar("T")
 
 
 class RankEnvironment(ClusterEnvironment):
-    """RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process where they are not set.
+    """RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process if they are not set.
 
-    Given to every strategy, so that Lightning neither guesses a scheduler nor starts processes of its own.
+    Every strategy gets it, so that Lightning neither guesses a scheduler nor starts processes itself.
     """
 
     @property
@@ -56,12 +57,12 @@ class RankEnvironment(ClusterEnvironment):
 
 
 def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None) -> None:
-    """Join the default process group; nothing to do for one process, or where it exists already.
+    """Join the default process group, unless there is only one process or the group exists already.
 
     Args:
         backend: `auto` (gloo on CPU, NCCL on GPU) or a backend's name.
         accelerator: `cpu` or `gpu`. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
-        timeout: of a collective, in this group and in all that are made after it; None: torch's.
+        timeout: of a collective, in this group and in all groups that are created later; None: torch's.
     """
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         return
@@ -73,14 +74,14 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     elif backend == "nccl":
         backend = "cpu:gloo,cuda:nccl"
-    if timeout is not None:  # for the groups that a mesh or DeepSpeed make later: they do not take the first one's
+    if timeout is not None:  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)
     dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None)
 
 
 def broadcast_object(obj: T, *, source: int = 0) -> T:
-    """Rank `source`'s plain object on every rank."""
+    """Return rank `source`'s plain object on every rank."""
     if not dist.is_initialized():
         return obj
     box = [obj]
@@ -89,12 +90,34 @@ def broadcast_object(obj: T, *, source: int = 0) -> T:
 
 
 def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's plain object, in order of ranks, on every rank."""
+    """Return every rank's plain object, in order of ranks, on every rank."""
     if not dist.is_initialized():
         return [obj]
     gathered: list[T] = [obj] * dist.get_world_size()
     dist.all_gather_object(gathered, obj, group=group)
     return gathered
+
+
+def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's result of `work`, in order of ranks. An error of one rank is raised on all ranks."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    gathered = all_gather_object((message, result), group=group)
+    if error is not None:
+        raise error
+    for other, (message, _) in enumerate(gathered):
+        if message is not None:
+            raise OSError(f"rank {other} failed: {message}")
+    return [result for _, result in gathered]  # pyright: ignore[reportReturnType]
+
+
+def on_rank_0(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    """Call `work` on rank 0 only, and return its result on all ranks. An error is raised on all ranks."""
+    return on_all_ranks(lambda: work() if rank() == 0 else None, group=group)[0]  # pyright: ignore[reportReturnType]
 
 
 def rank() -> int:
@@ -106,36 +129,36 @@ def ranks() -> int:
 
 
 class Vote:
-    """The largest of all ranks' numbers, of each kind, told one call late, so that no rank waits for the others.
+    """The maximum over all ranks of several numbers, one call late, so that no rank waits for the others.
 
-    All ranks call it equally often. On GPUs too it is the CPUs that talk: the devices' queues are not waited for.
+    All ranks must call it equally often. The CPUs communicate, on GPUs too: no rank waits for its device's queue.
     """
 
     def __init__(self) -> None:
-        self._under_way: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def __call__(self, *numbers: int) -> list[int]:
-        """This call's numbers take part in the next call's result; one process gets its own at once."""
+        """Submit this call's numbers and return the maximum of the previous call's; a single process gets its own."""
         if not dist.is_initialized():
             return [*numbers]
         result = self.finish() or [0] * len(numbers)
         box = torch.tensor(numbers)
         work = dist.all_reduce(box, op=dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        self._under_way = box, work
+        self._pending = box, work
         return result
 
     def finish(self) -> list[int]:
-        """The result of the call before, if there was one. Afterwards nothing is under way."""
-        if self._under_way is None:
+        """Return the result of the previous call, or [] if there was none. No collective is pending afterwards."""
+        if self._pending is None:
             return []
-        box, work = self._under_way
-        self._under_way = None
+        box, work = self._pending
+        self._pending = None
         work.wait()
         return box.tolist()
 
 
 def destroy() -> None:
-    """Leave the group. A rank that ends without this may abort at exit, which an elastic agent takes for a failure."""
+    """Leave the group. A rank that exits without this may abort, which an elastic agent takes for a failure."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,9 +8,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from armature.parallel import process_group
+
 
 def capture() -> dict[str, Any]:
-    """Everything that the next draw depends on, as tensors and plain values."""
+    """Return everything that the next draw depends on, as tensors and plain values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
@@ -24,7 +26,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Go on drawing where `capture` was."""
+    """Continue to draw from what `capture` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -35,7 +37,42 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def begin(*, seed: int, stream: int, step: int = 0) -> None:
-    """Streams that ranks with different data do not share, and that do not repeat what was drawn before `step`."""
+    """Seed streams that differ between ranks with different data, and from what was drawn before `step`."""
     torch.manual_seed(seed * 1_000_003 + stream + step * 7_919)
     random.seed(f"{seed}/{stream}/{step}")
     np.random.seed((seed * 1_000_003 + stream + step * 7_919) % 2**32)
+
+
+class RankRandomState:
+    """A random state of this rank that is held until `restore`, while set-up or a validation draws."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] | None = None
+
+    def hold(self) -> None:
+        """Hold the current state: what is drawn from here to `restore` has no effect on later draws."""
+        self._held = capture()
+
+    def restore(self) -> None:
+        """Continue from the held state, if there is one. It is held no longer."""
+        if self._held is not None:
+            restore(self._held)
+            self._held = None
+
+    def gather(self, layout: str) -> dict[str, Any]:
+        """Return the current states of all ranks, for a checkpoint. Called by all ranks."""
+        return {"layout": layout, "ranks": process_group.all_gather_object(capture())}
+
+    def load(self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int) -> None:
+        """Hold this rank's state from a checkpoint.
+
+        Under another layout ranks draw different numbers anyway. They then begin new streams at the checkpoint's step.
+
+        Args:
+            saved: from `gather`; None if the checkpoint has no random states.
+        """
+        if saved is not None and saved["layout"] == layout and len(saved["ranks"]) == process_group.ranks():
+            self._held = saved["ranks"][process_group.rank()]
+        else:
+            begin(seed=seed, stream=stream, step=step)
+            self.hold()

@@ -1,4 +1,4 @@
-"""Every rank holds the whole model and a part of the batch; gradients are averaged while backward runs."""
+"""Data parallelism: every rank holds the whole model and a part of the batch, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.strategies.base import StrategyMixin
 
 
-def rounded_to_bf16(group, bucket):  # unannotated: DDP refuses annotations that are strings
-    """torch's hook by another name: DDP refuses that name on a CPU, where gloo sums bf16 as well."""
+def rounded_to_bf16(group, bucket):  # without annotations: DDP refuses strings, as `from __future__` makes them
+    """Call torch's hook under another name: DDP refuses that name on a CPU, although gloo can sum bf16."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -31,13 +31,15 @@ class DDP(StrategyMixin, DDPStrategy):
 
     Args:
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
-        comm_hook: send gradients as bf16 or fp16; halves the traffic, rounds what is sent.
-        sync_batchnorm: BatchNorm over the batch of all ranks, as one process with that batch would have it. Without
-            it, the statistics of smaller batches change the result.
+        comm_hook: send gradients as bf16 or fp16, which halves the traffic and rounds the gradients.
+        sync_batchnorm: compute BatchNorm's statistics over the batch of all ranks, as one process with that batch
+            does. Otherwise the statistics of smaller batches change the result.
         static_graph: the same parameters take part in every step, so that DDP can plan its buckets once.
-        find_unused_parameters: allow steps that leave parameters out; costs a walk over the graph each step.
-        gradient_as_bucket_view: gradients live in the buckets they are sent in; spares one copy of them.
+        find_unused_parameters: allow steps that do not use all parameters; costs a walk over the graph per step.
+        gradient_as_bucket_view: gradients are views of the buckets that are sent, which saves one copy of them.
     """
+
+    reduces_gradients_once = True
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class DDP(StrategyMixin, DDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        # DDP learns a static graph in the first backward passes, and must see them reduced
+        # DDP learns a static graph during the first backward passes, which must reduce gradients
         learning = self.static_graph and self.module.trainer.global_step == self._first_step
         with nullcontext() if learning else super().block_backward_sync():
             yield

@@ -19,24 +19,24 @@ from armature.strategies.base import StrategyMixin, models_of
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
-    """Divides each model of the LightningModule over pipe × replicate × shard × tensor ranks, as its plan says.
+    """Spread each model of the LightningModule over pipe × replicate × shard × tensor ranks, as its plan says.
 
     Args:
-        pipe, replicate, shard, tensor: sizes of the axes; one may be "auto", which takes the processes that are left.
+        pipe, replicate, shard, tensor: sizes of the axes; one may be "auto", which takes the remaining processes.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
         reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them until backward
-            (ZeRO-2); None: free them, but not between a pipeline's micro-batches.
-        reduce_every_microbatch: reduce gradients in every micro-batch of a step rather than in the last one only,
-            which needs memory for gradients that are not sharded.
-        param_dtype, reduce_dtype: what gathered weights and reduced gradients are rounded to; None: bf16 and fp32 with
-            bf16 precision, else fp32.
+            (ZeRO-2); None: free them, except between a pipeline's micro-batches.
+        reduce_every_microbatch: reduce gradients in every micro-batch of a step. False: only in the last one, which
+            needs memory for unsharded gradients.
+        param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16 and fp32 with bf16
+            precision, otherwise fp32.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
-        prefetch: units that are gathered ahead of the one that computes.
-        min_num_params: consecutive blocks are gathered together until they have as many parameters (of those on
-            one rank of the tensor axis): sending little is not much faster than sending more. A smaller model is one
-            unit, which stays gathered until backward.
-        sequence_parallel: divide norms and activations between blocks over the tensor axis too, where the plan can.
-        schedule, microbatches, stages: of the pipeline; `stages` lists how many blocks each one holds, None balances.
+        prefetch: the number of units that are gathered ahead of the one that computes.
+        min_num_params: consecutive blocks form one unit until they have this many parameters (counted on one rank of
+            the tensor axis), because small messages are hardly faster than larger ones. A smaller model is one unit,
+            which stays gathered until backward.
+        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if the plan can.
+        schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per stage, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
 
@@ -67,8 +67,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         float8: bool | str = False,
     ) -> None:
         super().__init__(process_group_backend=None if backend == "auto" else backend)
-        self.asked = {"pipe": pipe, "replicate": replicate, "shard": shard, "tensor": tensor}
-        self.sizes: dict[str, int] = {}
+        self.requested_sizes = {"pipe": pipe, "replicate": replicate, "shard": shard, "tensor": tensor}
         self.reduce_every_microbatch = reduce_every_microbatch
         self.options: dict[str, Any] = {
             "seed": seed, "schedule": schedule, "microbatches": microbatches,
@@ -77,7 +76,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params,
         }  # fmt: skip
         self.applied: list[apply.ParallelizedModel] = []
-        self._while_running = ExitStack()
+        self._run_contexts = ExitStack()
         self.sync_batchnorm = sync_batchnorm
         self.configure_mixin(
             seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
@@ -89,17 +88,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._setup_distributed()  # joins the process group
         torch.manual_seed(self.seed)
-        self.sizes = mesh.resolve(self.asked, world_size=self.world_size)
+        self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
         self.module._device_mesh = self._device_mesh
 
-    def _place(self, axis: str) -> int:
+    def _rank_on(self, axis: str) -> int:
         return self.device_mesh[axis].get_local_rank()
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        rank = self._place("replicate") * self.sizes["shard"] + self._place("shard")
+        rank = self._rank_on("replicate") * self.sizes["shard"] + self._rank_on("shard")
         return {"num_replicas": self.sizes["replicate"] * self.sizes["shard"], "rank": rank}
 
     @property
@@ -109,24 +108,24 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @property
     @override
-    def divided(self) -> bool:
+    def sharded(self) -> bool:
         return self.world_size > self.sizes["replicate"]
 
     @property
     @override
     def can_generate(self) -> bool:
-        # stages and a sequence axis work on batches of training's shape
+        # a pipeline, and sequence parallelism, only work on batches shaped like those of training
         return self.sizes["pipe"] == 1 and not (self.sizes["tensor"] > 1 and self.options["sequence_parallel"])
 
     @property
     @override
     def rng_stream(self) -> int:
-        return self.data_rank * self.sizes["pipe"] + self._place("pipe")
+        return self.data_rank * self.sizes["pipe"] + self._rank_on("pipe")
 
     # ------------------------------------------------------------ building
     @override
     def build(self, module: L.LightningModule) -> None:
-        self.precision_plugin.convert_module(module)  # bf16-true: before there is anything to convert
+        self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
         options = self._resolved()
         for name, model in models_of(module):
             plan, prefix = apply.plan_of(model), f"{name}."
@@ -139,32 +138,32 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 
     def _resolved(self) -> apply.Options:
-        """The options, with what `None` stands for."""
+        """Return the options, with values in place of None."""
         shared = ("activation_checkpointing", "compile", "compile_mode", "float8")
         options = self.options | {name: getattr(self, name) for name in shared}
         bf16 = str(self.precision_plugin.precision).startswith("bf16")
-        for key, usual in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
-            named = options[key]
-            options[key] = getattr(torch, named) if named is not None else usual if bf16 else None
+        for key, default in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
+            name = options[key]
+            options[key] = getattr(torch, name) if name is not None else default if bf16 else None
         if options["reshard_after_forward"] is None:
             options["reshard_after_forward"] = self.sizes["pipe"] == 1
         return apply.Options(**options)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        if not is_overridden("configure_model", self.module):  # the model was built in __init__: nothing is left to do
+        if not is_overridden("configure_model", self.module):  # the model was built in __init__
             self.module.__dict__["configure_model"] = lambda: None
         if self.sizes["tensor"] > 1:
-            self._while_running.enter_context(loss_parallel())  # backward needs it too
+            self._run_contexts.enter_context(loss_parallel())  # backward needs it too
         super().setup(trainer)
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: `build` has put everything in its place, which for offloaded weights is not the device."""
+        """Nothing: `build` has placed everything, offloaded weights not on the device."""
 
     @override
     def teardown(self) -> None:
-        self._while_running.close()
+        self._run_contexts.close()
         super().teardown()
 
     # ------------------------------------------------------------ gradients

@@ -10,7 +10,7 @@ from armature.strategies.base import StrategyMixin
 
 
 class SingleDevice(StrategyMixin, SingleDeviceStrategy):
-    """What every other strategy is compared with."""
+    """The strategy that all others are compared with."""
 
     def __init__(
         self,

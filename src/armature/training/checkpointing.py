@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which are kept, and which one `last` names."""
+"""Decide when checkpoints are saved and which are kept."""
 
 import logging
 import math
@@ -11,8 +11,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from armature import files
-from armature.checkpoint import manifest, storage
+from armature.checkpoint import directory
+from armature.checkpoint.writer import CheckpointWriter
+from armature.strategies.base import StrategyMixin
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
@@ -22,21 +23,27 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing(Checkpoint):
-    """Saves `step=000120/` every n steps, every n minutes and at the end; keeps the newest, the best and milestones.
+    """Save `step=000120/` every n steps, every n minutes and at the end; keep the newest, the best and milestones.
 
-    A checkpoint that is due at a step with validation is saved after it, so that its metric is known. One that is saved
-    because the run stops comes before it; then the run that goes on validates first.
+    A checkpoint that is due at a step with validation is saved after the validation, so that its metric is known. One
+    that is saved because the run stops is saved before it; then the resumed run validates first.
 
     Args:
-        directory: where the checkpoints are, on this machine or in an object store.
+        folder: where the checkpoints are, on this machine or in an object store.
         monitor: the logged value that decides which are best; `mode` is min or max.
         keep_every_n_steps: checkpoints at multiples of it are never removed.
-        on_failure: what a save that fails (a full disk) does to the run: `continue` or `stop`.
+        background: write in a thread, while training continues.
+        on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
+        manifest_entries: what the manifests state about the run.
+
+    Attributes:
+        writer: writes the checkpoints. Its last save is finished at the end of training, with or without an error.
+        scores: the monitored value by step, of the checkpoints that exist.
     """
 
     def __init__(
         self,
-        directory: Path,
+        folder: Path,
         step_log: StepLog,
         *,
         every_n_steps: int | None,
@@ -49,52 +56,53 @@ class Checkpointing(Checkpoint):
         at_end: bool,
         background: bool,
         on_failure: str,
+        manifest_entries: dict[str, Any] | None = None,
     ) -> None:
-        self.directory = directory
+        self.folder = folder
         self.step_log = step_log
         self.every_n_steps = every_n_steps
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
         self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
-        self.background, self.on_failure = background, on_failure
-        self.scores: dict[int, float] = {}  # by step, of the checkpoints that exist
+        self.on_failure = on_failure
+        self.writer = CheckpointWriter(background=background, entries=manifest_entries, on_saved=self._saved)
+        self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._validated_step = -1
-        self._owes_validation = False  # due at the step of the checkpoint, and not run
+        self._owes_validation = False  # a validation was due at the checkpoint's step, but did not run
         self._due = False
-        self._monitor_told = False
+        self._warned_of_monitor = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"scores": dict(self.scores), "owes_validation": self._owes_validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scores = {s: v for s, v in state_dict["scores"].items() if self._path(s).exists()}
+        self.scores = {step: score for step, score in state_dict["scores"].items() if self._path(step).exists()}
         self._owes_validation = state_dict["owes_validation"]
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the best score so far."""
+        """The checkpoint with the best score so far, or None without any score."""
         if not self.scores:
             return None
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before the first batch: draw on where the checkpoint was saved, and run the validation that it owes."""
-        strategy: Any = trainer.strategy
-        strategy.published, strategy.save_in_background = self._published, self.background
+        """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes."""
         if trainer.is_global_zero:
-            storage.clear_unfinished(self.directory)
+            directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
-        self._saved_step = trainer.global_step  # resumed from there, or nothing to save yet
+        self._saved_step = trainer.global_step  # the checkpoint of this step exists, or there is nothing to save yet
         if self._owes_validation:
-            strategy.restore_random()
+            random_state = StrategyMixin.of(trainer).random_state
+            random_state.restore()
             self.step_log.resume(trainer)
             trainer.validate_now()
-            strategy.hold_random()
+            random_state.hold()
 
     def step_ended(self, trainer: Trainer) -> None:
-        """Not on_train_batch_end: there, hooks of others are still to come that may change what a checkpoint holds."""
+        """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
         step = trainer.global_step
         self._due = (
             self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
@@ -108,10 +116,11 @@ class Checkpointing(Checkpoint):
         self._validated_step, self._owes_validation = trainer.global_step, False
         value = trainer.callback_metrics.get(self.monitor)
         score = None if value is None or math.isnan(value) else float(value)
-        if value is None and self.keep_best and trainer.is_global_zero and not self._monitor_told:
-            self._monitor_told = True
+        if value is None and self.keep_best and trainer.is_global_zero and not self._warned_of_monitor:
+            self._warned_of_monitor = True
             log.warning(
-                "checkpoint.monitor=%s: nothing has that name, so no checkpoint is kept as best. Logged are: %s.",
+                "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as best. "
+                "Logged are: %s.",
                 self.monitor,
                 ", ".join(sorted(trainer.callback_metrics)) or "nothing",
             )
@@ -121,16 +130,21 @@ class Checkpointing(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.at_end or trainer.should_stop:
             self._save(trainer, final=True)
-        strategy: Any = trainer.strategy
-        strategy.finish_saves()
+        self.writer.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
             self._owes_validation = self._validated_step != trainer.global_step and validates_now(trainer)
             self._save(trainer)
+            self.writer.finish()
+        else:
+            self.writer.wait()  # the other ranks may not come here
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if self.every is None or trainer.global_step % 10:  # the ranks agree on the time, and not in every step
+        if self.every is None or trainer.global_step % 10:  # not in every step, since the ranks must agree
             return False
         due = time.monotonic() - self._saved_at > self.every.total_seconds()
         return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
@@ -142,7 +156,7 @@ class Checkpointing(Checkpoint):
         return better < self.keep_best
 
     def _path(self, step: int) -> Path:
-        return self.directory / f"step={step:06d}"
+        return directory.path_of(self.folder, step)
 
     def _save(self, trainer: Trainer, score: float | None = None, *, final: bool = False) -> None:
         self._due = False
@@ -153,13 +167,12 @@ class Checkpointing(Checkpoint):
             return
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
-        strategy: Any = trainer.strategy
         try:
-            strategy.finish_saves()  # of the one before, which may have failed since
+            self.writer.finish()  # the previous save, which may have failed in the meantime
         except OSError as error:
             self._failed(trainer, self._saved_step, error)
         try:
-            trainer.save_checkpoint(self._path(step))
+            trainer.save_checkpoint(self._path(step), storage_options=self.writer)
             self._saved_step = step
         except OSError as error:
             self._failed(trainer, step, error)
@@ -168,42 +181,34 @@ class Checkpointing(Checkpoint):
         self.step_log.restart_clock()
 
     def _failed(self, trainer: Trainer, step: int, error: OSError) -> None:
-        """On all ranks, after a save that failed on one of them."""
+        """Handle a save that failed on one of the ranks. Called by all ranks."""
         self.scores.pop(step, None)
         if self.on_failure == "stop":
             raise error
         if not trainer.is_global_zero:
             return
         free = ""
-        if manifest.is_local(self.directory):  # torch does not always say that the disk is full
-            free = f"; {shutil.disk_usage(self.directory).free / 1e6:,.1f} MB are free there"
-        storage.clear_unfinished(self.directory)  # room for the next one
-        pointer = self.directory / "last"
-        last = pointer.read_text().strip() if pointer.exists() else "none yet"
+        if directory.is_local(self.folder):  # torch does not always report a full disk as such
+            free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
+        directory.clear_leftovers(self.folder)  # makes room for the next save
+        last = directory.read_last(self.folder) or "none yet"
         log.error(
             "The checkpoint of step %d could not be saved: %s%s. Earlier ones are untouched (last: %s). "
-            "Training goes on, and the next save tries again; checkpoint.on_failure=stop would end it here.",
+            "Training continues, and the next save tries again; checkpoint.on_failure=stop ends the run instead.",
             step, error, free, last,
         )  # fmt: skip
 
-    def _published(self, checkpoint: Path) -> None:
-        """On rank 0, once a checkpoint is complete and has its name; after a save in the background, in its thread."""
-        write_pointer(self.directory, checkpoint.name)
-        self._prune(int(checkpoint.name.split("=")[1]))
+    def _saved(self, checkpoint: Path) -> None:
+        """On rank 0, once a checkpoint has its final name; in the writer's thread if it writes in the background."""
+        directory.write_last(self.folder, checkpoint.name)
+        newest = directory.step_of(checkpoint)
+        assert newest is not None
+        self._prune(newest)
 
     def _prune(self, newest: int) -> None:
-        existing = sorted(int(p.name.split("=")[1]) for p in self.directory.glob("step=*") if p.name[5:].isdigit())
+        existing = [*directory.checkpoints_in(self.folder)]
         best = sorted(self.scores, key=self.scores.__getitem__, reverse=self.mode == "max")[: self.keep_best]
-        milestones = [s for s in existing if self.keep_every_n_steps and s % self.keep_every_n_steps == 0]
-        keep = {newest, *[s for s in existing if s <= newest][-self.keep_last :], *best, *milestones}
-        for step in set(existing) - keep:
+        milestones = [step for step in existing if self.keep_every_n_steps and step % self.keep_every_n_steps == 0]
+        last = [step for step in existing if step <= newest][-self.keep_last :]
+        for step in directory.prune(self.folder, keep={newest, *last, *best, *milestones}):
             self.scores.pop(step, None)
-            storage.remove(self._path(step))
-
-
-def write_pointer(directory: Path, name: str) -> None:
-    """`last` names the newest complete checkpoint; it changes in one piece."""
-    if not manifest.is_local(directory):
-        (directory / "last").write_text(f"{name}\n")  # an object is replaced as a whole
-    else:
-        files.replace(directory / "last", f"{name}\n")

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.strategies.base import StrategyMixin
 from armature.training.hooks import call_callbacks, call_module, call_strategy, is_overridden
 from armature.training.timings import DataWait
 
@@ -333,9 +334,8 @@ class FitLoop(_FitLoop):
     @override
     def on_advance_start(self) -> None:
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
-        restore: Callable[[], None] | None = getattr(self.trainer.strategy, "restore_random", None)
-        if restore is not None:
-            restore()
+        if (strategy := StrategyMixin.find(self.trainer)) is not None:
+            strategy.random_state.restore()
         super().on_advance_start()
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:

@@ -60,6 +60,8 @@ class StepLog(Callback):
         monitors: further sources of columns.
     """
 
+    reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
+
     def __init__(
         self,
         csv: MetricsCSV,

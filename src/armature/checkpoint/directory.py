@@ -1,0 +1,218 @@
+"""The names on disk inside a folder of checkpoints, and which folders in it are complete checkpoints. Torch-free.
+
+    checkpoints/
+      last               the name of the newest complete checkpoint
+      step=000120/       a complete checkpoint
+        .metadata __0_0.distcp …   tensors, as torch.distributed.checkpoint writes them
+        meta.pt          everything else
+        manifest.json    written last: sizes and checksums of the other files
+      step=000130.part/  a save in progress, or the leftover of a crash
+      step=000120.old/   a checkpoint that is being replaced by one with the same name
+
+manifest.json:
+
+    {"format": 1, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
+     "files": {"meta.pt": {"bytes": 10240, "sha256": "…"}, …}}
+
+A directory without a manifest is half-written, or another program wrote it. The checksums detect damage. They are no
+signature: whoever can change the files can change the manifest too.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from armature import files
+
+MANIFEST = "manifest.json"
+META = "meta.pt"
+TENSOR_INDEX = ".metadata"  # torch.distributed.checkpoint's name
+LAST = "last"
+FORMAT = 1
+_STEP, _PART, _OLD = "step=", ".part", ".old"
+FileEntries = dict[str, dict[str, Any]]
+
+
+# ---------------------------------------------------------------- names
+def folder_of(run_dir: Path) -> Path:
+    """Return the folder of checkpoints in a run directory (`resume.folder` also considers checkpoint.root)."""
+    return run_dir / "checkpoints"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"{_STEP}{step:06d}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a checkpoint's name states, or None if the path does not have such a name."""
+    digits = path.name.removeprefix(_STEP)
+    return int(digits) if path.name.startswith(_STEP) and digits.isdigit() else None
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the directories that are named as checkpoints by step, complete or not, from the oldest to the newest."""
+    if not folder.is_dir():
+        return {}
+    found = {step: path for path in folder.glob(f"{_STEP}*") if (step := step_of(path)) is not None}
+    return dict(sorted(found.items()))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a checkpoint rather than a run directory, judged by one file."""
+    return (path / META).exists()
+
+
+def is_local(path: Path) -> bool:
+    """Return whether a path is in this machine's file systems rather than in an object store."""
+    return getattr(path, "protocol", "") in ("", "file", "local")
+
+
+# ---------------------------------------------------------------- `last`
+def read_last(folder: Path) -> str | None:
+    """Return the name of the newest complete checkpoint, or None if `last` does not exist."""
+    pointer = folder / LAST
+    return pointer.read_text().strip() if pointer.is_file() else None
+
+
+def write_last(folder: Path, name: str) -> None:
+    """Let `last` name a checkpoint. Readers see the old name or the new one, never a part of it."""
+    if is_local(folder):
+        files.replace(folder / LAST, f"{name}\n")
+    else:
+        (folder / LAST).write_text(f"{name}\n")  # an object store replaces an object as a whole
+
+
+# ---------------------------------------------------------------- a directory's life
+def create_part(checkpoint: Path) -> Path:
+    """Create the empty directory that a checkpoint's files are written into, and return it.
+
+    On a file system this is `<name>.part`. An object store cannot rename: files are written under their final names.
+    """
+    part = part_of(checkpoint)
+    remove(part)
+    part.mkdir(parents=True)
+    return part
+
+
+def part_of(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{checkpoint.name}{_PART}") if is_local(checkpoint) else checkpoint
+
+
+def publish(part: Path, checkpoint: Path) -> None:
+    """Rename a complete directory to its final name. An older one of that name is removed only afterwards."""
+    if part == checkpoint:
+        return
+    files.sync(part)
+    old = checkpoint.with_name(f"{checkpoint.name}{_OLD}")
+    if checkpoint.exists():
+        remove(old)
+        checkpoint.rename(old)
+    part.rename(checkpoint)
+    files.sync(checkpoint.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, its manifest first: what a crash leaves of it is no checkpoint."""
+    if not path.exists():
+        return
+    (path / MANIFEST).unlink(missing_ok=True)
+    if is_local(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.fs.rm(path.path, recursive=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def prune(folder: Path, *, keep: set[int]) -> list[int]:
+    """Remove the checkpoints of all other steps, and return those steps."""
+    removed = {step: path for step, path in checkpoints_in(folder).items() if step not in keep}
+    for path in removed.values():
+        remove(path)
+    return list(removed)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove the leftovers of a crash in the middle of a save."""
+    if not folder.is_dir():
+        return
+    if is_local(folder):
+        files.clear_parts(folder)
+    for path in list(folder.iterdir()):
+        if path.name.startswith(_STEP) and path.name.endswith((_PART, _OLD)):
+            replaced = path.with_name(path.name.removesuffix(_OLD))
+            if path.suffix == _OLD and not replaced.exists():
+                path.rename(replaced)  # the checkpoint that should replace it was never published
+            else:
+                remove(path)
+
+
+# ---------------------------------------------------------------- the manifest
+def describe(directory: Path, names: Iterable[str]) -> FileEntries:
+    """Return size and SHA-256 of files in a directory, read back from where they were written."""
+    entries: FileEntries = {}
+    for name in names:
+        path = directory / name
+        entries[name] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+    return entries
+
+
+def write_manifest(directory: Path, described: FileEntries, entries: dict[str, Any]) -> None:
+    """Write the manifest, which makes the directory a complete checkpoint.
+
+    Args:
+        entries: about the run, beside the files: step, strategy, world size.
+    """
+    text = json.dumps({"format": FORMAT, **entries, "files": dict(sorted(described.items()))}, indent=1)
+    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        if is_local(directory):
+            os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest, or None if the directory has none that can be read."""
+    try:
+        found = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("files"), dict) else None
+
+
+def saved_step(checkpoint: Path) -> int | None:
+    """Return the step that a checkpoint's manifest states, or None if there is no manifest."""
+    return (read_manifest(checkpoint) or {}).get("step")
+
+
+def problem(directory: Path) -> str | None:
+    """Return why a directory is no complete checkpoint, judged by names and sizes; None if it looks complete."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return f"it holds no readable {MANIFEST}: half-written, or not written by this program"
+    if manifest.get("format") != FORMAT:
+        return f"its {MANIFEST} has format {manifest.get('format')}, but this version reads format {FORMAT} only"
+    for name, entry in manifest["files"].items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != entry["bytes"]:
+            return f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
+    return None
+
+
+def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Return which file differs from what was saved, or None if all are intact.
+
+    Args:
+        share: (rank, ranks): this rank reads only every ranks-th file.
+    """
+    saved = (read_manifest(directory) or {"files": {}})["files"]
+    rank, ranks = share
+    for name in list(saved)[rank::ranks]:
+        if describe(directory, [name])[name]["sha256"] != saved[name]["sha256"]:
+            return f"{name} was changed since it was saved (its checksum differs)"
+    return None

@@ -1,0 +1,184 @@
+"""Gradients under any strategy: weights of micro-batches by their targets, scaling, clipping and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from armature.parallel import gradients
+from armature.parallel.targets import TargetWeights
+from armature.strategies.layout import LayoutMixin
+
+HOOK = "on_before_optimizer_step"
+
+
+class GradientMixin(LayoutMixin):
+    """Gradients as the unsharded model would have them, whatever the layout and the number of micro-batches.
+
+    A loss is the mean over one micro-batch's targets. Where an optimizer step has several micro-batches, each loss is
+    weighted by its number of targets, and once all targets are counted the gradients are multiplied by
+    `gradient_scale`: as part of clipping, or before the first hook that reads gradients.
+
+    Attributes:
+        grad_norm: norm of the unsharded model's gradient before clipping, in the last optimizer step; 0-dim fp32.
+        gradients_are_scaled: whether this step's gradients have been multiplied by `gradient_scale`.
+        target_weights: the numbers of targets in this step.
+        reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
+    """
+
+    reduces_gradients_once: bool = False
+    grad_norm: Tensor
+    _trainer: L.Trainer
+    _data_ranks: int
+    _weighs_targets: bool
+
+    def configure_gradients(self) -> None:
+        """Called by `configure_mixin`."""
+        self.grad_norm = torch.zeros(())
+        self.target_weights, self.gradients_are_scaled = TargetWeights(), False
+        self._hooks_read_gradients = False
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        # on the instance, not in a subclass: there are many plugins, and their class names are keys in checkpoints
+        plugin: Any = self.precision_plugin
+        plugin.clip_gradients = self.clip_gradients
+        plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))
+        self._trainer, self._data_ranks = trainer, self.data_size
+        self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
+        self.target_weights.reset()
+        callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        self._hooks_read_gradients = any(
+            is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
+        ) or any(map(needs_scaled_gradients, callbacks))
+
+    # ------------------------------------------------------------ weights of micro-batches
+    @property
+    def can_weigh_targets(self) -> bool:
+        """True if gradients can still be multiplied once all of a step's targets are counted."""
+        return self.module.automatic_optimization
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's, after counting the batch's targets if it is one of several of an optimizer step."""
+        weights = self.target_weights
+        if self._weighs_targets and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
+            weights.count_batch(args[0])
+            self.gradients_are_scaled = False
+        elif weights.batch_targets is not None:  # accumulation has ended
+            weights.reset()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        micro_batches = self._trainer.accumulate_grad_batches
+        loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
+        return super().backward(loss, *args, **kwargs)
+
+    def gradient_scale(self) -> Tensor | None:
+        """Return the factor to apply to this step's gradients before clipping (0-dim tensor), or None.
+
+        All ranks must call it, between the backward of a step's last micro-batch and the next step.
+        """
+        micro_batches = self._trainer.accumulate_grad_batches
+        return self.target_weights.gradient_scale(micro_batches=micro_batches, ranks=self.world_size)
+
+    # ------------------------------------------------------------ scaling and clipping
+    def _after_closure(
+        self, lightnings_own: Callable[..., None], module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._hooks_read_gradients:
+            self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
+        lightnings_own(module, optimizer)
+        if not self.gradients_are_scaled:
+            self.scale_gradients(optimizer)
+
+    def scale_gradients(self, optimizer: Optimizer) -> None:
+        """Multiply the gradients by `gradient_scale`."""
+        scale, self.gradients_are_scaled = self.gradient_scale(), True
+        if scale is not None:
+            gradients.multiply(gradients.local_gradients(parameters_of(optimizer)), by=scale)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, whose gradients could not be clipped
+        parts = gradients.local_gradients(parameters_of(optimizer))
+        factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
+        self.grad_norm = gradients.total_norm(
+            parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device
+        )
+        if factor is not None:
+            self.grad_norm = self.grad_norm * factor
+        by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        if clip_val and not by_value:
+            shrink = (clip_val / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            factor = shrink if factor is None else shrink * factor  # one pass for both
+        if factor is not None:
+            gradients.multiply(parts, by=factor)
+        if clip_val and by_value:
+            gradients.clip_by_value(parts, value=clip_val)
+
+    # ------------------------------------------------------------ norms, for callbacks
+    @property
+    def can_read_gradients(self) -> bool:
+        """True if parameters hold their unscaled gradients between backward and the optimizer step."""
+        return getattr(self.precision_plugin, "scaler", None) is None
+
+    def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
+        """Return the 2-norm of each group of tensors, and of all, as if they were unsharded. Called by all ranks.
+
+        Args:
+            tensors: weights, or tensors that are sharded like them.
+            groups: each tensor's group, from 0 to count - 1; the same groups mean the same tensors on every rank.
+
+        Returns:
+            (count + 1,) in fp32, the same on every rank; the last is the norm of all.
+        """
+        return self._norms(gradients.local_parts(tensors), groups, count=count)
+
+    def gradient_norms(self, params: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
+        """Return `norms` of the gradients of the parameters that have one, multiplied by `gradient_scale`."""
+        graded = [(param, group) for param, group in zip(params, groups, strict=True) if param.grad is not None]
+        parts = gradients.local_gradients([param for param, _ in graded])
+        found = self._norms(parts, [group for _, group in graded], count=count)
+        scale = None if self.gradients_are_scaled else self.gradient_scale()
+        return found if scale is None else found * scale
+
+    def _norms(self, parts: list[tuple[Tensor, int]], groups: Sequence[int], *, count: int) -> Tensor:
+        return gradients.norms(
+            parts, list(groups), count=count, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device
+        )
+
+
+def needs_scaled_gradients(callback: L.Callback) -> bool:
+    """Return whether a callback has a hook that may read gradients before clipping.
+
+    A class whose hook does not read them, or that multiplies by `gradient_scale` itself, states
+    `reads_unscaled_gradients = True`. The statement is not inherited by subclasses with a hook of their own.
+    """
+    if not is_overridden(HOOK, callback):
+        return False
+    owner = next((cls for cls in type(callback).__mro__ if HOOK in vars(cls)), type(callback))
+    return not vars(owner).get("reads_unscaled_gradients", False)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer steps."""
+    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,64 @@
+"""The layout of a run, as strategies report it: which rank holds which part of the model, the batch and the draws."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import lightning as L
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base  # a mixin is combined with one of Lightning's
+else:
+    _Base = object
+
+
+class LayoutMixin(_Base):
+    """The properties that gradients, checkpoints and data depend on; a strategy with a mesh overrides them.
+
+    Attributes:
+        sizes: of the mesh's axes, by name; empty without a mesh.
+    """
+
+    sizes: dict[str, int]
+
+    @property
+    def module(self) -> L.LightningModule:
+        """The LightningModule itself, without the strategy's wrapper."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def layout(self) -> str:
+        """The class, and the mesh's axes that are longer than 1, as one line."""
+        sizes = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
+        return " ".join([type(self).__name__, *sizes])
+
+    @property
+    def data_size(self) -> int:
+        """Size of the data axis. Batch arithmetic uses it, never the number of processes."""
+        return self.distributed_sampler_kwargs["num_replicas"]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place on the data axis."""
+        return self.distributed_sampler_kwargs["rank"]
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The number of ranks that together hold one pipeline stage, or the whole model without a pipeline."""
+        return self.world_size
+
+    @property
+    def sharded(self) -> bool:
+        """True if ranks hold different parts of the model."""
+        return False
+
+    @property
+    def can_generate(self) -> bool:
+        """True if the model can be called with any number of positions and a cache, by all ranks alike."""
+        return True
+
+    @property
+    def rng_stream(self) -> int:
+        """The random stream that this rank draws from. Ranks that compute the same must draw the same."""
+        return self.data_rank

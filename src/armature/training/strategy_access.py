@@ -1,0 +1,49 @@
+"""The interface that callbacks have to the strategy, so that they import neither strategies nor process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class StrategyAccess(Protocol):
+    """Weights, gradients and their norms under any layout; `armature.strategies` implements and documents it."""
+
+    reduces_gradients_once: bool
+
+    @property
+    def can_read_weights(self) -> bool: ...
+
+    @property
+    def can_read_gradients(self) -> bool: ...
+
+    def weights(self) -> dict[str, nn.Parameter]: ...
+
+    def weight_names(self) -> list[str]: ...
+
+    def local(self, tensor: Tensor) -> Tensor: ...
+
+    def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
+
+    def gradient_norms(self, params: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
+
+    def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None: ...
+
+
+def strategy_of(trainer: Trainer, callback: object) -> StrategyAccess:
+    """Return the trainer's strategy.
+
+    Raises:
+        TypeError: if it is none of armature.strategies, and so cannot answer the callback.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, StrategyAccess):
+        raise TypeError(
+            f"{type(callback).__name__} needs a strategy of armature.strategies, such as strategy=ddp or "
+            f"strategy=fsdp. Got {type(strategy).__name__}"
+        )
+    return strategy
