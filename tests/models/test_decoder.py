@@ -268,7 +268,7 @@ def test_trains_in_bf16(autocast):
         ({"heads": 5, "kv_heads": 5}, r"model.heads=5 does not divide model.width=32: model.heads=4 does"),
         ({"kv_heads": 3}, r"model.kv_heads=3 does not divide model.heads=4: model.kv_heads=2 does"),
         ({"heads": 32, "kv_heads": 32}, r"odd width, 1"),
-        ({"document_token": 97}, r"model.document_token=97 is none of the model.vocab_size=97 tokens"),
+        ({"document_token": 97}, r"model.document_token=97 is not one of the model.vocab_size=97 tokens"),
         ({"document_token": -1}, r"model.document_token must be the id of a token, or null. Got -1"),
         ({"layers": 0}, r"model.layers must be a whole number of at least 1. Got 0"),
         ({"dropout": 1.0}, r"model.dropout must be at least 0 and below 1. Got 1.0"),

@@ -1,4 +1,4 @@
-"""The base class of all data modules: turns datasets into loaders in the global order, and owns the position in them."""
+"""The base class of all data modules: it turns datasets into loaders, and owns the position in the training data."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class DataModule(L.LightningDataModule):
             )
         if state_dict.get("seed", self.seed) != self.seed:
             log.warning(
-                "The checkpoint's samples were in the order of data.seed=%s, and continue in that of data.seed=%s: until "
-                "the epoch ends, some samples come twice and some not at all.",
+                "The checkpoint's samples were in the order of data.seed=%s, and continue in that of data.seed=%s: "
+                "until the epoch ends, some samples come twice and some not at all.",
                 state_dict["seed"],
                 self.seed,
             )
@@ -202,7 +202,7 @@ class DataModule(L.LightningDataModule):
         return self._datasets[split]
 
     def _rank_and_ranks(self) -> tuple[int, int]:
-        """Return rank and size on the data axis, as the strategy knows them; (0, 1) without a trainer or other process."""
+        """Return rank and size on the data axis, from the strategy; (0, 1) without a trainer or a second process."""
         if self.trainer is None:
             return 0, 1
         kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}

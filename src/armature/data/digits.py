@@ -17,7 +17,7 @@ _HELD_OUT = 10  # a tenth of each digit's images for val, and a tenth for test
 
 
 class DigitsData(DataModule):
-    """Images (B, 1, 8, 8) with values in [0, 1], and digits (B,). The split is fixed, with the same mix of digits in each.
+    """Images (B, 1, 8, 8) with values in [0, 1], and digits (B,). The split is fixed, with the same digit mix in each.
 
     Args:
         shift: move training images by up to this many pixels in each direction; 0: do not move them.

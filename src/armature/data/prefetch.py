@@ -41,7 +41,7 @@ class PrefetchLoader:
             yield self._synchronized(*ready)
 
     def _synchronized(self, batch: Any, copied: Any) -> Any:
-        """Return the batch. The step's stream waits for the copy, and the memory is not reused before the step read it."""
+        """Return the batch. The step's stream waits for the copy, and the memory stays until the step reads it."""
         current = torch.get_device_module(self.device).current_stream()
         copied.wait(current)
         if self.device.type == "cuda":

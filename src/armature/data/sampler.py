@@ -30,8 +30,8 @@ class TrainSampler:
         seed: seed of the permutations.
         batches: G, m, accumulation and R.
         rank: r.
-        position: returns the position in the stream, in samples. Called at each `iter`, so that a resume may set it late.
-        epoch: returns the epoch to serve, for a caller that counts epochs itself; default: the one that holds `position`.
+        position: returns the position in the stream, in samples. Called at each `iter`: a resume may set it late.
+        epoch: returns the epoch to serve, for a caller that counts epochs itself; None: the one of `position`.
         shuffled: False for a stream, whose samples come in the order in which they are read.
     """
 
@@ -52,7 +52,7 @@ class TrainSampler:
         self._epoch = epoch or (lambda: position() // size)
 
     def __len__(self) -> int:
-        """Return the micro-batches of the *whole* epoch, also after a resume in its middle: Lightning continues counting.
+        """Return the micro-batches of the *whole* epoch, also after a resume in its middle, where Lightning counts on.
 
         An epoch consists of the steps whose first position lies in it.
         """

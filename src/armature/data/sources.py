@@ -1,4 +1,4 @@
-"""Text files, found and read piece by piece, so that a corpus may be larger than memory. Torch-free."""
+"""Finds text files and reads them piece by piece, so that a corpus may be larger than memory. Torch-free."""
 
 import difflib
 import glob
@@ -17,14 +17,14 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 
 from armature.errors import ConfigError
 
-PIECE_BYTES = 1 << 20  # how much of a file is in memory at once
+PIECE_BYTES = 1 << 20  # part of a file that is in memory at once
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_GOLDEN = 0.6180339887498949
+_GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """`name` is the path relative to the corpus; it decides the split, wherever the corpus lies."""
+    """A file of a corpus. `name`, the path relative to the corpus, decides the split, wherever the corpus lies."""
 
     path: Path
     name: str
@@ -33,7 +33,7 @@ class SourceFile:
 
 
 class Piece(NamedTuple):
-    """Some text of a file. `number` counts the file's pieces; `starts` says that a document begins here."""
+    """A part of a file's text. `number` counts the file's pieces; `starts` is True if a document begins here."""
 
     number: int
     starts: bool
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 def standard_library() -> list[SourceFile]:
-    """The running Python's own library, its tests and installed packages left out: some twelve megabytes of code."""
+    """Return the running Python's library, without tests and installed packages: about twelve megabytes of code."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, folders, names in os.walk(root):
@@ -52,10 +52,10 @@ def standard_library() -> list[SourceFile]:
 
 
 def find(path: str | list[str]) -> list[SourceFile]:
-    """The files that a path, a folder, a pattern (`**` goes down folders) or a list of these names, sorted by name.
+    """Return the files named by a path, a folder, a pattern (`**` descends folders) or a list of these, sorted by name.
 
     Raises:
-        ConfigError: where one of them names nothing, with the nearest that is there.
+        ConfigError: if one of them names nothing, with the nearest existing name.
     """
     found: dict[Path, SourceFile] = {}
     problems = []
@@ -95,7 +95,7 @@ def _fixed_part(pattern: Path) -> Path:
 
 
 def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
-    """What is missing, and the nearest that is there."""
+    """Return the problem: what is missing, and the nearest existing name."""
     is_pattern = glob.has_magic(str(pattern))
     problem = f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
     wanted = root if is_pattern else pattern.parent
@@ -119,10 +119,10 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
 
 
 def check_heads(files: list[SourceFile]) -> None:
-    """Looks at the first bytes of each file.
+    """Check the first bytes of each file.
 
     Raises:
-        ConfigError: that names the files that are no text.
+        ConfigError: with the names of the files that are not text.
     """
     problems = []
     for file in files:
@@ -139,10 +139,10 @@ def check_heads(files: list[SourceFile]) -> None:
 
 
 def pieces(file: SourceFile, *, field: str, piece_bytes: int) -> Iterator[Piece]:
-    """The text of a file: pieces of a plain file, cut at line ends where there are any, or the records of JSONL.
+    """Yield the text of a file: pieces of a plain file, cut at line ends if there are any, or the records of JSONL.
 
     Raises:
-        ConfigError: that names the file, and the byte or line, where it is not UTF-8 or not such JSONL.
+        ConfigError: with the file and the byte or line, if it is not UTF-8 or not JSONL with that field.
     """
     with _open(file) as stream:
         if file.path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -185,7 +185,7 @@ def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
                 )
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{where}: field '{field}' has half a surrogate pair, which is no text.") from error
+            raise ConfigError(f"{where}: field '{field}' has half a surrogate pair, which is not text.") from error
         yield Piece(number, True, text, size)
         number += 1
 
@@ -200,7 +200,7 @@ def _open(file: SourceFile) -> BinaryIO:
 def _read(file: SourceFile, stream: BinaryIO, size: int) -> bytes:
     try:
         return stream.read(size)
-    except (OSError, EOFError, zlib.error) as error:  # gzip: not such a file, or one that is cut short
+    except (OSError, EOFError, zlib.error) as error:  # not a gzip file, or a truncated one
         raise ConfigError(f"data.path: {file.path} cannot be read ({error}).") from error
 
 
@@ -227,21 +227,21 @@ def _decode(file: SourceFile, data: bytes, offset: int) -> str:
 
 
 def _whole_characters(data: bytes) -> int:
-    """How many bytes from the start hold no cut character."""
+    """Return how many bytes from the start end at a character's end."""
     for back in range(1, min(4, len(data)) + 1):
-        if data[-back] & 0xC0 != 0x80:  # the first byte of a character, which may go on beyond the end
+        if data[-back] & 0xC0 != 0x80:  # the first byte of a character that may continue beyond the end
             return len(data) - back
     return len(data)
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Decides what is held out: whole files by a hash of their names, or pieces where there are too few files.
+    """Decides what is held out: whole files by a hash of their names, or pieces if there are too few files.
 
-    By file, a file's split does not change when others come or go, and none is in two. With only a few files the hash
-    may give a split nothing or most of the corpus. Then pieces (records of JSONL, or some lines of a plain file) are
-    shared out instead: piece k of a file lies at (hash of the name + k × golden ratio) mod 1, which spreads any share
-    evenly over the file.
+    By file, a file's split does not change when other files come or go, and no file is in two splits. With only a few
+    files the hash may give a split nothing or most of the corpus. Then pieces (records of JSONL, or some lines of a
+    plain file) are assigned instead: piece k of a file has the place (hash of the name + k × golden ratio) mod 1, which
+    spreads any share evenly over the file.
     """
 
     by: Literal["file", "piece"]
@@ -251,7 +251,7 @@ class Splitter:
 
     @classmethod
     def choose(cls, files: list[SourceFile], *, val_fraction: float, test_fraction: float) -> "Splitter":
-        """By file if that gives both held-out splits between a quarter and four times their fraction of the bytes."""
+        """Split by file if each held-out split then gets between a quarter and four times its fraction of the bytes."""
         by_file = cls("file", val_fraction, test_fraction, PIECE_BYTES)
         total = sum(file.size for file in files)
         sizes = Counter[str]()
@@ -265,12 +265,12 @@ class Splitter:
     def __call__(self, file: SourceFile, piece: int) -> str:
         place = hash_place(file.name)
         if self.by == "piece":
-            place = (place + piece * _GOLDEN) % 1.0
+            place = (place + piece * _GOLDEN_RATIO) % 1.0
         if place < self.val_fraction:
             return "val"
         return "test" if place < self.val_fraction + self.test_fraction else "train"
 
 
 def hash_place(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone, on every machine."""
+    """Return a number in [0, 1) that depends on the name alone, on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64

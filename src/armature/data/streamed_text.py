@@ -1,4 +1,4 @@
-"""Text that is read and tokenized while it trains: a Stream over files, for a corpus too large to be prepared first."""
+"""Text that is read and tokenized during training: a Stream over files, for a corpus too large to prepare first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1  # of the index
+_VERSION = 1  # layout of the index
 Window = NDArray[np.uint16]  # (context + 1,) token ids
 
 
@@ -44,18 +44,19 @@ class Part:
 
 
 class Shards:
-    """Files of text as windows of `context` byte tokens, counted once: the index says how many windows each file has.
+    """Files of text as windows of `context` byte tokens. An index, made once, holds the number of windows per file.
 
-    A window crosses the ends of documents, never that of a file. The first windows of the first files are held out.
+    A window may cross the ends of documents, but not the end of a file. The first windows of the first files are held
+    out.
 
     Args:
         path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz.
-        field: where a record of JSONL has its text.
-        context: tokens a sample.
-        vocab_size: what the model has room for; at least the 256 bytes and the end of a text.
-        held_out: windows for val, and as many again for test.
-        block: windows in a row that are shuffled among each other; files come in another order each epoch, too.
-        cache_dir: where the index is kept; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+        field: the field of a JSONL record that holds its text.
+        context: tokens per sample.
+        vocab_size: tokens of the model; at least the 256 bytes and the end of a text.
+        held_out: windows for val, and as many for test.
+        block: consecutive windows that are shuffled among each other; files also come in another order each epoch.
+        cache_dir: folder of the index; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Shards:
         return sources.find(self.path)
 
     def prepare(self) -> None:
-        """Counts the windows of each file, once. Safe in several processes at once.
+        """Count the windows of each file, once. Several processes may call this at once.
 
         Raises:
-            ConfigError: for files that are no text, or too little of it.
+            ConfigError: for files that are not text, or too little text.
         """
         if self._index is not None:
             return
@@ -120,17 +121,17 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same windows in the same files, wherever they lie."""
-        facts = [self.field, self.context, self.held_out, [(part.file.name, part.count) for part in self.index]]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        """Hash that is the same for the same windows in the same files, wherever they lie."""
+        content = [self.field, self.context, self.held_out, [(part.file.name, part.count) for part in self.index]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of bytes: it has no merges, so it needs no text to be trained on."""
+        """Tokenizer of bytes: it has no merges, so it needs no text to be trained on."""
         return tokenizer.train([], vocab_size=tokenizer.SMALLEST_VOCABULARY)
 
     def parts(self, split: Split) -> list[Part]:
-        """What belongs to a split, in the order of the files."""
+        """Return the parts of a split, in the order of the files."""
         total = sum(part.count for part in self.index)
         bounds = {"val": (0, self.held_out), "test": (self.held_out, 2 * self.held_out)}
         start, end = bounds.get(split, (2 * self.held_out, total))
@@ -143,7 +144,7 @@ class Shards:
         return found
 
     def windows(self, part: Part, start: int) -> Iterator[Window]:
-        """The windows of a part from its `start`-th on. A file is read from its beginning, without being tokenized."""
+        """Yield the windows of a part from its `start`-th. The file is read from its beginning."""
         skipped = (part.first + start) * self.context
         held = np.empty(0, np.uint16)
         left = part.count - start
@@ -165,7 +166,7 @@ class Shards:
 
     @cached_property
     def _ids(self) -> NDArray[np.uint16]:
-        """The token of each byte; what is no byte of UTF-8 has none."""
+        """Token of each byte. Bytes that never occur in UTF-8 have none."""
         ids = np.zeros(256, np.uint16)
         for code in [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]:
             character = chr(code)
@@ -186,7 +187,7 @@ class Shards:
 
 
 class StreamedWindows(Stream):
-    """The windows of one split. In training the files come in another order each epoch."""
+    """The windows of one split. In training, files come in another order each epoch."""
 
     def __init__(self, shards: Shards, split: Split, *, seed: int) -> None:
         self.shards, self.parts, self.block = shards, shards.parts(split), shards.block
@@ -214,7 +215,7 @@ class StreamedWindows(Stream):
 
 
 class StreamedTextData(TokenData):
-    """Bytes, read from files in the order in which they lie there."""
+    """Bytes of text, read from files in their order."""
 
     source: Shards
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class TokenData(DataModule):
-    """Next-token prediction on `context` tokens a sample.
+    """Next-token prediction on `context` tokens per sample.
 
     Args:
-        source: where the tokens come from, with the same context.
-        path: what `source` was told to read; here so that it can be typed as data.path.
-        loader: batch sizes and the like, as in DataModule.
+        source: a Corpus or Shards with the same context.
+        path: the path that `source` reads; an argument here so that it can be typed as data.path.
+        loader: batch sizes and the other arguments of DataModule.
     """
 
     def __init__(self, source: Any, *, context: int, path: str | list[str] | None = None, **loader: Any) -> None:
@@ -51,16 +51,16 @@ class TokenData(DataModule):
         if state_dict["corpus"] != self.source.fingerprint:
             raise ConfigError(
                 f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
-                f"({self.source.fingerprint}): files or settings of the corpus have changed. Bring back what it was "
-                "trained on, or type resume=never; to go on from its weights alone, see Fine-tuning in the README."
+                f"({self.source.fingerprint}): files or settings of the corpus have changed. Restore the corpus that "
+                "it was trained on, or type resume=never. To use its weights alone, see Fine-tuning in the README."
             )
         super().load_state_dict(state_dict)
 
 
 class TextData(TokenData):
-    """Windows of a prepared corpus. Windows do not overlap, and cross document ends.
+    """Windows of a prepared corpus. Windows do not overlap, and may cross document ends.
 
-    Training leaves out the few tokens of the last, incomplete window; validation and test count every token once.
+    Training skips the few tokens of the last, incomplete window. Validation and test count every token once.
     """
 
     source: Corpus
@@ -78,19 +78,19 @@ class TextData(TokenData):
         return self.source.vocab_size
 
     def bytes_per_token(self, split: str) -> float:
-        """Bytes of text per predicted token: a mean loss in nats a token is loss / ln 2 / this in bits a byte.
+        """Return the bytes of text per predicted token: bits per byte are loss in nats per token / ln 2 / this.
 
-        Exact for val and test. The ends of documents are tokens that have to be predicted and have no bytes.
+        Exact for val and test. The ends of documents are predicted tokens without bytes.
         """
-        figures = self.source.header["splits"][split]
-        return figures["bytes"] / (figures["tokens"] - 1)
+        statistics = self.source.header["splits"][split]
+        return statistics["bytes"] / (statistics["tokens"] - 1)
 
     def zlib_bits_per_byte(self, split: str) -> float:
-        """What zlib at level 9 makes of a held-out split, each file by itself: a yardstick for the model."""
+        """Return the bits per byte of a held-out split under zlib at level 9, each file by itself: a baseline."""
         return self.source.header["splits"][split]["zlib_bits_per_byte"]
 
     def baselines(self) -> list[str]:
-        """What the model's figures may be held against, a line each."""
+        """Return baselines to compare the model's metrics with, one line each."""
         return [
             f"{split}: zlib level 9 needs {self.zlib_bits_per_byte(split):.3f} bits per byte for the same files"
             for split in ("val", "test")
@@ -101,10 +101,10 @@ class Windows(Dataset[Batch]):
     """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T tokens one place before each.
 
     Args:
-        tokens: ids, shape (tokens,), usually memory-mapped.
+        tokens: token ids, shape (tokens,), usually memory-mapped.
         context: T.
-        whole: serve the incomplete window at the end, too, its missing targets -100, so that each token but the first
-            is a target exactly once.
+        whole: serve the incomplete window at the end too, with -100 for its missing targets. Each token but the first
+            is then a target exactly once.
     """
 
     def __init__(self, tokens: NDArray[np.unsignedinteger[Any]], *, context: int, whole: bool) -> None:
@@ -124,7 +124,7 @@ class Windows(Dataset[Batch]):
         return {name: tensor[0] for name, tensor in self.batch([index]).items()}
 
     def batch(self, indices: list[int]) -> Batch:
-        """Inputs and targets of (B, T), int64."""
+        """Return inputs and targets, each (B, T) and int64."""
         complete = len(self.windows)
         if self.tail is None or max(indices) < complete:
             windows = self.windows[indices]

@@ -42,9 +42,7 @@ def load(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = (
-        True  # END_OF_TEXT in a text is plain characters, not its end; the file does not save this
-    )
+    tokenizer.encode_special_tokens = True  # END_OF_TEXT within a text is plain characters; not saved
     return tokenizer
 
 
@@ -70,14 +68,14 @@ def load_external(path: str) -> Tokenizer:
         raise ConfigError(f"data.source.tokenizer={path}: {error}. Name a tokenizer.json.") from error
     if document_token(tokenizer) is None:
         raise ConfigError(
-            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)}, one of which must begin each document."
+            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to begin documents with."
         )
     return tokenizer
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Let tokenizers use threads inside this block only: later they would hang a forked process, and the library warns."""
+    """Let tokenizers use threads in this block only: threads hang a process forked later, and the library warns."""
     key = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(key)
     os.environ[key] = before or "true"

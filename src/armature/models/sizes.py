@@ -1,4 +1,4 @@
-"""Sizes that fit: what the models' own checks share. Torch-free, like them."""
+"""Size checks that the models' own checks share. Torch-free, like them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def whole_numbers(args: Mapping[str, Any], names: Iterable[str], *, optional: Iterable[str] = ()) -> list[str]:
-    """A problem for each named argument that is given and is not a whole number of at least 1."""
+    """Return a problem for each named argument that is given and is not a whole number of at least 1."""
     problems = []
     for name in names:
         value = args.get(name)
@@ -19,7 +19,7 @@ def whole_numbers(args: Mapping[str, Any], names: Iterable[str], *, optional: It
 
 
 def fraction(args: Mapping[str, Any], name: str) -> list[str]:
-    """A problem where the named argument is given and is not at least 0 and below 1."""
+    """Return a problem if the named argument is given and is not at least 0 and below 1."""
     value = args.get(name, 0.0)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < 1.0:
         return []
@@ -27,10 +27,10 @@ def fraction(args: Mapping[str, Any], name: str) -> list[str]:
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` that is nearest to `wanted`."""
+    """Return the divisor of `number` that is nearest to `wanted`."""
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
 
 
-def nearest_multiple(number: int, of: int) -> int:
-    """The multiple of `of`, at least `of` itself, that is nearest to `number`."""
-    return max(1, round(number / of)) * of
+def nearest_multiple(number: int, factor: int) -> int:
+    """Return the multiple of `factor`, at least `factor` itself, that is nearest to `number`."""
+    return max(1, round(number / factor)) * factor

@@ -1,4 +1,4 @@
-"""AdamW as torch has it, with a learning rate that can be carried over from a narrower model."""
+"""torch's AdamW, with a learning rate that can be transferred from a narrower model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from armature.optim.groups import carried_over
+from armature.optim.groups import transferred_rates
 
 
 def adamw(
@@ -20,10 +20,10 @@ def adamw(
     fused: bool = True,
     base_width: int | None = None,
 ) -> torch.optim.AdamW:
-    """Takes the groups of `parameter_groups`.
+    """Return AdamW for the groups of `parameter_groups`.
 
-    With `base_width`, `lr` is the rate of a model that is so wide, and hidden matrices of this one get
+    With `base_width`, `lr` is the rate of a model of that width, and hidden matrices of this model get
     base_width / width of it (µP, arXiv:2203.03466, table 8).
     """
-    groups = carried_over(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=1.0)
+    groups = transferred_rates(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=1.0)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)

@@ -1,4 +1,4 @@
-"""Which parameters are decayed, and which are the hidden matrices that Muon orthogonalizes."""
+"""Parameter groups: which parameters are decayed, and which are the hidden matrices that Muon orthogonalizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Up to three groups: hidden matrices, other matrices, and the rest, which has no weight decay.
+    """Return up to three groups: hidden matrices, other matrices, and the rest, which has no weight decay.
 
-    Hidden matrices are the two-dimensional parameters inside `model.blocks`; they carry `hidden=True`, and the model's
-    `width` where it has one. The rest are
-    norms, biases and positions: whatever has one dimension or is called so. A name decides, never a rank's own share
-    of a shape, so every layout makes the same groups.
+    Hidden matrices are the two-dimensional parameters inside `model.blocks`. Their group has `hidden=True`, and the
+    model's `width` if it has one. The rest are norms, biases and positions: parameters with one dimension or such a
+    name. Names and numbers of dimensions decide, never the shape of a rank's shard, so groups are the same under every
+    layout.
     """
     hidden, matrices, vectors = [], [], []
     for name, param in model.named_parameters():
@@ -34,12 +34,12 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def carried_over(
+def transferred_rates(
     groups: Iterable[dict[str, Any]], *, lr: float, weight_decay: float, base_width: int | None, power: float
 ) -> list[dict[str, Any]]:
-    """The groups, with the rate of hidden matrices times (base_width / width) ** power; None: as they are.
+    """Return the groups, with the rate of hidden matrices times (base_width / width) ** power; None: unchanged.
 
-    What decay takes from a weight in a step, rate × decay, stays. Embedding, head and vectors keep the rate.
+    The decay per step, rate × decay, does not change. Embedding, head and vectors keep the rate.
 
     Raises:
         ValueError: for a model that has no attribute `width`.
@@ -49,7 +49,7 @@ def carried_over(
         return groups
     if any(group["hidden"] and not group["width"] for group in groups):
         raise ValueError(
-            f"optimizer.base_width={base_width} needs to know how wide the model is: give it an attribute `width`, "
+            f"optimizer.base_width={base_width} needs the model's width: give the model an attribute `width`, "
             "or type optimizer.base_width=null."
         )
     factors = [(base_width / group["width"]) ** power if group["hidden"] else 1.0 for group in groups]

@@ -1,7 +1,7 @@
-"""Muon: momentum whose update is orthogonalized, for hidden matrices; AdamW for everything else, in one optimizer.
+"""Muon: orthogonalized momentum for hidden matrices, and AdamW for everything else, in one optimizer.
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the step size of
-"Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes its update as large as AdamW's.
+"Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes the update as large as AdamW's.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from armature.optim.groups import carried_over
+from armature.optim.groups import transferred_rates
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """Takes the groups of `parameter_groups`: those with `hidden=True` are orthogonalized, the others get AdamW.
+    """Takes the groups of `parameter_groups`: orthogonalizes those with `hidden=True`, and applies AdamW to the others.
 
-    `lr` is the rate of both kinds: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
-    `precision` is the run's: under "bf16-mixed" and "bf16-true" the iteration is in bf16, otherwise in fp32, where a
-    step is the same under every layout to rounding.
+    `lr` is the rate of both: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
+    `precision` is the run's: with "bf16-mixed" and "bf16-true" the iteration runs in bf16, otherwise in fp32, where a
+    step is the same under every layout up to rounding.
 
-    With `base_width`, `lr` is the rate of a model that is so wide, and hidden matrices of this one get
-    sqrt(base_width / width) of it: the largest singular value of an update, which is its root mean square times the
-    square root of the width, then stays (arXiv:2310.17813).
+    With `base_width`, `lr` is the rate of a model of that width, and hidden matrices of this model get
+    sqrt(base_width / width) of it. An update's largest singular value is its root mean square times the square root of
+    the width, so this keeps it constant (arXiv:2310.17813).
 
     Attributes:
         matrix_work: who orthogonalizes which matrix. A strategy of several ranks sets one that divides the work and
@@ -58,7 +58,7 @@ class Muon(Optimizer):
             "eps": eps,
             "hidden": False,
         }
-        params = carried_over(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
+        params = transferred_rates(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
         super().__init__(params, defaults)
         self.matrix_work: Any = LocalMatrices()
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -69,7 +69,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update; each parameter's state is made at its first gradient."""
+        """Make one update. Each parameter's state is made at its first gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -126,7 +126,7 @@ class Muon(Optimizer):
 
 
 class LocalMatrices:
-    """Every matrix by itself, in this process, which has all of it."""
+    """Orthogonalizes each matrix in this process, which holds the whole of it."""
 
     def rounds(self, matrices: Sequence[Tensor]) -> list[list[int]]:
         return [[i] for i in range(len(matrices))]
@@ -134,8 +134,8 @@ class LocalMatrices:
     def map(self, matrices: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         if any(hasattr(matrix, "full_tensor") for matrix in matrices):
             raise TypeError(
-                "Muon needs whole matrices, and this one is cut over ranks. Our strategies see to that; in a loop of "
-                "your own, set optimizer.matrix_work = armature.parallel.distributed_matrices.DistributedMatrices()."
+                "Muon needs whole matrices, and this one is sharded over ranks. Our strategies handle that; in your "
+                "own loop, set optimizer.matrix_work = armature.parallel.distributed_matrices.DistributedMatrices()."
             )
         return [function(matrix) for matrix in matrices]
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules: a factor of the peak rate as a function of the optimizer step.
 
-Lengths (`warmup`, `decay`) are optimizer steps when whole numbers, and a share of the run when below 1.0. `final` is
-the factor at the last step.
+Lengths (`warmup`, `decay`) are optimizer steps if they are whole numbers, and a share of the run if below 1.0. `final`
+is the factor at the last step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 class Schedule(LambdaLR):
     """A LambdaLR whose state is the step alone.
 
-    The peak rates come from the configuration and the factor from the step. So a run that is resumed under a layout
-    with other parameter groups, or with another rate typed, goes on where it should.
+    The peak rates come from the configuration, and the factor from the step. So a run can resume under a layout with
+    other parameter groups, or with another rate.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
@@ -37,21 +37,23 @@ class Schedule(LambdaLR):
 
 
 def cosine(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.1) -> Schedule:
-    """Warm-up, then half a cosine down to `final` (arXiv:1608.03983)."""
+    """Return warm-up, then half a cosine down to `final` (arXiv:1608.03983)."""
     start = _steps("scheduler.warmup", warmup, total_steps)
     return Schedule(
         optimizer,
         lambda step: (
-            _warm(step, start)
-            * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _share(step, start, total_steps))))
+            _warmup_factor(step, start)
+            * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps))))
         ),
     )
 
 
 def linear(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.0) -> Schedule:
-    """Warm-up, then a straight line down to `final` (to zero: arXiv:2502.15938)."""
+    """Return warm-up, then a straight line down to `final` (to zero: arXiv:2502.15938)."""
     start = _steps("scheduler.warmup", warmup, total_steps)
-    return Schedule(optimizer, lambda step: _warm(step, start) * (1 - (1 - final) * _share(step, start, total_steps)))
+    return Schedule(
+        optimizer, lambda step: _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, start, total_steps))
+    )
 
 
 def wsd(
@@ -62,9 +64,9 @@ def wsd(
     decay: int | float = 0.4,
     final: float = 0.0,
 ) -> Schedule:
-    """Warm-up, stable, and a straight decay at the end (MiniCPM, arXiv:2404.06395).
+    """Return warm-up, a stable phase, and a linear decay at the end (MiniCPM, arXiv:2404.06395).
 
-    Raises ValueError when warm-up and decay together are longer than the run.
+    Raises ValueError if warm-up and decay together are longer than the run.
     """
     start = _steps("scheduler.warmup", warmup, total_steps)
     end = total_steps - _steps("scheduler.decay", decay, total_steps)
@@ -73,13 +75,15 @@ def wsd(
             f"scheduler.warmup={warmup} and scheduler.decay={decay} together are longer than the run's "
             f"{total_steps} steps: shorten one, or give both as shares of the run (below 1.0)"
         )
-    return Schedule(optimizer, lambda step: _warm(step, start) * (1 - (1 - final) * _share(step, end, total_steps)))
+    return Schedule(
+        optimizer, lambda step: _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, end, total_steps))
+    )
 
 
 def constant(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0) -> Schedule:
-    """Warm-up, then the peak rate."""
+    """Return warm-up, then the peak rate."""
     start = _steps("scheduler.warmup", warmup, total_steps)
-    return Schedule(optimizer, lambda step: _warm(step, start))
+    return Schedule(optimizer, lambda step: _warmup_factor(step, start))
 
 
 def _steps(key: str, value: int | float, total_steps: int) -> int:
@@ -90,11 +94,11 @@ def _steps(key: str, value: int | float, total_steps: int) -> int:
     return int(value)
 
 
-def _warm(step: int, warmup: int) -> float:
-    """Rises to 1 at step `warmup`; the first step is not lost on a rate of zero."""
+def _warmup_factor(step: int, warmup: int) -> float:
+    """Return a factor that rises to 1 at step `warmup`. The first step's is above zero, so no step is wasted."""
     return min(1.0, (step + 1) / (warmup + 1))
 
 
-def _share(step: int, start: int, end: int) -> float:
-    """How much of the way from `start` to `end` is done, from 0 to 1."""
+def _progress(step: int, start: int, end: int) -> float:
+    """Return the progress from `start` to `end`, from 0 to 1."""
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))

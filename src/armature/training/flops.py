@@ -1,9 +1,9 @@
-"""How much arithmetic a training step is, and how much the hardware could do: what MFU is made of.
+"""FLOPs of a training step and of the hardware: the two numbers behind MFU.
 
-The count is the model's own, by PaLM's convention (arXiv:2204.02311, appendix B): 6 for each weight of a matrix and
-token, and 12 L H K T for attention, whose causal half is counted in as if it were computed. A multiplication and an
-addition are two. What a layout computes twice (activation checkpointing) is not counted, and neither are norms,
-activations, look-ups and the optimizer. So the figure compares across layouts and with published ones.
+The count depends on the model only, by PaLM's convention (arXiv:2204.02311, appendix B): per token, 6 for each weight
+of a matrix, and 12 L H K T for attention, with the masked half of causal attention counted as if it were computed. A
+multiplication and an addition are two FLOPs. Recomputation (activation checkpointing) does not count, and neither do
+norms, activations, look-ups and the optimizer. So MFU compares across layouts and with published values.
 """
 
 import logging
@@ -22,14 +22,13 @@ CPU = torch.device("cpu")
 
 
 def flops_per_sample(make_model: Callable[[], nn.Module], inputs: Tensor, targets: Tensor | None) -> float | None:
-    """FLOPs of forward and backward of one sample through the undivided model; None where it cannot be told.
+    """Return the FLOPs of forward and backward of one sample through the unsharded model; None if that fails.
 
-    The model is built once more, without memory. A decoder of ours is counted by the formula. A model with a method
-    `flops_per_sample(inputs)` says it itself. In others each operator is counted while one sample without values passes
-    through.
+    The model is built once more, without memory. A model with a method `flops_per_sample(inputs)` is asked. For others,
+    each operator is counted while one sample without values passes through.
 
     Args:
-        inputs, targets: one micro-batch; only shapes and types count.
+        inputs, targets: one micro-batch; only shapes and types matter.
     """
     kept = randomness.capture()  # building draws initial weights
     try:
@@ -39,14 +38,14 @@ def flops_per_sample(make_model: Callable[[], nn.Module], inputs: Tensor, target
             return float(model.flops_per_sample(inputs))  # pyright: ignore[reportCallIssue]
         return counted(model, inputs, targets)
     except Exception as error:
-        log.info("The FLOPs of a step are not known: %s could not be counted (%s).", make_model, error)
+        log.info("The FLOPs per step are unknown: %s could not be counted (%s).", make_model, error)
         return None
     finally:
         randomness.restore(kept)
 
 
 def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:
-    """Forward and backward of one sample on the meta device, operator by operator; matrix products and convolutions."""
+    """Return the matrix product and convolution FLOPs of forward and backward of one sample, on the meta device."""
     model.train()
     one = [tensor[:1].to("meta") for tensor in (inputs, targets) if tensor is not None]
     with FlopCounterMode(display=False) as counter:
@@ -56,11 +55,11 @@ def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:
 
 
 def measured_peak(dtype: torch.dtype, *, device: torch.device = CPU, seconds: float = 0.3, size: int = 1024) -> float:
-    """The best rate of square matrix products on one device, FLOP/s; a CPU's is that of this process's threads.
+    """Return the best rate of square matrix products on one device, in FLOP/s; on a CPU, with this process's threads.
 
-    The ranks of a machine measure at once, so that each gets its share.
+    All ranks of a machine measure at the same time, so that each measures its share.
     """
-    # a power-limited GPU is faster on numbers that are all alike
+    # random numbers: a power-limited GPU is faster on equal ones
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=draw).to(device, dtype) for _ in range(2))
     out = a @ b

@@ -1,4 +1,4 @@
-"""What makes a decoder's sizes impossible: one list of rules for the constructor and for the check before launch.
+"""Rules for a decoder's sizes: one list for the constructor and for the check before launch.
 
 Torch-free, so that a mistake in a config is found before torch is imported.
 """
@@ -15,7 +15,7 @@ ROPE_SCALING = ("factor", "high_frequency", "low_frequency", "original_context")
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
-    """Every reason why `Decoder(**args)` cannot be built, each with both values and a remedy; empty when it can."""
+    """Return every reason why `Decoder(**args)` cannot be built, each with both values and a remedy."""
     found = whole_numbers(args, SIZES, optional=("kv_heads", "ffn_hidden")) + fraction(args, "dropout")
     scaling = args.get("rope_scaling")
     if scaling is not None and (not isinstance(scaling, Mapping) or sorted(scaling) != list(ROPE_SCALING)):
@@ -24,7 +24,7 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
         found.append(f"model.document_token must be the id of a token, or null. Got {token!r}")
     elif token is not None and isinstance(vocabulary, int) and token >= vocabulary:
-        found.append(f"model.document_token={token} is none of the model.vocab_size={vocabulary} tokens")
+        found.append(f"model.document_token={token} is not one of the model.vocab_size={vocabulary} tokens")
     if found:
         return found
     width, heads = args.get("width"), args.get("heads")
@@ -38,7 +38,7 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     elif width // heads % 2:
         found.append(
             f"model.width={width} over model.heads={heads} makes heads of an odd width, {width // heads}, which rotary "
-            f"positions cannot pair: model.width={nearest_multiple(width, 2 * heads)} would do"
+            f"positions cannot pair: type model.width={nearest_multiple(width, 2 * heads)}"
         )
     kv_heads = args.get("kv_heads") or heads
     if heads % kv_heads:

@@ -1,11 +1,10 @@
-"""Attention within documents: what a position of a window that packs several of them may look at.
+"""Attention within documents, for windows that pack several documents.
 
-In two forms: a mask for `scaled_dot_product_attention`, and, on GPUs, the blocks of the mask that FlexAttention
-(arXiv:2412.05496) computes while it skips the others, so that its work grows with the documents' lengths and not with
-the window's square.
+There are two forms: a mask for `scaled_dot_product_attention`, and, on GPUs, a block mask for FlexAttention
+(arXiv:2412.05496), which skips empty blocks. Its work grows with the documents' lengths, not with the window's square.
 
-Shapes: B batch, T positions, S positions so far (T without a cache), N = ceil(T / 128) blocks, H query heads,
-G key-value heads, K head width. Documents are numbered in their order.
+Shapes: B batch, T positions, S positions including the cache (T without one), N = ceil(T / 128) blocks, H query heads,
+G key-value heads, K head width. Documents are numbered in order.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._triton import has_triton
 
-BLOCK = 128  # positions; what FlexAttention's kernels are tuned for
+BLOCK = 128  # positions; FlexAttention's kernels are tuned for it
 
 
 def skips_blocks(device: torch.device, head_dim: int) -> bool:
-    """Whether FlexAttention is to be taken: its fast kernels need Triton, a GPU, and heads of at least 16."""
+    """Return whether to use FlexAttention: its fast kernels need Triton, a GPU, and heads of at least 16."""
     return device.type == "cuda" and head_dim >= 16 and has_triton()
 
 
 def dense_mask(document_BT: Tensor, document_BS: Tensor) -> Tensor:
-    """Whether position j comes no later than i and belongs to its document, (B, 1, T, S)."""
+    """Return a mask (B, 1, T, S): True if position j is not later than i and in the same document."""
     new, seen = document_BT.shape[1], document_BS.shape[1]
     before_TS = torch.ones(new, seen, dtype=torch.bool, device=document_BT.device).tril(seen - new)
     return before_TS & (document_BT[:, None, :, None] == document_BS[:, None, None, :])
 
 
 def block_mask(document_BT: Tensor) -> BlockMask:
-    """`dense_mask` without a cache, for FlexAttention.
+    """Return `dense_mask` without a cache as FlexAttention's block mask.
 
-    What `create_block_mask` would give, found from the first and last document of each block instead of from
-    B x T x T numbers: two blocks share a document where the earlier one's last is the later one's first.
+    The result equals that of `create_block_mask`, but is found from the first and last document of each block instead
+    of from B x T x T numbers: two blocks share a document if the earlier block's last is the later block's first.
     """
     length, device = document_BT.shape[1], document_BT.device
     start_N = torch.arange(0, length, BLOCK, device=device)
@@ -55,17 +54,17 @@ def block_mask(document_BT: Tensor) -> BlockMask:
 
 
 def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: BlockMask) -> Tensor:
-    """Attention (B, H, T, K) within what the blocks let through."""
+    """Return attention (B, H, T, K) under the block mask."""
     attention = flex_attention if torch.compiler.is_compiling() else compiled()
-    q_BHTK, k_BGTK = q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype)  # autocast normalizes in fp32
+    q_BHTK, k_BGTK = q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype)  # autocast normalizes queries and keys in fp32
     return attention(q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1])
 
 
 @cache
 def compiled() -> Callable[..., Tensor]:
-    """FlexAttention outside a compiled block, where it would hold all the scores otherwise.
+    """Return FlexAttention compiled, for use outside a compiled block: uncompiled, it would hold all the scores.
 
-    Wrapped, so that selective recomputation knows what was computed and keeps it.
+    It is wrapped, so that selective recomputation recognizes its result and keeps it.
     """
     from torch._inductor import config
 
@@ -74,6 +73,6 @@ def compiled() -> Callable[..., Tensor]:
 
 
 def _ordered(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of blocks chose, (B, 1, N), and their columns, those first, (B, 1, N, N)."""
+    """Return the number of chosen blocks per row of blocks (B, 1, N), and column indices, chosen first (B, 1, N, N)."""
     columns = chosen_BNN.int().argsort(dim=-1, descending=True, stable=True)
     return chosen_BNN.sum(-1, dtype=torch.int32)[:, None], columns.int()[:, None]

@@ -1,4 +1,4 @@
-"""Text from a decoder, token by token, with a key-value cache."""
+"""Generates text from a decoder, token by token, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from armature.models.decoder.model import KeyValueCache
 
 
 @torch.inference_mode()
-@torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled again for each length of the cache
+@torch.compiler.set_stance("force_eager")  # compiled blocks would be recompiled for each length of the cache
 def generate(
     model: nn.Module,
     prompt_BT: Tensor,
@@ -21,10 +21,10 @@ def generate(
     eot: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The prompt (B, T) of token ids and up to `max_new_tokens` more, ending early once every row has met `eot`.
+    """Return the prompt (B, T) of token ids and up to `max_new_tokens` more. End early once every row has met `eot`.
 
-    Temperature 0 takes the likeliest token. Where the model's context is full, the newest half of it is read anew and
-    generation goes on. Raises ValueError for an empty prompt and for options outside their range.
+    Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it is read again and
+    generation continues. Raises ValueError for an empty prompt and for options outside their range.
     """
     if prompt_BT.ndim != 2 or prompt_BT.shape[1] == 0:
         raise ValueError(f"prompt must be (batch, tokens) with at least one token. Got {tuple(prompt_BT.shape)}")
@@ -63,7 +63,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One token id a row, (B, 1): from the `top_k` likeliest, and from the fewest whose probability reaches `top_p`."""
+    """Return one token id per row (B, 1), from the `top_k` likeliest and the fewest that together reach `top_p`."""
     logits_BV = logits_BV.float()
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)

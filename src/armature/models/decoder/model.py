@@ -1,8 +1,9 @@
-"""A decoder-only language model in today's standard form: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+"""A decoder-only language model in the standard form: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
-Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value heads, K head width, C context,
-N = B * T tokens, R rows of a chunk of them.
-Llama (arXiv:2302.13971, arXiv:2407.21783) is this model with the published sizes.
+Llama (arXiv:2302.13971, arXiv:2407.21783) is this model with the published sizes. The loss is at the end of
+`Decoder.forward`; `loss.py` computes it without holding all the logits.
+
+Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value heads, K head width, C context.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from armature.models.loss import mean_cross_entropy
 
 
 class KeyValueCache:
-    """Keys and values of the positions seen so far, so that generation computes each of them once."""
+    """Keys and values of all positions so far, so that generation computes each of them once."""
 
     def __init__(self) -> None:
         self.length = 0
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.documents_BS: Tensor | None = None  # the number of each position's document, where that counts
+        self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
 
     def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values, and give back all of them."""
+        """Append one layer's new keys and values, and return all of them."""
         if name in self.layers:
             k_old, v_old = self.layers[name]
             k_BGTK, v_BGTK = torch.cat([k_old, k_BGTK], dim=2), torch.cat([v_old, v_BGTK], dim=2)
@@ -40,14 +41,14 @@ class KeyValueCache:
 
 
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
-    """Turn each pair (i, i + K/2) by its position's angle (RoFormer, arXiv:2104.09864), in fp32 whatever x's type."""
+    """Rotate each pair (i, i + K/2) by its position's angle (RoFormer, arXiv:2104.09864), always in fp32."""
     cos_TK, sin_TK = rotary_C2K[: x_BHTK.shape[2]].unbind(1)
     x, y = x_BHTK.float().chunk(2, dim=-1)
     return torch.cat([x * cos_TK - y * sin_TK, y * cos_TK + x * sin_TK], dim=-1).to(x_BHTK.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose key-value heads may be fewer than its query heads (GQA, arXiv:2305.13245)."""
+    """Causal self-attention with possibly fewer key-value heads than query heads (GQA, arXiv:2305.13245)."""
 
     def __init__(self, width: int, *, heads: int, kv_heads: int, qk_norm: bool, norm_eps: float) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         name: str = "",
     ) -> Tensor:
-        # -1: under tensor parallelism a rank holds only some of the heads, and T grows back from a sequence shard
+        # -1: under tensor parallelism a rank holds only some of the heads, and projections gather a sequence shard
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
@@ -134,12 +135,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head; a pipeline stage sets the ends that it does not hold to None.
+    """Embedding, blocks, norm and head; a pipeline stage sets the parts that it does not hold to None.
 
     `kv_heads` defaults to `heads`, `ffn_hidden` to 8/3 of the width rounded up to a multiple of 64. `rope_scaling`
     stretches the rotary frequencies as Llama 3.1 does. `qk_norm` normalizes queries and keys without weights.
-    `document_token` is the id that each document begins with: attention then stays within a document, as if each were
-    alone in the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
+    `document_token` is the id that begins each document: attention then stays within a document, as if it were alone in
+    the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
     """
 
     def __init__(
@@ -186,9 +187,9 @@ class Decoder(nn.Module):
         self._tie()
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits (B, T, V) of token ids (B, T), or their loss when targets (B, T) are given.
+        """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
 
-        A pipeline stage without an embedding takes (B, T, D), one without a head gives (B, T, D).
+        A pipeline stage without an embedding takes (B, T, D); one without a head returns (B, T, D).
         """
         start = 0 if cache is None else cache.length
         if self.embed is not None and start + inputs.shape[1] > self.context:
@@ -203,6 +204,7 @@ class Decoder(nn.Module):
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         if targets is not None and is_plain_linear(self.head):
+            # `self.loss` of the head's outputs, without holding all of them
             return ChunkedCrossEntropy.apply(
                 x_BTD.flatten(0, 1), self.head.weight, targets.flatten(), torch.is_grad_enabled()
             )
@@ -225,7 +227,7 @@ class Decoder(nn.Module):
         return float((6 * matrices + 12 * heads * positions) * positions)
 
     def within_documents(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor | BlockMask:
-        """What lets each position see its own document up to itself."""
+        """Return the mask that lets each position see its own document up to itself."""
         document_BT = document_BS = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
         if cache is not None:
             if cache.documents_BS is not None:
@@ -237,23 +239,23 @@ class Decoder(nn.Module):
         return documents.dense_mask(document_BT, document_BS)
 
     def rotary(self, *, start: int = 0, device: torch.device | str) -> Tensor:
-        """Cosines and sines (C, 2, K/2) in fp32 from position `start`, made here so that the model has no buffers.
+        """Return cosines and sines (C, 2, K/2) in fp32 from position `start`. Computing them here avoids buffers.
 
-        All C rows, whatever the length of the input: a block takes the first T, and never meets a new shape.
+        There are always C rows, whatever the input's length: a block takes the first T, so its shapes never change.
         """
         exponent_K = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         frequency_K = self.rope_theta**-exponent_K
         if self.rope_scaling is not None:
-            frequency_K = _stretch(frequency_K, **self.rope_scaling)
+            frequency_K = _scale_frequencies(frequency_K, **self.rope_scaling)
         position_C = torch.arange(start, start + self.context, device=device, dtype=torch.float32)
         angle_CK = position_C[:, None] * frequency_K  # not a matmul, which autocast would round to bf16
         return torch.stack([angle_CK.cos(), angle_CK.sin()], dim=1)
 
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
-        """Fill one full, undivided parameter, as a function of its name, its shape and the generator alone.
+        """Fill one full, unsharded parameter, as a function of its name, its shape and the generator alone.
 
-        Norms are 1. Matrices are normal with deviation sqrt(2 / 5D) (arXiv:1910.05895, 2.2: 0.02 at a width of 1,000,
-        GPT-2's), and those that write to the residual stream with 1 / sqrt(2 * layers) of it, so that the stream's
+        Norms are 1. Matrices are normal with deviation sqrt(2 / 5D) (arXiv:1910.05895, 2.2; at a width of 1,000 that is
+        GPT-2's 0.02). Those that write to the residual stream get 1 / sqrt(2 * layers) of it, so that the stream's
         variance does not grow with depth (GPT-2, Radford et al. 2019, 2.3).
         """
         if param.ndim == 1:
@@ -269,16 +271,16 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Decoder:
         super()._apply(fn, recurse)
-        self._tie()  # to_empty and to give each module a parameter of its own, which would part the two
+        self._tie()  # to_empty and to give each module its own parameter, which breaks the tie
         return self
 
 
-def _stretch(
+def _scale_frequencies(
     frequency_K: Tensor, *, factor: float, low_frequency: float, high_frequency: float, original_context: float
 ) -> Tensor:
     """Divide slow rotary frequencies by `factor`, keep fast ones, blend between (Llama 3.1, arXiv:2407.21783, 3.4).
 
-    `low_frequency` and `high_frequency` count the turns that a pair makes in `original_context` positions.
+    `low_frequency` and `high_frequency` count the turns of a pair within `original_context` positions.
     """
     turns_K = original_context * frequency_K / (2 * math.pi)
     keep_K = ((turns_K - low_frequency) / (high_frequency - low_frequency)).clamp(0.0, 1.0)

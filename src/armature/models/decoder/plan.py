@@ -1,4 +1,4 @@
-"""How a decoder may be divided."""
+"""How a decoder may be sharded."""
 
 from armature.models.plan import Plan
 

@@ -1,4 +1,4 @@
-"""What makes a vision transformer's sizes impossible: one list for the constructor and for the check before launch.
+"""Rules for a vision transformer's sizes: one list for the constructor and for the check before launch.
 
 Torch-free, so that a mistake in a config is found before torch is imported.
 """
@@ -14,7 +14,7 @@ SIZES = ("image_size", "patch_size", "channels", "classes", "width", "layers", "
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
-    """Every reason why `VisionTransformer(**args)` cannot be built, with both values and a remedy each."""
+    """Return every reason why `VisionTransformer(**args)` cannot be built, each with both values and a remedy."""
     found = whole_numbers(args, SIZES, optional=("ffn_hidden",))
     found += fraction(args, "dropout") + fraction(args, "label_smoothing")
     if found:

@@ -16,7 +16,7 @@ from armature.models.vit.check import problems
 
 
 class PatchEmbedding(nn.Module):
-    """Cuts an image into squares, projects each, and adds a learned position."""
+    """Cuts an image into square patches, projects each, and adds a learned position."""
 
     def __init__(self, width: int, *, image_size: int, patch_size: int, channels: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patch embedding, blocks, norm and head; a pipeline stage sets the ends that it does not hold to None.
+    """Patch embedding, blocks, norm and head; a pipeline stage sets the parts that it does not hold to None.
 
     `ffn_hidden` defaults to four times the width. Raises ValueError with every impossible size.
     """
@@ -106,9 +106,9 @@ class VisionTransformer(nn.Module):
         self.head: nn.Linear | None = nn.Linear(width, classes)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (B, N) of images (B, C, I, I), or their loss when targets (B,) are given.
+        """Return logits (B, N) of images (B, C, I, I), or their loss if targets (B,) are given.
 
-        A pipeline stage without an embedding takes (B, P, D), one without a head gives (B, P, D).
+        A pipeline stage without an embedding takes (B, P, D); one without a head returns (B, P, D).
         """
         x_BPD = self.embed(inputs) if self.embed is not None else inputs
         for block in self.blocks.values():
@@ -126,11 +126,11 @@ class VisionTransformer(nn.Module):
         return mean_cross_entropy(outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0)
 
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
-        """Fill one full, undivided parameter, as a function of its name, its shape and the generator alone.
+        """Fill one full, unsharded parameter, as a function of its name, its shape and the generator alone.
 
-        Norms are 1, biases 0, matrices normal with deviation 1 / sqrt(inputs) (LeCun et al. 1998, 4.6), and those that
-        write to the residual stream with 1 / sqrt(2 * layers) of it (GPT-2, Radford et al. 2019, 2.3). Positions have
-        0.3, about as much as the projected patches of pixels from 0 to 1, or they are found late.
+        Norms are 1, biases 0. Matrices are normal with deviation 1 / sqrt(inputs) (LeCun et al. 1998, 4.6); those that
+        write to the residual stream get 1 / sqrt(2 * layers) of it (GPT-2, Radford et al. 2019, 2.3). Positions have
+        0.3, about the scale of the projected patches of pixels from 0 to 1; with less they are learned late.
         """
         if name.endswith("bias"):
             param.zero_()

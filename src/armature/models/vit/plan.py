@@ -1,4 +1,4 @@
-"""How a vision transformer may be divided. Few positions, a small head: only the blocks' matrices are worth it."""
+"""How a vision transformer may be sharded. Positions are few and the head is small: only the blocks' matrices pay."""
 
 from armature.models.plan import Plan
 
