@@ -11,6 +11,7 @@ import pytest
 
 from armature.validation import parallelism as checks
 from tests import running
+from tests.features import refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,9 +60,9 @@ def features_table() -> str:
     columns = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
     lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :---: |" * len(columns)]
     for feature in checks.FEATURES:
-        refused = {kind for name, kind in checks.REFUSED if name == feature}
-        refused |= {"zero3"} if "deepspeed" in refused else set()
-        lines.append(f"| {feature} | " + " | ".join("–" if kind in refused else "yes" for kind in columns) + " |")
+        kinds = {kind for name, kind in refused() if name == feature}
+        kinds |= {"zero3"} if "deepspeed" in kinds else set()
+        lines.append(f"| {feature} | " + " | ".join("–" if kind in kinds else "yes" for kind in columns) + " |")
     return "\n".join(lines)
 
 

@@ -3,7 +3,6 @@
 Under the elastic agent a rank calls `main` (`armature.launcher.rank`); a run of one process calls `run` directly.
 """
 
-import atexit
 import faulthandler
 import gc
 import logging
@@ -17,7 +16,7 @@ import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -30,6 +29,9 @@ from armature import run_dir
 from armature.checkpoint import manifest, resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
+from armature.launcher import environment
+from armature.launcher.rank import leave
+from armature.layout import Layout
 from armature.parallel import process_group
 from armature.training import report
 from armature.training.checkpointing import Checkpointing
@@ -38,17 +40,16 @@ from armature.training.heartbeat import Heartbeat
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
-from armature.training.stop import StopOnSignal, StoppedBySignal, deadline_of_the_job
+from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
 from armature.validation import resize
-from armature.validation.checks import data_size, world_size
 
 log = logging.getLogger(__name__)
 
 
 def run(cfg: DictConfig) -> None:
     """Trains, tests and writes summary.json. Called on every rank, after its process group was made."""
-    stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=deadline_of_the_job())
+    stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=environment.deadline())
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
@@ -61,13 +62,13 @@ def run(cfg: DictConfig) -> None:
 
 def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     directory = Path(cfg.run.dir)
-    ranks, data_ranks = world_size(cfg), data_size(cfg)
+    layout = Layout.of(cfg)
     data = instantiate(cfg.data)
     data.prepare_data()
     data.setup("fit")
-    if int(os.environ.get("RANK", 0)) == 0:
+    if environment.rank() == 0:
         data.save_assets(directory)
-    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, data_ranks)
+    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     total_steps = _total_steps(cfg, data)
 
     factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
@@ -95,7 +96,7 @@ def _train(cfg: DictConfig, stop: StopOnSignal) -> None:
     trainer = Trainer(
         strategy=strategy,
         accelerator=cfg.trainer.accelerator,
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks > 1 else 1,
+        devices=environment.local_world_size(),
         num_nodes=cfg.trainer.num_nodes,
         precision=cfg.trainer.precision,
         max_epochs=-1,
@@ -185,7 +186,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
-    rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
+    rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -252,8 +253,8 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
 
 def _record(error: BaseException) -> None:
     """Leaves an error for the agent, which shows the one that came first. Only a rank's first call counts."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not Path(file).exists():
+    file = environment.error_file()
+    if file is not None and not file.exists():
         get_error_handler().record_exception(error)
 
 
@@ -269,8 +270,8 @@ def main() -> None:
     """A rank under the elastic agent. An error goes to the agent, which shows the one that came first."""
     directory = Path(sys.argv[1])
     cfg = run_dir.read(directory)
-    resize.apply(cfg, os.environ.get("ARMATURE_RESIZED", ""))
-    rank = int(os.environ["RANK"])
+    resize.apply(cfg, environment.resized_settings())
+    rank = environment.rank()
     log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)  # asked for where a rank stands still
     if rank:  # rank 0 prints; the others write to their log
@@ -288,14 +289,3 @@ def main() -> None:
         os._exit(1)  # a collective that can never complete must not keep the process
     process_group.destroy()
     leave()
-
-
-def leave() -> NoReturn:
-    """Ends a rank that has done its work, without the interpreter's own teardown.
-
-    There, a thread of gloo's that is still up can abort the process, which a launcher takes for a failure.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -6,7 +6,7 @@ Each rank averages the part of the weights that it holds. The average is in the 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -22,6 +22,10 @@ class EMA(L.Callback):
             after n steps, so that the average does not remember the initial weights.
         evaluate: validate and test with the average; training always goes on with the weights themselves.
     """
+
+    unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
+        "zero3": "its weights are in pieces that have no names. Type strategy=fsdp, or leave the average out"
+    }
 
     def __init__(self, *, decay: float = 0.999, evaluate: bool = True) -> None:
         if not 0 < decay < 1:

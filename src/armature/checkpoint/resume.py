@@ -1,6 +1,5 @@
 """Which checkpoint a run goes on from. Torch-free: all but the checksums is decided before a process starts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.checkpoint import manifest
 from armature.errors import ConfigError
+from armature.launcher import environment
 
 MODES = ("auto", "never", "required")
 
@@ -139,17 +139,12 @@ def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
     Raises:
         ConfigError: where the run has checkpoints, but none that is complete: it must not silently start from scratch.
     """
-    if cfg.resume == "never" and not restarted():
+    if cfg.resume == "never" and not environment.is_restarted():
         return None
     own = last_checkpoint(run_dir, cfg)
     if own is None and (there := candidates(folder(run_dir, cfg))):
         raise ConfigError(none_is_sound({path: str(manifest.problem(path)) for path in there}))
     return own or (newest_complete(to_path(cfg.resume)) if cfg.resume not in MODES else None)
-
-
-def restarted() -> bool:
-    """Whether these ranks were brought back after a failure."""
-    return any(int(os.environ.get(name, "0")) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def none_is_sound(found: dict[Path, str]) -> list[str]:

@@ -11,6 +11,8 @@ from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
 class ImageClassification(Task):
     """Logs loss in nats an image and accuracy, the share of images whose likeliest class is right."""
 
+    modality = "images"
+
     @override
     def metrics(self) -> dict[str, Metric]:
         return {"loss": mean_metric(), "accuracy": mean_metric()}

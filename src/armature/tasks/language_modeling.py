@@ -22,6 +22,8 @@ class LanguageModeling(Task):
     Bits per byte, unlike the other two, compare across tokenizers and with file compressors.
     """
 
+    modality = "tokens"
+
     def __init__(
         self,
         model: Callable[[], nn.Module],

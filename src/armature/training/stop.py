@@ -1,6 +1,5 @@
 """Signals and deadlines that end a run between two steps, on all ranks together."""
 
-import os
 import signal
 import time
 from types import FrameType
@@ -121,9 +120,3 @@ class StopOnSignal(Callback):
         self._end_if_agreed()
 
     on_validation_batch_end = on_test_batch_end = _stop_evaluation
-
-
-def deadline_of_the_job() -> float | None:
-    """When the launcher wants the run to stop, as Unix time."""
-    value = os.environ.get("ARMATURE_DEADLINE")
-    return float(value) if value else None

@@ -211,6 +211,8 @@ class Decoder(nn.Module):
     alone in the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
     """
 
+    modality = "tokens"
+
     def __init__(
         self,
         *,
