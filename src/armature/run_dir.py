@@ -22,7 +22,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from armature import files
+from armature import config, files
 from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.launcher import environment
@@ -111,9 +111,7 @@ def read(run_dir: Path) -> DictConfig:
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run_dir}: no run directory (it holds no config.yaml).")
-    cfg = OmegaConf.load(file)
-    assert isinstance(cfg, DictConfig)
-    return cfg
+    return config.load(file)
 
 
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:

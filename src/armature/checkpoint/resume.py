@@ -5,9 +5,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature import config
 from armature.checkpoint import manifest
 from armature.errors import ConfigError
 from armature.launcher import environment
+from armature.validation import signatures
 
 MODES = ("auto", "never", "required")
 
@@ -19,7 +21,7 @@ def folder(run_dir: Path, cfg: Any = None) -> Path:
         cfg: the run's configuration; read from its directory where it is not given.
     """
     if cfg is None and (run_dir / "config.yaml").is_file():
-        cfg = OmegaConf.load(run_dir / "config.yaml")
+        cfg = config.load(run_dir / "config.yaml")
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
     return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else run_dir / "checkpoints"  # pyright: ignore[reportArgumentType]
 
@@ -67,7 +69,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"
     if not file.is_file():
         return []
-    saved = OmegaConf.load(file)
+    saved = config.load(file)
     found = []
     for group in ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(_plain(OmegaConf.select(c, group, default=None)), group) for c in (saved, cfg))
@@ -83,8 +85,9 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
-    """What is below `path`, by its full names."""
+    """Return what is below `path`, by its full names; an argument that is not set has its constructor's default."""
     if isinstance(value, dict):
+        value = signatures.defaults_of(str(value.get("_target_", ""))) | value
         return {k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()}
     return {path: value}
 

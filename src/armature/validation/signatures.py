@@ -183,7 +183,8 @@ def defaults_of(target: str) -> dict[str, Any]:
     """Return the defaults of the constructor that `target` names, as far as they are literals."""
     definition = find_definition(target)
     defaults = signature_of(*definition).defaults if definition is not None else {}
-    return {name: _literal(node) for name, node in defaults.items()}
+    values = {name: _literal(node) for name, node in defaults.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in YAML
 
 
 def class_attribute(target: str, name: str) -> Any | None:
