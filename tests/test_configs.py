@@ -9,7 +9,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from armature import config
-from armature.errors import ConfigError
 from armature.validation import checks
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -31,7 +30,6 @@ EXTRA = {  # what a file cannot do without
     "strategy/fsdp_tensor": ["trainer.devices=4"],
     "strategy/fsdp_pipeline": ["trainer.devices=4", "model.tied=false"],
 }
-NOT_OFFERED = {"strategy/dp"}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +53,7 @@ def composed(name: str) -> DictConfig:
     return compose("train", overrides=["trainer.accelerator=cpu", override, *extra])
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in NOT_OFFERED])
+@pytest.mark.parametrize("name", FILES)
 def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
     monkeypatch.setenv("USER", "someone")
     cfg = composed(name)
@@ -63,12 +61,6 @@ def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
         assert cfg.run.root == "/scratch/someone/outputs"
         return
     assert checks.check(cfg).trainer.accelerator == "cpu"
-
-
-@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
-def test_what_is_not_offered_says_why(name):
-    with pytest.raises(ConfigError, match="Type strategy="):
-        checks.check(composed(name))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from armature.errors import ConfigError, RunFailed
 from armature.launcher import supervise
 from armature.launcher.supervise import Failure, describe
 from armature.launcher.watch import Death
+from armature.layout import Layout
 from armature.training import heartbeat
 from armature.validation import checks, resize
 from tests import running
@@ -342,7 +343,8 @@ def test_fewer_ranks_see_the_same_batch(overrides, devices, micro, accumulate, c
     found = resize.fewer(cfg, most=2 if micro == 3 else 3, least=1)
     assert not isinstance(found, str), found
     assert (found.trainer.devices, found.data.micro_batch_size) == (devices, micro)
-    assert found.data.global_batch_size == cfg.data.global_batch_size == micro * accumulate * checks.data_size(found)
+    batch = micro * accumulate * Layout.of(found).data_ranks
+    assert found.data.global_batch_size == cfg.data.global_batch_size == batch
     again = cfg.copy()
     resize.apply(again, resize.difference(cfg, found))
     assert again == found

@@ -29,6 +29,24 @@ def test_config_comes_back_as_it_was_written(tmp_path):
     assert (directory / "overrides.txt").read_text() == "a.b=1\n"
 
 
+def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
+    lines = ["trainer: {max_steps: 7}", "run: {name: old}", "strategy: {_target_: armature.strategies.MeshStrategy}"]
+    lines += ["logger: {tb: {_target_: armature.callbacks.tensorboard.TensorBoard, save_dir: '${run.name}'}}"]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    cfg = run_dir.read(tmp_path)
+    assert (cfg.trainer.max_steps, cfg.trainer.profile, cfg.run.root, cfg.resume) == (7, False, "outputs", "auto")
+    assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
+    assert cfg.strategy._target_ == "armature.strategies.mesh.MeshStrategy"
+    assert cfg.logger.tb == {"_target_": "armature.loggers.tensorboard.TensorBoard", "save_dir": "old"}
+
+
+def test_an_argument_that_an_older_config_lacks_counts_as_its_default():
+    optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1}
+    older, newer = resume.flat(optimizer, "optimizer"), resume.flat(optimizer | {"betas": [0.9, 0.999]}, "optimizer")
+    assert older == newer
+    assert older["optimizer.amsgrad"] is False
+
+
 def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("MARKER", "s3cr3t-value")
     cfg = config(tmp_path, key="${oc.env:MARKER}", nested={"again": "${key}", "text": "x-${oc.env:MARKER,fallback}"})

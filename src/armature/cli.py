@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.errors import ConfigError, RunFailed
+from armature.launcher import environment
+from armature.launcher.rank import leave
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
 EXIT_CONFIG = 2  # a mistake of the user's, told before any process started
@@ -51,8 +53,8 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     except RunFailed as error:  # of a sweep, whose other trials have run
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    if "RANK" in os.environ and "armature.worker" in sys.modules:
-        sys.modules["armature.worker"].leave()
+    if environment.is_joined():
+        leave()
 
 
 @contextmanager

@@ -2,15 +2,25 @@
 
 Hydra merges the YAML files into these dataclasses, so a misspelt key or a wrong type is refused while the configuration
 is composed. Groups that hold a `_target_` (model, task, data, optimizer, ...) have the keys of whatever they build and
-are `Any` here; `validation.targets` checks them against the constructor's signature.
+are `Any` here; `validation.signatures` checks them against the constructor's signature.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
+    "armature.callbacks.tensorboard.TensorBoard": "armature.loggers.tensorboard.TensorBoard",
+    "armature.strategies.SingleDevice": "armature.strategies.single.SingleDevice",
+    "armature.strategies.DDP": "armature.strategies.ddp.DDP",
+    "armature.strategies.MeshStrategy": "armature.strategies.mesh.MeshStrategy",
+    "armature.strategies.DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
+}
 
 
 @dataclass
@@ -93,3 +103,28 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
     started = time.strftime("%Y%m%d-%H%M%S")
     OmegaConf.register_new_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
+
+
+def load(file: Path) -> DictConfig:
+    """Return a run's config.yaml, also one that an older version wrote.
+
+    A key that it lacks has its default, and a class that has moved has its present name.
+    """
+    cfg = OmegaConf.load(file)
+    assert isinstance(cfg, DictConfig)
+    groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}
+    if any(field.name not in (cfg.get(name) or {}) for name, kind in groups.items() for field in fields(kind)):
+        train = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), ["run", "seed", "resume"])  # pyright: ignore[reportArgumentType]
+        defaults = {name: OmegaConf.load(CONFIGS / name / "default.yaml") for name in groups if name != "run"}
+        cfg = OmegaConf.merge(train, defaults, cfg)
+    _rename_targets(cfg)
+    return cfg  # pyright: ignore[reportReturnType]
+
+
+def _rename_targets(node: Any) -> None:
+    if isinstance(node, DictConfig) and node.get("_target_") in MOVED:
+        node._target_ = MOVED[node._target_]
+    keys: Any = node if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        if not OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(node[key]):
+            _rename_targets(node[key])

@@ -16,10 +16,9 @@ from omegaconf import DictConfig
 from armature import run_dir
 from armature.checkpoint import resume
 from armature.errors import ConfigError
-from armature.launcher import rank, slurm, supervise
-from armature.validation import parallelism as parallel_checks
+from armature.launcher import environment, rank, slurm, supervise
+from armature.layout import Layout
 from armature.validation import resize
-from armature.validation.checks import beside, plain, world_size
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +34,15 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     """
     slurm.join(cfg)
     if (stop_at := slurm.stop_at(cfg.launch.stop_minutes_before_limit)) is not None:
-        os.environ["ARMATURE_DEADLINE"] = str(stop_at)
-    _check_built(cfg)
-    if joined := "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        environment.set_deadline(stop_at)
+    if joined := environment.is_joined():
         _check_world(cfg)
+    layout = Layout.of(cfg)
+    _check_built(cfg, layout)
+    if joined:
         if cfg.launch.min_ranks is not None:
             log.warning("launch.min_ranks=%s is not used: these ranks were started from outside.", cfg.launch.min_ranks)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if environment.is_under_agent():
             rank.end_with_parent()
     elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
         raise ConfigError(
@@ -54,34 +55,32 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         return _metric(cfg)
     else:
         _check_fewer(cfg)
-    if joined and world_size(cfg) > 1:
+    if joined and layout.world_size > 1:
         from armature import worker
 
         cfg = worker.join(cfg, overrides)  # rank 0 decides the run directory for all
     else:
         run_dir.write(cfg, overrides)
-        if world_size(cfg) == 1 and (joined or not cfg.launch.max_restarts):
+        if layout.world_size == 1 and (joined or not cfg.launch.max_restarts):
             from armature import worker
 
             worker.run(run_dir.read(Path(cfg.run.dir)))
         else:
             supervise.run(cfg)
-    if int(os.environ.get("RANK", "0")) == 0:  # the others may look before this one has written
+    if environment.rank() == 0:  # the others may look before rank 0 has written its summary
         _raise_if_stopped(cfg)
     return _metric(cfg)
 
 
-def _check_built(cfg: DictConfig) -> None:
-    """What only the model itself can tell of its plan. Building it without memory takes torch, but no process."""
-    plan = beside(cfg.model._target_, "plan")
-    sizes = parallel_checks.axes(plain(cfg.strategy), world_size=world_size(cfg))
-    if plan is None or sizes is None or world_size(cfg) == 1:
+def _check_built(cfg: DictConfig, layout: Layout) -> None:
+    """Check the plan against the model itself. Building it on the meta device takes torch, but no process."""
+    if layout.kind != "mesh" or layout.plan is None or layout.world_size == 1:
         return
     from hydra.utils import instantiate
 
     from armature.parallel import plan_check
 
-    if found := plan_check.problems(instantiate(cfg.model), plan.PLAN, sizes):
+    if found := plan_check.problems(instantiate(cfg.model), layout.plan, layout.axes):
         raise ConfigError(found)
 
 
@@ -96,9 +95,9 @@ def _check_fewer(cfg: DictConfig) -> None:
 
 def _check_world(cfg: DictConfig) -> None:
     """The launcher outside must have started what the configuration asks for, or ranks would wait for each other."""
-    started, asked = int(os.environ["WORLD_SIZE"]), cfg.trainer.devices * cfg.trainer.num_nodes
+    started, asked = environment.world_size(), cfg.trainer.devices * cfg.trainer.num_nodes
     if started != asked:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
+        local = environment.local_world_size()
         raise ConfigError(
             f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} asks for {asked} "
             f"processes, but the launcher started {started}. "

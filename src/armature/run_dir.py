@@ -22,9 +22,10 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from armature import files
+from armature import config, files
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
+from armature.launcher import environment
 
 
 def default_name(label: str) -> str:
@@ -34,7 +35,7 @@ def default_name(label: str) -> str:
     if job := os.environ.get("SLURM_JOB_ID"):
         return job
     # under torchrun the launcher's start is the same for all ranks and all restarts
-    started = psutil.Process(os.getppid()).create_time() if "TORCHELASTIC_RUN_ID" in os.environ else time.time()
+    started = psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()
     return f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 
@@ -49,7 +50,7 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     named = trial or cfg.run.name
     name = named or default_name(label)
     root = Path(cfg.run.root)
-    if not named and "SLURM_JOB_ID" not in os.environ and "RANK" not in os.environ:
+    if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
         taken, number = name, 2
         while (root / name).exists():
             name, number = f"{taken}-{number}", number + 1
@@ -110,9 +111,7 @@ def read(run_dir: Path) -> DictConfig:
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run_dir}: no run directory (it holds no config.yaml).")
-    cfg = OmegaConf.load(file)
-    assert isinstance(cfg, DictConfig)
-    return cfg
+    return config.load(file)
 
 
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 A rank of the elastic agent enters at `main` (`armature.launcher.rank`), a run of one process at `run`.
 """
 
-import atexit
 import faulthandler
 import gc
 import logging
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -32,6 +31,9 @@ from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
+from armature.launcher import environment
+from armature.launcher.rank import leave
+from armature.layout import Layout
 from armature.parallel import process_group
 from armature.training import report
 from armature.training.checkpointing import Checkpointing
@@ -40,10 +42,9 @@ from armature.training.heartbeat import Heartbeat
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
-from armature.training.stop import StopOnSignal, StoppedBySignal, deadline_of_the_job
+from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
 from armature.validation import resize
-from armature.validation.checks import data_size, world_size
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Run:
 
 def run(cfg: DictConfig) -> None:
     """Train, test and write summary.json. Called on every rank, after its process group was made."""
-    stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=deadline_of_the_job())
+    stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=environment.deadline())
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
@@ -79,10 +80,11 @@ def run(cfg: DictConfig) -> None:
 def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
+    layout = Layout.of(cfg)
     data = instantiate(cfg.data)
     data.prepare_data()
     data.setup("fit")
-    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, data_size(cfg))
+    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     total_steps = _total_steps(cfg, data)
 
     factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
@@ -115,7 +117,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         before_training=[step_log.resume, checkpointing.begin],
         step_ended=[checkpointing.step_ended, stop.step_ended],
         default_root_dir=directory,
-        **_trainer_arguments(cfg, batches),
+        **_trainer_arguments(cfg, layout, batches),
     )
     return Run(
         cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
@@ -151,12 +153,12 @@ def fit_and_test(run: Run) -> None:
     )  # fmt: skip
 
 
-def _trainer_arguments(cfg: DictConfig, batches: batching.Batches) -> dict[str, Any]:
+def _trainer_arguments(cfg: DictConfig, layout: Layout, batches: batching.Batches) -> dict[str, Any]:
     """Return Lightning's arguments that follow from the `trainer` group."""
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     return {
         "accelerator": trainer.accelerator,
-        "devices": int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world_size(cfg) > 1 else 1,
+        "devices": environment.local_world_size() if layout.world_size > 1 else 1,
         "num_nodes": trainer.num_nodes,
         "precision": trainer.precision,
         "max_epochs": -1,
@@ -223,7 +225,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
-    rank = int(os.environ.get("RANK", 0)) if world_size(cfg) > 1 else 0
+    rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -290,8 +292,8 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
 
 def _record(error: BaseException) -> None:
     """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file and not Path(file).exists():
+    file = environment.error_file()
+    if file is not None and not file.exists():
         get_error_handler().record_exception(error)
 
 
@@ -307,8 +309,8 @@ def main() -> None:
     """Run a rank under the elastic agent, which shows the earliest error of all ranks."""
     directory = Path(sys.argv[1])
     cfg = run_dir.read(directory)
-    resize.apply(cfg, os.environ.get("ARMATURE_RESIZED", ""))
-    rank = int(os.environ["RANK"])
+    resize.apply(cfg, environment.resized_settings())
+    rank = environment.rank()
     log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)  # requested if a rank hangs
     if rank:  # rank 0 prints; the others write to their log
@@ -326,14 +328,3 @@ def main() -> None:
         os._exit(1)  # no collective that never completes may keep the process
     process_group.destroy()
     leave()
-
-
-def leave() -> NoReturn:
-    """End a rank that has finished, without the interpreter's teardown.
-
-    During teardown, a gloo thread that still runs can abort the process, which a launcher takes for a failure.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

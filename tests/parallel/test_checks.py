@@ -8,25 +8,31 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from armature.errors import ConfigError
+from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
 from armature.validation import parallelism as checks
+from tests.features import OPTIONAL, refused
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "strategy"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {"_target_": "armature.strategies.SingleDevice"}),
-    "ddp": (2, {"_target_": "armature.strategies.DDP"}),
+    "single": (1, {"_target_": "armature.strategies.single.SingleDevice"}),
+    "ddp": (2, {"_target_": "armature.strategies.ddp.DDP"}),
     "shard": (2, {"shard": 2}),
     "tensor": (2, {"tensor": 2}),
     "pipeline": (2, {"pipe": 2}),
-    "deepspeed": (2, {"_target_": "armature.strategies.DeepSpeed", "stage": 2}),
-    "zero3": (2, {"_target_": "armature.strategies.DeepSpeed", "stage": 3}),
+    "deepspeed": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 2}),
+    "zero3": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 3}),
 }
 MESH = {
-    "_target_": "armature.strategies.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1, "tensor": 1,
+    "_target_": "armature.strategies.mesh.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1, "tensor": 1,
     "schedule": "1f1b", "microbatches": 4, "stages": None, "sequence_parallel": True,
 }  # fmt: skip
-MODEL = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+MODEL = {
+    "_target_": "mine.Model", "vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2,
+    "ffn_hidden": 64,
+}  # fmt: skip
 
 
 def found(
@@ -54,16 +60,19 @@ def found(
         "optimizer": {"_target_": "torch.optim.AdamW"},
         "callbacks": {},
     } | cfg
-    return checks.problems(whole, world_size=world_size, plan=plan)
+    try:
+        return checks.problems(whole, Layout.resolve(whole["strategy"], world_size=world_size, plan=plan))
+    except ConfigError as error:
+        return error.problems
 
 
 def with_feature(feature: str) -> dict[str, Any]:
     """What a feature of the table is in a configuration: arguments of `found`."""
     key, _, value = feature.partition("=")
     if feature == "ema":
-        return {"callbacks": {"ema": {"_target_": "armature.callbacks.ema.EMA"}}}
+        return {"callbacks": {"ema": {"_target_": OPTIONAL["ema"]}}}
     if feature == "muon":
-        return {"optimizer": {"_target_": "armature.optim.muon.Muon"}}
+        return {"optimizer": {"_target_": OPTIONAL["muon"]}}
     if feature == "float8":
         return {"strategy": {"float8": "emulate"}}
     if key == "clip":
@@ -78,9 +87,9 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
     arguments = with_feature(feature)
     problems = found(strategy | arguments.pop("strategy", {}), world_size=world_size, **arguments)
     columns = ("deepspeed", "zero3") if kind == "zero3" else (kind,)
-    refused = [checks.REFUSED[feature, column] for column in columns if (feature, column) in checks.REFUSED]
-    assert len(problems) == len(refused), problems
-    for reason, problem in zip(refused, problems, strict=True):
+    reasons = [refused()[feature, column] for column in columns if (feature, column) in refused()]
+    assert len(problems) == len(reasons), problems
+    for reason, problem in zip(reasons, problems, strict=True):
         assert reason in problem
         assert "Type" in problem
 
@@ -102,7 +111,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"pipe": 2, "schedule": "zero_bubble"}, {"model": {"layers": 3}}, "Type strategy.pipe=1"),
         ({"pipe": 2, "microbatches": 1}, {}, "too few .* Type strategy.microbatches=2"),
         ({"pipe": 2, "schedule": "interleaved_1f1b", "microbatches": 3}, {"micro_batch_size": 9}, "microbatches=4"),
-        ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not divided"),
+        ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not a multiple"),
         ({"pipe": 2, "stages": [3, 2]}, {}, "must be 2 numbers from 1 that add up to model.layers=4"),
         ({"pipe": 2, "schedule": "fifo"}, {}, "Type one of gpipe"),
         ({"pipe": 2}, {"model": {"tied": True}}, "Type model.tied=false"),
@@ -118,13 +127,12 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         ({"shard": 2, "float8": "always"}, {}, "must be false, true, or emulate"),
         ({"shard": 2, "float8": "emulate"}, {"plan": None}, "has no plan, which names the blocks"),
-        ({"shard": 2, "float8": True}, {"trainer": {"accelerator": "cpu"}}, "cpu does not multiply in float8"),
+        ({"shard": 2, "float8": True}, {"trainer": {"accelerator": "cpu"}}, "cpu has no float8 products"),
         ({"shard": 2, "float8": True}, {}, "Type trainer.precision=bf16-mixed"),
         ({"shard": 3}, {}, "does not make up the 2 processes"),
-        ({"_target_": "armature.strategies.DataParallel"}, {}, "Type strategy=ddp trainer.devices=N"),
-        ({"_target_": "armature.strategies.SingleDevice"}, {}, "strategy=single is one process"),
+        ({"_target_": "armature.strategies.single.SingleDevice"}, {}, "strategy=single is one process"),
         (
-            {"_target_": "armature.strategies.DDP"},
+            {"_target_": "armature.strategies.ddp.DDP"},
             {"trainer": {"precision": "16-mixed", "accelerator": "cpu"}},
             "16-mixed needs a GPU",
         ),
@@ -146,7 +154,7 @@ def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest
     assert "Type pip install torchao" in found({"shard": 2, "float8": "emulate"})[0]
 
 
-@pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.SingleDevice"}, LAYOUTS["ddp"][1]])
+@pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.single.SingleDevice"}, LAYOUTS["ddp"][1]])
 def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
     ranks = 1 if strategy["_target_"].endswith("SingleDevice") else 2
     assert found(strategy | {"compile": "block", "compile_mode": "reduce-overhead"}, world_size=ranks) == []
@@ -158,16 +166,18 @@ def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:
 
 
 def test_data_axis_leaves_out_tensor_and_pipeline() -> None:
-    assert checks.data_size(MESH | {"pipe": 2, "replicate": 2, "shard": "auto", "tensor": 2}, 16) == 4
+    asked = MESH | {"pipe": 2, "replicate": 2, "shard": "auto", "tensor": 2}
+    assert Layout.resolve(asked, world_size=16).data_ranks == 4
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
     node = OmegaConf.load(file)
     node = node.get("strategy", node)
-    assert checks.kind({"_target_": node["_target_"]}, world_size=2) != "other"
+    assert Layout.resolve({"_target_": node["_target_"], "shard": "auto"}, world_size=2).kind != "other"
 
 
 def test_checks_need_no_torch() -> None:
-    code = "import sys, armature.validation.parallelism, armature.models.decoder.plan; sys.exit('torch' in sys.modules)"
+    modules = "armature.layout, armature.validation.parallelism, armature.models.decoder.plan"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parents[2])

@@ -6,7 +6,7 @@ Each rank averages the part of the weights that it holds. The average is saved i
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -24,6 +24,10 @@ class EMA(L.Callback):
             (1 + n) / (10 + n), so that the average forgets the initial weights.
         evaluate: validate and test with the average; training always continues with the weights themselves.
     """
+
+    unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
+        "zero3": "its weights are in pieces that have no names. Type strategy=fsdp, or leave the average out"
+    }
 
     def __init__(self, *, decay: float = 0.999, evaluate: bool = True) -> None:
         if not 0 < decay < 1:

@@ -1,13 +1,15 @@
 """Which checkpoint a run resumes from. Torch-free: everything but the checksums is checked before a process starts."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature import config
 from armature.checkpoint import directory
 from armature.errors import ConfigError
+from armature.launcher import environment
+from armature.validation import signatures
 
 MODES = ("auto", "never", "required")
 
@@ -19,7 +21,7 @@ def folder(run_dir: Path, cfg: Any = None) -> Path:
         cfg: the run's configuration; None: read it from the run directory.
     """
     if cfg is None and (run_dir / "config.yaml").is_file():
-        cfg = OmegaConf.load(run_dir / "config.yaml")
+        cfg = config.load(run_dir / "config.yaml")
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
     return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else directory.folder_of(run_dir)  # pyright: ignore[reportArgumentType]
 
@@ -63,7 +65,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"
     if not file.is_file():
         return []
-    saved = OmegaConf.load(file)
+    saved = config.load(file)
     found = []
     for group in ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(_plain(OmegaConf.select(c, group, default=None)), group) for c in (saved, cfg))
@@ -78,8 +80,9 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
-    """Return the values below `path` by their full keys."""
+    """Return the values below `path` by their full keys; an argument that is not set has its constructor's default."""
     if isinstance(value, dict):
+        value = signatures.defaults_of(str(value.get("_target_", ""))) | value
         return {k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()}
     return {path: value}
 
@@ -134,7 +137,7 @@ def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
     Raises:
         ConfigError: if the run has checkpoints, but no complete one: it must not silently start from step 0.
     """
-    if cfg.resume == "never" and not restarted():
+    if cfg.resume == "never" and not environment.is_restarted():
         return None
     own = last_checkpoint(run_dir, cfg)
     if own is None and (incomplete := candidates(folder(run_dir, cfg))):
@@ -145,8 +148,3 @@ def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
             ]
         )
     return own or (newest_complete(to_path(cfg.resume)) if cfg.resume not in MODES else None)
-
-
-def restarted() -> bool:
-    """Return whether these ranks were restarted after a failure."""
-    return any(int(os.environ.get(name, "0")) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))

@@ -4,6 +4,7 @@ No process of a run outlives the one that started it, however that one went: SIG
 left would hold its GPU and write into the run directory of the next start.
 """
 
+import atexit
 import ctypes
 import gc
 import os
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,6 +39,17 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def leave() -> NoReturn:
+    """End a rank that has done its work, without the interpreter's own teardown.
+
+    There, a gloo thread that still runs can abort the process, which a launcher takes for a failure.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main() -> None:

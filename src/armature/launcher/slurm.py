@@ -8,6 +8,7 @@ import time
 from omegaconf import DictConfig
 
 from armature.errors import ConfigError
+from armature.launcher import environment
 
 
 def join(cfg: DictConfig) -> None:
@@ -21,7 +22,7 @@ def join(cfg: DictConfig) -> None:
         ConfigError: where the step has other nodes or tasks than the configuration asks for, which would wait for ever.
     """
     environ = os.environ
-    if "RANK" in environ or "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    if environment.is_joined() or "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return
     layout = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 where the nodes differ
     if "," in layout:
@@ -38,14 +39,15 @@ def join(cfg: DictConfig) -> None:
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
-    environ["RANK"] = environ["SLURM_PROCID"]
-    environ["WORLD_SIZE"] = environ["SLURM_STEP_NUM_TASKS"]
-    environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
-    environ["GROUP_RANK"] = environ["SLURM_NODEID"]
-    environ["LOCAL_WORLD_SIZE"] = str(tasks)
-    if "MASTER_ADDR" not in environ:
-        environ["MASTER_ADDR"] = _first_host()
-    environ.setdefault("MASTER_PORT", str(_port()))
+    environment.set_rank(
+        rank=environ["SLURM_PROCID"],
+        world_size=environ["SLURM_STEP_NUM_TASKS"],
+        local_rank=environ["SLURM_LOCALID"],
+        local_world_size=str(tasks),
+        node_rank=environ["SLURM_NODEID"],
+        main_address=_first_host,
+        main_port=_port(),
+    )
 
 
 def deadline() -> float | None:
@@ -74,7 +76,7 @@ def _times() -> tuple[float | None, float | None]:
     if "SLURM_JOB_END_TIME" in environ:
         begin = environ.get("SLURM_JOB_START_TIME")
         return float(begin) if begin else None, float(environ["SLURM_JOB_END_TIME"])
-    if "SLURM_JOB_ID" not in environ or environ.get("RANK", "0") != "0":  # one question a job; the ranks agree
+    if "SLURM_JOB_ID" not in environ or environment.rank() != 0:  # one question a job; the ranks agree
         return None, None
     try:
         text = _scontrol("job", environ["SLURM_JOB_ID"])

@@ -29,6 +29,7 @@ from omegaconf import DictConfig
 from armature import hardware
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, RunFailed
+from armature.launcher import environment
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import resize
 
@@ -209,9 +210,9 @@ class _Attempts:
             # a restarted rank must not read the addresses that the failed attempt left in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "ARMATURE_ATTEMPT": str(number),
-            "ARMATURE_HEARTBEATS": str(beats),
-            "ARMATURE_RESIZED": resize.difference(self.asked, self.cfg),
+            **environment.rank_variables(
+                attempt=number, heartbeats=beats, resized=resize.difference(self.asked, self.cfg)
+            ),
         }
 
     def _step(self) -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from armature.launcher import environment
+
 TICK = 0.2  # seconds
 SHUTDOWN_SECONDS = (
     5.0  # seconds for the others once a rank has failed: they wait for it in vain, some in calls that never return
@@ -178,11 +180,11 @@ def _children(folder: Path) -> dict[int, int]:
     found = {}
     for child in psutil.Process().children():
         try:
-            environ = child.environ()
-        except psutil.Error:  # gone meanwhile
+            rank = environment.watched_rank(child.environ(), heartbeats=folder)
+        except psutil.Error:  # it has ended meanwhile
             continue
-        if environ.get("ARMATURE_HEARTBEATS") == str(folder) and "RANK" in environ:
-            found[child.pid] = int(environ["RANK"])
+        if rank is not None:
+            found[child.pid] = rank
     return found
 
 

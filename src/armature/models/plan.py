@@ -1,35 +1,38 @@
-"""What a model's parts are, as data: written beside the model, read by `armature.parallel.apply`. Torch-free."""
+"""How a model may be sharded, as data: written next to the model, read by `armature.parallel.apply`. Torch-free."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 TENSOR_STYLES = {
-    "column": "a Linear whose outputs are divided",
-    "row": "a Linear whose inputs are divided, behind a column",
-    "vocabulary": "an Embedding whose rows are divided",
-    "logits": "a Linear whose outputs are divided and go into the model's loss",
-    "sequence": "a norm that works on a part of the positions, or on all of them without sequence parallelism",
-    "gather": "a module around columns, whose first input is brought together once for all of them",
+    "column": "a Linear whose outputs are sharded",
+    "row": "a Linear whose inputs are sharded, after a column",
+    "vocabulary": "an Embedding whose rows are sharded",
+    "logits": "a Linear whose outputs are sharded and go into the model's loss",
+    "sequence": "a norm over a shard of the positions, or over all of them without sequence parallelism",
+    "gather": "a module around columns, whose first input is gathered once for all of them",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Names are those of the undivided model's submodules; patterns may hold `*`.
+    """Names are those of the unsharded model's submodules. Patterns may contain `*`.
 
     Attributes:
-        blocks: the ModuleDict of repeated blocks: the unit of sharding, recomputation, compilation and of stages.
-        first, last: submodules that only the first, only the last pipeline stage holds, in the order they are called.
-        tensor: pattern of module names to a style of `TENSOR_STYLES`. What no pattern names is held by every rank.
+        blocks: the ModuleDict of repeated blocks: the unit of sharding, recomputation, compilation and pipeline stages.
+        first, last: submodules that only the first or only the last pipeline stage holds, in calling order.
+        tensor: module name pattern → style of `TENSOR_STYLES`. Every rank holds a full copy of unmatched modules.
         divided: constructor arguments that the tensor axis must divide.
         sequence: constructor argument that counts the positions (dim 1 of activations); None: the model's norms
-            cannot work on a part of them.
+            cannot work on a shard of them.
         layers: constructor argument that counts the blocks.
-        tied: constructor argument that makes first and last share a parameter; None: there is none.
-        needs_inputs: constructor argument that lets every block depend on the model's inputs, which only a pipeline's
-            first stage sees; None: there is none.
+        tied: constructor argument that makes first and last share a parameter, or None.
+        needs_inputs: constructor argument that makes every block depend on the model's inputs, which only a
+            pipeline's first stage has, or None.
     """
 
     blocks: str = "blocks"
@@ -46,3 +49,25 @@ class Plan:
         for pattern, style in self.tensor.items():
             if style not in TENSOR_STYLES:
                 raise ValueError(f"{pattern!r}: no tensor style {style!r}; there are {', '.join(TENSOR_STYLES)}")
+
+
+def module_beside(module: str, name: str) -> ModuleType | None:
+    """Return the module `name` (a model's plan or check) in the package of `module`, or None if there is none.
+
+    Args:
+        module: the module that defines the model's class.
+    """
+    package = module.rpartition(".")[0]
+    if not package or package.split(".")[0] in ("torch", "lightning"):
+        return None
+    try:
+        spec = importlib.util.find_spec(f"{package}.{name}")
+    except (ImportError, ValueError):
+        return None
+    return importlib.import_module(f"{package}.{name}") if spec is not None else None
+
+
+def plan_beside(module: str) -> Plan | None:
+    """Return `PLAN` of the module `plan` next to the one that defines a model's class, or None if there is none."""
+    found = module_beside(module, "plan")
+    return found.PLAN if found is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ class Muon(Optimizer):
         matrix_work: who orthogonalizes which matrix. A strategy of several ranks sets one that divides the work and
             gathers matrices that are sharded.
     """
+
+    unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
+        "deepspeed": "its engine flattens matrices, which Muon needs whole. Type optimizer=adamw"
+    }
 
     def __init__(
         self,

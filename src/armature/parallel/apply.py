@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from armature.models.plan import Plan
+from armature.models.plan import Plan, plan_beside
 from armature.parallel import blocks, initialization, pipeline, tensor, ties
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
@@ -240,10 +238,5 @@ def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """`PLAN` of the module `plan` beside the one that defines the model's class; None where there is none."""
-    name = f"{type(model).__module__.rpartition('.')[0]}.plan"
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # also for a module outside of any package
-        found = None
-    return importlib.import_module(name).PLAN if found is not None else None
+    """Return the plan next to the module that defines the model's class, or None if there is none."""
+    return plan_beside(type(model).__module__)

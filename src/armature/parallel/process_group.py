@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -10,6 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+from armature.launcher import environment
 
 T = TypeVar("T")
 
@@ -26,34 +27,34 @@ class RankEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return environment.main_address()
 
     @property
     def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", "29500"))
+        return environment.main_port()
 
     @staticmethod
     def detect() -> bool:
-        return "RANK" in os.environ
+        return environment.is_joined()
 
     def world_size(self) -> int:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return environment.world_size()
 
     def set_world_size(self, size: int) -> None:
         if size != self.world_size():
             raise RuntimeError(f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}")
 
     def global_rank(self) -> int:
-        return int(os.environ.get("RANK", "0"))
+        return environment.rank()
 
     def set_global_rank(self, rank: int) -> None:
         pass
 
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return environment.local_rank()
 
     def node_rank(self) -> int:
-        return int(os.environ.get("GROUP_RANK", "0"))
+        return environment.node_rank()
 
 
 def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None) -> None:
@@ -64,10 +65,10 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
         accelerator: `cpu` or `gpu`. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
         timeout: of a collective, in this group and in all groups that are created later; None: torch's.
     """
-    if dist.is_initialized() or "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+    if dist.is_initialized() or environment.world_size() == 1:
         return
     on_gpu = accelerator in ("gpu", "cuda")
-    device = torch.device("cuda", RankEnvironment().local_rank()) if on_gpu else None
+    device = torch.device("cuda", environment.local_rank()) if on_gpu else None
     if device is not None:
         torch.cuda.set_device(device)
     if backend == "auto":

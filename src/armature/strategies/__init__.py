@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+from armature.launcher import environment
 
 if TYPE_CHECKING:  # also what the check of a `_target_` before launch reads
     from lightning.pytorch.strategies import Strategy
@@ -26,7 +27,7 @@ def __getattr__(name: str) -> Any:
 
 def auto(*, seed: int = 0, **options: Any) -> Strategy:
     """`single` for one process, `ddp` for more."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if environment.world_size() == 1:
         names = ("activation_checkpointing", "compile", "compile_mode", "float8")
         shared = {k: v for k, v in options.items() if k in names}
         return __getattr__("SingleDevice")(seed=seed, **shared)

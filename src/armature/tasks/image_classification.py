@@ -15,6 +15,8 @@ class ImageClassification(Task):
     The training loss is the model's `loss`, such as `VisionTransformer.loss`.
     """
 
+    modality = "images"
+
     @override
     def metrics(self) -> dict[str, Metric]:
         return {"loss": mean_metric(), "accuracy": mean_metric()}

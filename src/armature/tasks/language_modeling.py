@@ -23,6 +23,8 @@ class LanguageModeling(Task):
     The training loss is the model's: `Decoder.loss`, or its twin without all the logits, `ChunkedCrossEntropy`.
     """
 
+    modality = "tokens"
+
     def __init__(
         self,
         model: Callable[[], nn.Module],

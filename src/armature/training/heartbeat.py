@@ -4,10 +4,11 @@ import math
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from armature.launcher import environment
 
 MIN_INTERVAL_SECONDS = 1.0  # between two beats: a beat is a system call
 
@@ -20,8 +21,8 @@ class Heartbeat(Callback):
     """
 
     def __init__(self) -> None:
-        folder = os.environ.get("ARMATURE_HEARTBEATS")
-        self._file = Path(folder) / str(os.getpid()) if folder else None
+        folder = environment.heartbeat_folder()
+        self._file = folder / str(os.getpid()) if folder else None
         self._next = 0.0 if folder else math.inf
         self._begun = False
 

@@ -1,6 +1,5 @@
 """End a run between two steps, on all ranks together, after a signal or at a deadline."""
 
-import os
 import signal
 import time
 from types import FrameType
@@ -120,9 +119,3 @@ class StopOnSignal(Callback):
         self._end_if_agreed()
 
     on_validation_batch_end = on_test_batch_end = _stop_evaluation
-
-
-def deadline_of_the_job() -> float | None:
-    """Return the Unix time at which the launcher wants the run to stop, or None."""
-    value = os.environ.get("ARMATURE_DEADLINE")
-    return float(value) if value else None

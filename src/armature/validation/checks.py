@@ -1,8 +1,6 @@
 """The checks of a composed configuration: what it asks of the machine, of the model and of the data."""
 
 import difflib
-import importlib
-import importlib.util
 import logging
 import netrc
 import os
@@ -21,8 +19,9 @@ from armature.checkpoint import resume
 from armature.config import Config
 from armature.data import batching
 from armature.errors import ConfigError
-from armature.validation import parallelism as parallel_checks
-from armature.validation import signatures
+from armature.layout import Layout
+from armature.models.plan import module_beside
+from armature.validation import parallelism, signatures
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +33,6 @@ CHOICES = {
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
     "checkpoint.on_failure": ("continue", "stop"),
-}
-UNFIT = {  # task to model: the pairs of ours that do not go together
-    "armature.tasks.language_modeling.LanguageModeling": "armature.models.vit.model.VisionTransformer",
-    "armature.tasks.image_classification.ImageClassification": "armature.models.decoder.model.Decoder",
 }
 ALIASES = {"fp16": "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "32": "32-true"}
 _SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
@@ -90,17 +85,6 @@ def decide(cfg: DictConfig) -> DictConfig:
     if cfg.launch.max_restarts == "auto":
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
     return cfg
-
-
-def world_size(cfg: DictConfig) -> int:
-    """Processes of the run: those that a launcher has started already, else devices times machines."""
-    started = os.environ.get("WORLD_SIZE")
-    return int(started) if started else cfg.trainer.devices * cfg.trainer.num_nodes
-
-
-def data_size(cfg: DictConfig) -> int:
-    """Ranks that each see different samples: the world, without the tensor and pipeline axes."""
-    return parallel_checks.data_size(plain(cfg.strategy), world_size(cfg))
 
 
 def plain(node: DictConfig) -> dict[str, Any]:
@@ -201,12 +185,8 @@ def _secret_problems(cfg: DictConfig) -> list[str]:
 def _target_problems(cfg: DictConfig) -> list[str]:
     own = [p.name for p in _SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists()]
     allowed = [*cfg.launch.allowed_packages, *(name for name in own if name not in cfg.launch.allowed_packages)]
-    problems = []
-    for group, node in plain(cfg).items():
-        refused_by_name = group == "strategy" and parallel_checks.kind(node, world_size=1) == "dp"
-        if isinstance(node, dict) and not refused_by_name:
-            problems += signatures.problems(group, node, allowed)
-    return problems
+    nodes = {group: node for group, node in plain(cfg).items() if isinstance(node, dict)}
+    return [problem for group, node in nodes.items() for problem in signatures.problems(group, node, allowed)]
 
 
 def _device_problems(cfg: DictConfig) -> list[str]:
@@ -241,38 +221,29 @@ def _device_problems(cfg: DictConfig) -> list[str]:
     return []
 
 
-def beside(target: str, name: str) -> Any | None:
-    """The module `name` in the folder of a model's `_target_` (its plan, its check), if there is one."""
-    package = ".".join(target.split(".")[:-2])
-    if not package or package.split(".")[0] in ("torch", "lightning"):
-        return None
-    try:
-        spec = importlib.util.find_spec(f"{package}.{name}")
-    except (ImportError, ValueError):
-        return None
-    return importlib.import_module(f"{package}.{name}") if spec is not None else None
-
-
 def _model_problems(cfg: DictConfig) -> list[str]:
-    if UNFIT.get(cfg.task._target_) == cfg.model._target_:
+    task, model = cfg.task._target_, cfg.model._target_
+    trained, given = (signatures.class_attribute(target, "modality") for target in (task, model))
+    if trained != given and None not in (trained, given):
         return [
-            f"task={cfg.task._target_.rpartition('.')[2]} cannot train model={cfg.model._target_.rpartition('.')[2]}. "
-            "Type task=language_modeling with a decoder and text, or task=image_classification with data of images."
+            f"task={task.rpartition('.')[2]} trains on {trained}, but model={model.rpartition('.')[2]} takes {given}. "
+            "Type task=language_modeling with a decoder and text, or task=image_classification with a model and data "
+            "of images."
         ]
-    module = beside(cfg.model._target_, "check")
+    definition = signatures.find_definition(model)
+    module = module_beside(definition[0], "check") if definition is not None else None
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
     return module.problems(arguments) if module is not None else []
 
 
 def layout_problems(cfg: DictConfig) -> list[str]:
-    """Batch sizes, and what the strategy cannot do with this model, precision and number of processes."""
-    plan = beside(cfg.model._target_, "plan")
-    problems = parallel_checks.problems(plain(cfg), world_size=world_size(cfg), plan=plan.PLAN if plan else None)
-    if not problems:
-        try:
-            batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, data_size(cfg))
-        except ConfigError as error:
-            problems += error.problems
+    """Return what is wrong with batch sizes, and what the strategy cannot do with this model, precision and ranks."""
+    try:
+        layout = Layout.of(cfg)
+        if not (problems := parallelism.problems(plain(cfg), layout)):
+            batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, layout.data_ranks)
+    except ConfigError as error:
+        return error.problems
     return problems
 
 

@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,16 @@ HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
 @dataclass
 class Signature:
-    """Parameter names with their annotations; `open` where it takes any keyword or cannot be read from the source."""
+    """A constructor's parameters, as syntax trees.
+
+    Attributes:
+        parameters: annotation of each.
+        defaults: default of each that has one.
+        open: it takes any keyword, or cannot be read from the source.
+    """
 
     parameters: dict[str, ast.expr | None] = field(default_factory=dict)
+    defaults: dict[str, ast.expr] = field(default_factory=dict)
     open: bool = False
 
 
@@ -156,19 +164,68 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
     """`**kwargs` and inherited constructors take what the first base that can be read takes."""
+    for base in _bases(module, node):
+        inherited = signature_of(*base)
+        defaults = {**inherited.defaults, **own.defaults}
+        return Signature({**inherited.parameters, **own.parameters}, defaults, open=inherited.open)
+    return Signature(own.parameters, own.defaults, open=bool(node.bases) or own.open)
+
+
+def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the base classes that can be read from their source."""
     for base in node.bases:
         found = _find(module, ast.unparse(base).split(".")[-1].split("[")[0], depth=0)
         if found is not None and isinstance(found[1], ast.ClassDef):
-            inherited = signature_of(*found)
-            return Signature({**inherited.parameters, **own.parameters}, open=inherited.open)
-    return Signature(own.parameters, open=bool(node.bases) or own.open)
+            yield found[0], found[1]
+
+
+def defaults_of(target: str) -> dict[str, Any]:
+    """Return the defaults of the constructor that `target` names, as far as they are literals."""
+    definition = find_definition(target)
+    defaults = signature_of(*definition).defaults if definition is not None else {}
+    values = {name: _literal(node) for name, node in defaults.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in YAML
+
+
+def class_attribute(target: str, name: str) -> Any | None:
+    """Return a class attribute that is a literal, from the class that `target` names or from its bases, or None.
+
+    The classes of torch and Lightning are not read: they declare nothing of ours.
+    """
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef):
+        return None
+    return _class_attribute(definition[0], definition[1], name)
+
+
+def _class_attribute(module: str, node: ast.ClassDef, name: str) -> Any | None:
+    if module.split(".")[0] in ("torch", "lightning"):
+        return None
+    for item in node.body:
+        if isinstance(item, ast.Assign | ast.AnnAssign):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                return _literal(item.value)
+    found = (_class_attribute(*base, name) for base in _bases(module, node))
+    return next((value for value in found if value is not None), None)
+
+
+def _literal(node: ast.expr | None) -> Any | None:
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return None
 
 
 def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
     arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     if skip_self:
         arguments = arguments[1:]
-    return Signature({a.arg: a.annotation for a in arguments}, open=node.args.kwarg is not None)
+    positional = [*node.args.posonlyargs, *node.args.args]
+    given = zip(positional[::-1], node.args.defaults[::-1], strict=False)  # defaults belong to the last parameters
+    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    defaults = {argument.arg: default for argument, default in (*given, *keywords) if default is not None}
+    return Signature({a.arg: a.annotation for a in arguments}, defaults, open=node.args.kwarg is not None)
 
 
 def _near_definition(target: str) -> str:

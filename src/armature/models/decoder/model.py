@@ -143,6 +143,8 @@ class Decoder(nn.Module):
     the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
     """
 
+    modality = "tokens"
+
     def __init__(
         self,
         *,

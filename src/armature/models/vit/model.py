@@ -75,6 +75,8 @@ class VisionTransformer(nn.Module):
     `ffn_hidden` defaults to four times the width. Raises ValueError with every impossible size.
     """
 
+    modality = "images"
+
     def __init__(
         self,
         *,

@@ -1,0 +1,131 @@
+"""The environment variables between a launcher and its ranks. No other module reads or writes them. Torch-free.
+
+Set by torchrun and by torch's elastic agent; under `srun`, `launcher.slurm` sets the first group from Slurm's own.
+
+    RANK, WORLD_SIZE                 this rank, and the number of ranks on all machines
+    LOCAL_RANK, LOCAL_WORLD_SIZE     the same on this machine
+    GROUP_RANK                       this machine
+    MASTER_ADDR, MASTER_PORT         where the ranks meet
+    TORCHELASTIC_RUN_ID              set if an elastic agent started this process
+    TORCHELASTIC_RESTART_COUNT       how often that agent has restarted the ranks
+    TORCHELASTIC_ERROR_FILE          where a rank leaves its error for the agent
+
+Set by the process that starts the ranks of this machine (`armature.launch`, `launcher.supervise`):
+
+    ARMATURE_ATTEMPT                 how often the ranks have been restarted, each time by a new agent
+    ARMATURE_HEARTBEATS              folder of the ranks' heartbeats, watched by `launcher.watch`
+    ARMATURE_RESIZED                 JSON of the settings that follow a smaller number of ranks (`validation.resize`)
+    ARMATURE_DEADLINE                Unix time at which to save and stop, ahead of Slurm's time limit
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def is_joined() -> bool:
+    """Return True if a launcher started this process as a rank."""
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK") or 0)
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"]) if is_joined() else 1
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def node_rank() -> int:
+    return int(os.environ.get("GROUP_RANK") or 0)
+
+
+def main_address() -> str:
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def main_port() -> int:
+    return int(os.environ.get("MASTER_PORT", "29500"))
+
+
+def set_rank(
+    *,
+    rank: str,
+    world_size: str,
+    local_rank: str,
+    local_world_size: str,
+    node_rank: str,
+    main_address: Callable[[], str],
+    main_port: int,
+) -> None:
+    """Make this process a rank. An address or a port that is set already is kept."""
+    os.environ.update(
+        RANK=rank,
+        WORLD_SIZE=world_size,
+        LOCAL_RANK=local_rank,
+        LOCAL_WORLD_SIZE=local_world_size,
+        GROUP_RANK=node_rank,
+    )
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = main_address()
+    os.environ.setdefault("MASTER_PORT", str(main_port))
+
+
+def is_under_agent() -> bool:
+    """Return True if an elastic agent, torchrun's or ours, started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_restarted() -> bool:
+    """Return True if these ranks were restarted after a failure."""
+    return any(int(os.environ.get(name) or 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def error_file() -> Path | None:
+    """Return the file in which the agent expects this rank's error."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file) if file else None
+
+
+def rank_variables(*, attempt: int, heartbeats: Path, resized: str) -> dict[str, str]:
+    """Return the variables of ours that the ranks of one attempt get."""
+    return {
+        "ARMATURE_ATTEMPT": str(attempt),
+        "ARMATURE_HEARTBEATS": str(heartbeats),
+        "ARMATURE_RESIZED": resized,
+    }
+
+
+def heartbeat_folder() -> Path | None:
+    """Return the folder of the ranks' heartbeats, or None if nobody watches them."""
+    folder = os.environ.get("ARMATURE_HEARTBEATS")
+    return Path(folder) if folder else None
+
+
+def watched_rank(environ: Mapping[str, str], *, heartbeats: Path) -> int | None:
+    """Return the rank of the process with this environment, or None if it is no rank with that heartbeat folder."""
+    if environ.get("ARMATURE_HEARTBEATS") != str(heartbeats) or "RANK" not in environ:
+        return None
+    return int(environ["RANK"])
+
+
+def resized_settings() -> str:
+    return os.environ.get("ARMATURE_RESIZED", "")
+
+
+def set_deadline(unix_time: float) -> None:
+    os.environ["ARMATURE_DEADLINE"] = str(unix_time)
+
+
+def deadline() -> float | None:
+    """Return the Unix time at which the launcher wants the run to save and stop, or None."""
+    value = os.environ.get("ARMATURE_DEADLINE")
+    return float(value) if value else None
