@@ -1,4 +1,4 @@
-"""What can be told of a layout only from the model itself, which is built on the meta device: no process, no memory."""
+"""Check a plan against the model itself, built on the meta device: no process, no memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from armature.parallel.tensor import matches
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
-    """Where a plan does not fit its model: names that are not there, matrices that an axis does not divide.
+    """Return where a plan does not fit its model: names that do not exist, matrices that an axis does not divide.
 
     Args:
         make: builds the model.
-        sizes: of the mesh's axes.
+        sizes: sizes of the mesh's axes.
     """
     with torch.device("meta"):
         model = make()
@@ -36,8 +36,8 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         if not isinstance(getattr(model, end, None), nn.Module)
     ]
     if sizes["pipe"] > 1:
-        found += _loose(model)
-        crossing = [names for names in ties.find(model) if len({_part(n, plan) for n in names}) > 1]
+        found += _parameters_of_no_stage(model)
+        crossing = [names for names in ties.find(model) if len({_stage_part(n, plan) for n in names}) > 1]
         found += [
             f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share." for names in crossing
         ]
@@ -50,12 +50,12 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
     return found
 
 
-def _part(name: str, plan: Plan) -> str:
+def _stage_part(name: str, plan: Plan) -> str:
     first = name.split(".")[0]
     return "first" if first in plan.first else "last" if first in plan.last else name.split(".")[1]
 
 
-def _loose(model: nn.Module) -> list[str]:
+def _parameters_of_no_stage(model: nn.Module) -> list[str]:
     loose = [name for name, param in model._parameters.items() if param is not None]
     return [f"{type(model).__name__} holds {', '.join(loose)} itself, so no pipeline stage owns it."] if loose else []
 
