@@ -162,7 +162,8 @@ class _Attempts:
             remaining = launch.max_restarts - attempt - 1
             print(
                 f"restart {attempt + 1} of {launch.max_restarts}: {failure.what}; "
-                f"the run resumes from {self._resume_point()}{change}; {remaining or 'no'} more restart{'s' * (remaining != 1)} after this one",
+                f"the run resumes from {self._resume_point()}{change}; "
+                f"{remaining or 'no'} more restart{'s' * (remaining != 1)} after this one",
                 file=sys.stderr,
                 flush=True,
             )
