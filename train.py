@@ -4,8 +4,8 @@
     python train.py strategy=ddp trainer.devices=2
     python train.py experiment=digits optimizer.lr=1e-3
 
-From here to the loss: launch.py starts the ranks, worker.py builds the objects of the configuration and hands them to
-Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
+From here to the loss: launch.py starts the ranks, worker.py builds the objects that the configuration names and passes
+them to Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
 """
 
 import sys
@@ -23,7 +23,7 @@ from armature.validation.checks import check
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
-@cli.reported
+@cli.report_errors
 def main(cfg: DictConfig) -> float | None:
     cfg = cli.with_run_dir(check(cfg))
     return launch.launch(cfg, cli.overrides())

@@ -165,8 +165,8 @@ def test_a_stopped_sweep_is_told_to_go_on_by_its_own_name(monkeypatch, capsys):
         raise supervise.stopped(cfg, "SIGTERM", step=3)
 
     with pytest.raises(SystemExit, match="143"):
-        cli.reported(trial)(cfg)
-    assert "The same command with run.name=a/b goes on" in capsys.readouterr().err
+        cli.report_errors(trial)(cfg)
+    assert "The same command with run.name=a/b resumes" in capsys.readouterr().err
 
 
 def test_a_finished_run_says_so_and_stops(single, corpus):

@@ -1,4 +1,4 @@
-"""A run is brought back when a rank is lost, stands still or fails, and is not when that would be in vain."""
+"""A run is restarted when a rank is killed, hangs or fails, unless it would fail again."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def train(*overrides: str, folder, corpus, check: bool = True):
 @pytest.mark.slow
 def test_a_killed_rank_comes_back_and_the_metrics_are_those_of_an_undisturbed_run(undisturbed, corpus, tmp_path):
     output, run_dir = train(*DDP, *fault("SIGKILL", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus)
-    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run goes on from step 4; 2 more restarts" in output
+    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run resumes from step 4; 2 more restarts" in output
     assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
 
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_comes_back_and_the_metrics_are_those_of_an_undisturbed_ru
 def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, tmp_path):
     single = ["run.name=run", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "launch.max_restarts=1"]
     output, run_dir = train(*single, *fault("SIGSEGV", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus)
-    assert "restart 1 of 1: rank 0 was killed by SIGSEGV; the run goes on from step 4; no more restarts" in output
+    assert "restart 1 of 1: rank 0 was killed by SIGSEGV; the run resumes from step 4; no more restarts" in output
     assert running.summary(run_dir)["world_size"] == 1
     assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
 
@@ -96,7 +96,7 @@ def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, 
 def test_a_stopped_rank_is_found_and_brought_back(undisturbed, corpus, tmp_path):
     overrides = [*DDP, "launch.hang_timeout=5", *fault("SIGSTOP", step=5, folder=tmp_path)]
     output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
-    assert re.search(r"restart 1 of 3: rank 1 made no step for [5-9] s \(held by a signal such as SIGSTOP\)", output)
+    assert re.search(r"restart 1 of 3: rank 1 made no step for [5-9] s \(stopped by a signal such as SIGSTOP\)", output)
     assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
 
 
@@ -117,7 +117,7 @@ def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_pa
     output, run_dir = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
     first, _, second = output.partition("restart 1 of 3: rank 1 failed with ArithmeticError: the deliberate mistake; ")
     assert "Traceback" not in first
-    assert second.startswith("the run goes on from step 4")
+    assert second.startswith("the run resumes from step 4")
     assert "restart 2" not in output  # it fails at the same step again, without a newer checkpoint
     assert "Rank 1 failed first (exit code 1)" in second
     again, _ = train(*DDP, folder=tmp_path, corpus=corpus)
@@ -129,7 +129,7 @@ def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_pa
 def test_attempts_without_progress_end_the_run(corpus, tmp_path):
     faulty = fault("SIGKILL", step=1, folder=tmp_path, attempts=9)
     output, _ = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
-    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run goes on from the start" in output
+    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run resumes from the start" in output
     assert "restart 2" not in output
     assert "no progress: 2 attempts in a row ended without a new checkpoint" in output
     assert "Rank 1 was killed by SIGKILL; its log is outputs/run/logs/rank_0001.log." in output
@@ -139,7 +139,7 @@ def test_attempts_without_progress_end_the_run(corpus, tmp_path):
 def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
     overrides = [*DDP, "launch.min_ranks=1", *fault("SIGKILL", step=1, folder=tmp_path)]
     output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
-    assert "goes on from the start on 1 rank instead of 2, data.micro_batch_size=4" in output
+    assert "resumes from the start on 1 rank instead of 2, data.micro_batch_size=4" in output
     assert "4 micro × 2 accumulation × 1 data rank" in output
     assert running.summary(run_dir)["world_size"] == 1
     assert OmegaConf.load(run_dir / "config.yaml").trainer.devices == 2
@@ -235,7 +235,7 @@ WRONG = Failure("rank 1 failed with an error", "Traceback\nRank 1 failed", is_er
 def test_a_rank_that_is_lost_comes_back_as_often_as_was_asked_for(attempts, capsys):
     attempts((2, KILLED), (4, WRONG), (6, KILLED), (8, None))
     assert attempts.made == [0, 1, 2, 3]
-    with pytest.raises(RunFailed, match=r"Rank 1 was killed\.\nlaunch.max_restarts=3: none is left"):
+    with pytest.raises(RunFailed, match=r"Rank 1 was killed\.\nlaunch.max_restarts=3: no restart remains"):
         attempts((2, KILLED), (4, KILLED), (6, KILLED), (8, KILLED))
 
 

@@ -1,7 +1,7 @@
 """The types of the core's own configuration. The values, with their comments, are in `configs/`.
 
 Hydra merges the YAML files into these dataclasses, so a misspelt key or a wrong type is refused while the configuration
-is composed. Groups that hold a `_target_` (model, task, data, optimizer, ...) have the keys of whatever they build and
+is composed. Groups with a `_target_` (model, task, data, optimizer, ...) have the keys of the class that they build and
 are `Any` here; `validation.signatures` checks them against the constructor's signature.
 """
 
@@ -27,8 +27,8 @@ MOVED = {  # `_target_` in the config.yaml of older runs → where the class is 
 class Run:
     root: str = MISSING
     name: str | None = MISSING
-    dir: str | None = None  # root/name once the name is decided; not for users to set
-    id: str | None = None  # what loggers know the run by, over all its starts; not for users to set
+    dir: str | None = None  # root/name once the name is decided; not set by users
+    id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Config:
 
 
 def register() -> None:
-    """Make the types known to Hydra, under the name that `configs/train.yaml` starts from."""
+    """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
     started = time.strftime("%Y%m%d-%H%M%S")
     OmegaConf.register_new_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)

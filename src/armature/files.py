@@ -1,4 +1,4 @@
-"""Files that are whole or not there. Torch-free."""
+"""Write files atomically and durably. Torch-free."""
 
 import hashlib
 import os
@@ -9,16 +9,16 @@ import psutil
 
 
 def replace(file: Path, text: str) -> None:
-    """Written beside its target and renamed, so that nobody reads half of it."""
+    """Write a file next to its target and rename it, so that no reader sees half of it."""
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8", newline="")
     os.replace(part, file)
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what processes of this machine that are gone left in the middle of `replace`.
+    """Remove the leftovers of processes of this machine that ended in the middle of `replace`.
 
-    Others, here or on another machine, may be writing there at this moment.
+    Other processes, here or on another machine, may be writing at this moment: their files stay.
     """
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
         if not psutil.pid_exists(int(part.name.split(".")[-2])):
@@ -26,7 +26,7 @@ def clear_parts(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Once it returns, a file's bytes, or a folder's names, outlast a loss of power."""
+    """Flush a file's bytes, or a folder's names, to the disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,6 +35,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, here or in an object store."""
+    """Return the SHA-256 of a file, here or in an object store."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]

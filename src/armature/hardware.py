@@ -1,4 +1,4 @@
-"""What this machine has, told without importing torch, so that a mistake in a config is answered in no time."""
+"""What this machine has, found without importing torch, so that a mistake in a config is reported at once."""
 
 import ctypes
 import functools
@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-# Dense bf16 tensor-core rates of the makers' data sheets, FLOP/s. The first whose words stand in a device's name counts
+# Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s. The first entry found in a device's name counts.
 PEAKS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -35,7 +35,7 @@ PEAKS = {
 
 
 def cpu_count() -> int:
-    """CPUs that this process may use (a Slurm job or a container often has fewer than the machine)."""
+    """Return the number of CPUs that this process may use (often fewer than the machine has: Slurm, containers)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
@@ -51,7 +51,7 @@ def _cuda_driver() -> ctypes.CDLL | None:
 
 @functools.cache
 def gpu_count() -> int:
-    """GPUs that this process sees, CUDA_VISIBLE_DEVICES counted in: NVIDIA's by the driver, AMD's by torch."""
+    """Return the number of visible GPUs (CUDA_VISIBLE_DEVICES applies): NVIDIA from the driver, AMD from torch."""
     if (driver := _cuda_driver()) is not None:
         count = ctypes.c_int()
         return count.value if driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
@@ -63,7 +63,7 @@ def gpu_count() -> int:
 
 
 def has_mps() -> bool:
-    """True on an Apple machine whose GPU torch can use."""
+    """Return True on an Apple machine whose GPU torch can use."""
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
@@ -72,7 +72,7 @@ def default_accelerator() -> str:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """(major, minor) of the first NVIDIA GPU; None where there is none."""
+    """Return (major, minor) of the first NVIDIA GPU, or None if there is none."""
     if (driver := _cuda_driver()) is None or not gpu_count():
         return None
     device, found = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
@@ -84,7 +84,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def bf16_is_fast(accelerator: str) -> bool:
-    """Whether bfloat16 products run on units of their own: Ampere and later, or AVX512-BF16 and AMX on CPUs."""
+    """Return True if the hardware has bfloat16 units: Ampere and later GPUs, or CPUs with AVX512-BF16 or AMX."""
     if accelerator == "cpu":
         cpuinfo = Path("/proc/cpuinfo")
         return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16"))
@@ -95,12 +95,12 @@ def bf16_is_fast(accelerator: str) -> bool:
 
 
 def published_peak(device_name: str) -> float | None:
-    """FLOP/s of one device in dense bf16; None for one that is not in the table."""
+    """Return FLOP/s of one device in dense bf16, or None if it is not in the table."""
     return next((rate for words, rate in PEAKS.items() if re.search(rf"\b{words}\b", device_name)), None)
 
 
 def cpu_name() -> str:
-    """The processor, with the number of CPUs that this process may use."""
+    """Return the processor's name, with the number of CPUs that this process may use."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -108,7 +108,7 @@ def cpu_name() -> str:
 
 
 def peak_resident_memory() -> int:
-    """Bytes that this process held at once, at most; 0 where the system does not tell (Windows)."""
+    """Return the peak resident memory of this process in bytes, or 0 if the system does not report it (Windows)."""
     if sys.platform == "win32":
         return 0
     import resource

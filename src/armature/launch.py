@@ -1,6 +1,6 @@
-"""From a checked configuration to running ranks: in this process, through torch's elastic agent, or as a rank already.
+"""From a checked configuration to running ranks.
 
-one process                  the worker runs here, unless it is to be brought back (launch.max_restarts)
+one process                  the worker runs in this process, unless it is to be restarted (launch.max_restarts)
 several processes            `supervise`: torch's elastic agent (the engine of torchrun) starts and watches them
 under torchrun or srun       this process is one of the ranks and joins the others
 """
@@ -22,15 +22,15 @@ from armature.validation import resize
 
 log = logging.getLogger(__name__)
 
-RESULT = ("seed", "task", "model", "data", "optimizer", "scheduler")
-INDIFFERENT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir")  # to what comes out of them
+RESULT_GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler")
+NO_EFFECT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir")  # keys that do not change the result
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
-    """Trains and returns the monitored metric (what a sweep optimizes).
+    """Train and return the monitored metric (what a sweep optimizes).
 
     Raises:
-        RunFailed: when the run was stopped by a signal or by an error in a rank.
+        RunFailed: if the run was stopped by a signal or by an error in a rank.
     """
     slurm.join(cfg)
     if (stop_at := slurm.stop_at(cfg.launch.stop_minutes_before_limit)) is not None:
@@ -41,7 +41,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     _check_built(cfg, layout)
     if joined:
         if cfg.launch.min_ranks is not None:
-            log.warning("launch.min_ranks=%s is not used: these ranks were started from outside.", cfg.launch.min_ranks)
+            log.warning("launch.min_ranks=%s is not used: another launcher started these ranks.", cfg.launch.min_ranks)
         if environment.is_under_agent():
             rank.end_with_parent()
     elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
@@ -50,7 +50,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
             "Start it with torchrun (scripts/multinode/) or under Slurm (scripts/slurm/), "
             "or type launch.rdzv_endpoint=HOST:PORT on each machine."
         )
-    elif (finished := _finished(cfg)) is not None:
+    elif (finished := _finished_message(cfg)) is not None:
         print(finished, file=sys.stderr)
         return _metric(cfg)
     else:
@@ -85,16 +85,18 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
 
 
 def _check_fewer(cfg: DictConfig) -> None:
-    """Whether there is a smaller number of ranks that launch.min_ranks could mean."""
+    """Check that some smaller number of ranks fits, down to launch.min_ranks."""
     devices, least = cfg.trainer.devices, cfg.launch.min_ranks
     if least is not None and least < devices:
         found = resize.fewer(cfg, most=devices - 1, least=least)
         if isinstance(found, str):
-            raise ConfigError(f"launch.min_ranks={least}: the ranks cannot become fewer than {devices}: {found}.")
+            raise ConfigError(
+                f"launch.min_ranks={least}: the run cannot continue on fewer than {devices} ranks: {found}."
+            )
 
 
 def _check_world(cfg: DictConfig) -> None:
-    """The launcher outside must have started what the configuration asks for, or ranks would wait for each other."""
+    """Check that the launcher started as many ranks as the configuration asks for; else they would wait for ever."""
     started, asked = environment.world_size(), cfg.trainer.devices * cfg.trainer.num_nodes
     if started != asked:
         local = environment.local_world_size()
@@ -105,8 +107,8 @@ def _check_world(cfg: DictConfig) -> None:
         )
 
 
-def _finished(cfg: DictConfig) -> str | None:
-    """What to say of a run that had come to its end already; None for one that has steps left."""
+def _finished_message(cfg: DictConfig) -> str | None:
+    """Return the message for a run that is finished already, or None if it has steps left."""
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
         return None
@@ -119,25 +121,25 @@ def _finished(cfg: DictConfig) -> str | None:
         )
     return (
         f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise trainer.max_steps; "
-        "to start anew, type another run.name."
+        "to start from step 0, type another run.name."
     )
 
 
 def _other_settings(cfg: DictConfig) -> list[str]:
-    """What decides the result, and was another in the run that the directory holds."""
+    """Return the settings that decide the result and differ from those of the run in the directory."""
     here, there = (
-        {key: value for group in RESULT for key, value in resume.flat(container.get(group), group).items()}
+        {key: value for group in RESULT_GROUPS for key, value in resume.flat(container.get(group), group).items()}
         for container in (run_dir.without_secrets(cfg), run_dir.without_secrets(run_dir.read(Path(cfg.run.dir))))
     )
     return [
         f"{key}={there.get(key)} there, {here.get(key)} here"
         for key in sorted(here.keys() | there.keys())
-        if key.rpartition(".")[2] not in INDIFFERENT and not _alike(here.get(key), there.get(key))
+        if key.rpartition(".")[2] not in NO_EFFECT and not _same(here.get(key), there.get(key))
     ]
 
 
-def _alike(value: Any, other: Any) -> bool:
-    """Also one path in two ways."""
+def _same(value: Any, other: Any) -> bool:
+    """Return True if two values are equal, or two spellings of one path."""
     both = isinstance(value, str) and isinstance(other, str)
     return value == other or (both and os.path.realpath(value) == os.path.realpath(other))
 

@@ -1,13 +1,13 @@
 """The run directory: one for all ranks, restarts and requeues of a run.
 
 outputs/<run.name>/
-  config.yaml      composed and resolved; values from the environment stay references
-  overrides.txt    what was typed
+  config.yaml      composed and resolved; values from the environment are kept as references
+  overrides.txt    the typed overrides
   checkpoints/     step=000120/ …, and `last`, which names the newest complete one
-  metrics.csv      a row an optimizer step, and val/* and test/* values in the row of their step
+  metrics.csv      one row per optimizer step, with val/* and test/* values in the row of their step
   summary.json     written when the run ends
-  logs/            one file a rank
-  tokenizer.json   of a language model
+  logs/            one file per rank
+  tokenizer.json   for a language model
 """
 
 import hashlib
@@ -29,22 +29,22 @@ from armature.launcher import environment
 
 
 def default_name(label: str) -> str:
-    """The Slurm job's id under Slurm, else `label` and the time at which the run was started."""
+    """Return the Slurm job's id under Slurm, else `label` and the time at which the run was started."""
     if job := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if job := os.environ.get("SLURM_JOB_ID"):
         return job
-    # under torchrun the launcher's start is the same for all ranks and all restarts
+    # under torchrun, the launcher's start time is the same for all ranks and all restarts
     started = psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()
     return f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 
 def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConfig:
-    """The configuration with run.name and run.dir set.
+    """Return the configuration with run.name and run.dir set.
 
     Args:
-        label: the experiment's name, for a run that has none of its own.
-        trial: `<sweep>/<number>` of a trial of a sweep, which has its own directory.
+        label: the experiment's name, used if run.name is null.
+        trial: `<sweep>/<number>` for a trial of a sweep, which has its own directory.
     """
     cfg = cfg.copy()
     named = trial or cfg.run.name
@@ -60,11 +60,11 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
 
 
 def write(cfg: DictConfig, overrides: list[str]) -> Path:
-    """Makes the directory with config.yaml and overrides.txt; a later start adds what was typed then.
+    """Create the directory with config.yaml and overrides.txt; a later start appends its overrides.
 
     Raises:
-        ConfigError: where the directory, or the run that `resume=PATH` names, does not go with this configuration. It
-            is left as it is.
+        ConfigError: if the directory, or the run that `resume=PATH` names, does not match this configuration. Nothing
+            is changed then.
     """
     run_dir = Path(cfg.run.dir)
     checkpoint = resume.checkpoint_for(cfg, run_dir)
@@ -76,13 +76,13 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         raise ConfigError(problems)
     if cfg.resume == "never" and directory.folder_of(run_dir).exists():
         raise ConfigError(
-            f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to go on."
+            f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to resume it."
         )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{run_dir}: cannot be made ({error.strerror}). Type run.root=… with a folder that can."
+            f"run.root={cfg.run.root}: {run_dir} cannot be created ({error.strerror}). Type another run.root."
         ) from error
     files.clear_parts(run_dir)
     cfg.run.id = _id(run_dir)
@@ -94,28 +94,28 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
 
 
 def _id(run_dir: Path) -> str:
-    """What loggers know a run by: made up at its first start, the same at every later one."""
+    """Return the run's id for loggers: random at its first start, the same at every later one."""
     file = run_dir / "config.yaml"
     known = OmegaConf.select(OmegaConf.load(file), "run.id", default=None) if file.is_file() else None
     return known or secrets.token_hex(6)
 
 
 def fingerprint(cfg: DictConfig) -> str:
-    """Of what is trained, and how: the same for every start of a run that was not changed."""
+    """Return a hash of what is trained and how: the same for every start of a run that was not changed."""
     kept = {key: value for key, value in without_secrets(cfg).items() if key not in ("run", "launch", "resume")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def read(run_dir: Path) -> DictConfig:
-    """The configuration of a run; what it refers to in the environment is read when it is used."""
+    """Return the configuration of a run; references to the environment are resolved when they are used."""
     file = run_dir / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{run_dir}: no run directory (it holds no config.yaml).")
+        raise ConfigError(f"{run_dir}: not a run directory (it holds no config.yaml). Type outputs/<run.name>.")
     return config.load(file)
 
 
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:
-    """Everything resolved, but `${oc.env:NAME}` left as it stands: no value of the environment reaches a file."""
+    """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is written to a file."""
     untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
     replace = {"oc.env": _env_reference, "oc.decode": _decode_reference}
     originals = {"oc.env": oc.env, "oc.decode": oc.decode}
@@ -133,7 +133,7 @@ def _env_reference(name: str, *default: Any) -> str:
 
 
 def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
-    """Of a reference to the environment, a reference again; of anything else, what it decodes to."""
+    """Keep an environment reference unresolved; decode anything else."""
     return f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value, _parent_, _node_)
 
 

@@ -35,6 +35,7 @@ from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
 from armature.training import report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Display
@@ -144,7 +145,8 @@ def fit_and_test(run: Run) -> None:
         reason, metrics = str(run.stop.received), _last_row(step_log)
     step_log.csv.flush()
     task: Any = run.task
-    can_preview = hasattr(task, "preview") and getattr(trainer.strategy, "can_generate", True)
+    strategy = StrategyMixin.find(trainer)
+    can_preview = hasattr(task, "preview") and (strategy is None or strategy.can_generate)
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
         cfg, trainer, step_log, run.display, reason=reason, metrics=metrics, best=run.checkpointing.best,

@@ -1,7 +1,7 @@
-"""What the elastic agent starts: `python -m armature.launcher.rank RUN_DIR`. Ready for signals before the slow imports.
+"""A rank as the elastic agent starts it: `python -m armature.launcher.rank RUN_DIR`.
 
-No process of a run outlives the one that started it, however that one went: SIGKILL cannot be handled, and what is
-left would hold its GPU and write into the run directory of the next start.
+It handles signals before the slow imports. No process of a run outlives the one that started it, however that one
+ended: SIGKILL cannot be handled, and an orphan would hold its GPU and write into the run directory of the next start.
 """
 
 import atexit
@@ -18,22 +18,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """From here on this process and those that it forks, such as data loader workers, end with their parents."""
+    """Make this process, and those that it forks, such as data loader workers, end with their parents."""
     parent = os.getppid()
     if sys.platform == "linux":
         libc, main = ctypes.CDLL(None), threading.main_thread().ident
 
-        def end_with_the_thread_that_started_us() -> None:
+        def end_with_parent_thread() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         def in_child() -> None:
-            if threading.get_ident() == main:  # a thread may end before its children are meant to
-                end_with_the_thread_that_started_us()
+            if threading.get_ident() == main:  # another thread may end before the children that it started
+                end_with_parent_thread()
 
-        end_with_the_thread_that_started_us()
+        end_with_parent_thread()
         os.register_at_fork(after_in_child=in_child)
 
-    def watch() -> None:  # where there is no such call, or the parent was gone before it
+    def watch() -> None:  # for systems without that call, and a parent that ended before it
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
@@ -55,7 +55,7 @@ def leave() -> NoReturn:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends a rank without a traceback
     end_with_parent()
-    gc.disable()  # collecting during imports takes a quarter of the start; the worker turns it on again
+    gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
     from armature import worker
 
     worker.main()

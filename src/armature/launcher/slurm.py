@@ -1,4 +1,4 @@
-"""Slurm: joining the other ranks under `srun`, which names them in variables of its own, and the job's time limit."""
+"""Slurm: join the other ranks under `srun`, and find the job's time limit."""
 
 import os
 import socket
@@ -12,25 +12,25 @@ from armature.launcher import environment
 
 
 def join(cfg: DictConfig) -> None:
-    """Makes this process what `srun` started it as: a rank, or one task a node with the elastic agent beneath it.
+    """Make this process a rank if `srun` started it as one, or prepare it to start the ranks of its node.
 
-    A rank gets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from Slurm's variables. Where there is one
-    task a node and several devices, `launch.rdzv_endpoint` is set instead, and the agents meet there. A batch script's
-    own shell has SLURM_NTASKS too, but no step: there the elastic agent starts the ranks.
+    A rank's variables (`launcher.environment`) are set from Slurm's. With one task per node and several devices,
+    `launch.rdzv_endpoint` is set instead, and the elastic agents of the nodes meet there. The shell of a batch script
+    has SLURM_NTASKS too, but no step: there the elastic agent starts the ranks.
 
     Raises:
-        ConfigError: where the step has other nodes or tasks than the configuration asks for, which would wait for ever.
+        ConfigError: if the step's nodes or tasks differ from the configuration; the ranks would wait for ever.
     """
     environ = os.environ
     if environment.is_joined() or "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return
-    layout = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 where the nodes differ
-    if "," in layout:
+    per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
+    if "," in per_node:
         raise ConfigError(
-            f"srun started {layout} tasks on the nodes: every node must have as many. "
+            f"srun started {per_node} tasks on the nodes: every node must have the same number. "
             f"Type --nodes={cfg.trainer.num_nodes} --ntasks-per-node={cfg.trainer.devices}."
         )
-    tasks, nodes = int(layout.split("(")[0]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    tasks, nodes = int(per_node.split("(")[0]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
             raise ConfigError(
@@ -51,32 +51,34 @@ def join(cfg: DictConfig) -> None:
 
 
 def deadline() -> float | None:
-    """When the job will be ended, as Unix time; None outside of a job, and where it has no limit."""
+    """Return the Unix time at which Slurm ends the job, or None outside of a job or without a limit."""
     return _times()[1]
 
 
 def stop_at(minutes: float | None) -> float | None:
-    """When a run should save and stop, as Unix time, so many minutes before the job is ended; None: never.
+    """Return the Unix time at which a run should save and stop, or None.
 
-    A job whose limit is less than twice as long stops when a quarter of it is left.
+    Args:
+        minutes: how long before the job's end. A job whose limit is shorter than twice that stops when a quarter of
+            its time remains. None: never.
     """
     if minutes is None:
         return None
     begin, end = _times()
     if end is None:
         return None
-    whole = end - (begin if begin is not None else time.time())
+    duration = end - (begin if begin is not None else time.time())
     margin = minutes * 60
-    return end - (margin if whole >= 2 * margin else whole / 4)
+    return end - (margin if duration >= 2 * margin else duration / 4)
 
 
 def _times() -> tuple[float | None, float | None]:
-    """The job's begin and end, as Unix time. Slurm before 22.05 sets no variables: the controller is asked."""
+    """Return the job's begin and end, as Unix time. Slurm before 22.05 sets no variables, so scontrol is asked."""
     environ = os.environ
     if "SLURM_JOB_END_TIME" in environ:
         begin = environ.get("SLURM_JOB_START_TIME")
         return float(begin) if begin else None, float(environ["SLURM_JOB_END_TIME"])
-    if "SLURM_JOB_ID" not in environ or environment.rank() != 0:  # one question a job; the ranks agree
+    if "SLURM_JOB_ID" not in environ or environment.rank() != 0:  # one query per job; the ranks agree on when to stop
         return None, None
     try:
         text = _scontrol("job", environ["SLURM_JOB_ID"])
@@ -96,7 +98,7 @@ def _unix(text: str | None) -> float | None:
 
 
 def _first_host() -> str:
-    """The step's first node: its name, or the address that Slurm knows it by where the name is not in the DNS."""
+    """Return the step's first node: its name, or its address in Slurm if the name is not in the DNS."""
     host = _scontrol("hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
     try:
         socket.getaddrinfo(host, None)
@@ -106,13 +108,13 @@ def _first_host() -> str:
     return host
 
 
-def _scontrol(*what: str) -> str:
+def _scontrol(*arguments: str) -> str:
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    command = ["scontrol", "show", *what]
+    command = ["scontrol", "show", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=60).stdout
 
 
 def _port() -> int:
-    """Jobs that share a machine get different ports, and a restarted job never meets a rank that was left behind."""
+    """Return a port that differs between the jobs on a machine, and between a job's restarts (orphaned ranks)."""
     job, step, restart = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
     return 20000 + (job * 7 + step + restart * 3) % 12000

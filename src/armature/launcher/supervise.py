@@ -1,8 +1,8 @@
-"""Starts the ranks of this machine, and brings them back from the last checkpoint when one is lost.
+"""Start the ranks of this machine, and restart them from the last checkpoint after a failure.
 
-On one machine each attempt is a call of torch's elastic agent, and what comes next is decided here:
+On one machine, each attempt is a call of torch's elastic agent, and this module decides what follows:
 
-a rank was killed or stands still     all of them start again, up to `launch.max_restarts` times
+a rank was killed or hangs            all ranks restart, up to `launch.max_restarts` times
 a Python error in a rank              the same, if a checkpoint was saved since the attempt began; else the run ends
 two attempts without a checkpoint     the run ends: it would fail for ever
 a signal to this process              the run ends, also between two attempts
@@ -36,8 +36,8 @@ from armature.validation import resize
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
-CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # never because another rank was lost
-OF_A_LOST_RANK = ("by peer", "Broken pipe", "remote process exited")  # in errors of ranks that were talking to it
+CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # never caused by the loss of another rank
+LOST_CONNECTION = ("by peer", "Broken pipe", "remote process exited")  # in errors caused by another rank's end
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class Failure:
     """What ended an attempt.
 
     Attributes:
-        what: on one line, such as "rank 1 was killed by SIGKILL".
-        text: all that is known, with the traceback where there is one.
-        stopped_by: the signal, where it was one that ends a run and reached the rank before it listened for it.
-        problems: of the configuration, where that is what a rank complained of.
+        what: one line, such as "rank 1 was killed by SIGKILL".
+        text: all that is known, with the traceback if there is one.
+        is_error: a Python error.
+        stopped_by: the signal that ends a run, if it reached the rank before its handler was installed.
+        problems: of the configuration, if a rank raised a ConfigError.
     """
 
     what: str
@@ -59,11 +60,11 @@ class Failure:
 
 
 def run(cfg: DictConfig) -> None:
-    """Trains in ranks of their own until the run ends.
+    """Train in ranks of their own until the run ends.
 
     Raises:
-        RunFailed: when it was stopped by a signal, or failed and is not brought back.
-        ConfigError: of a rank.
+        RunFailed: if a signal stopped the run, or it failed and is not restarted.
+        ConfigError: raised by a rank.
     """
     before = _summary_written(cfg)
     with Stop(grace_seconds=cfg.launch.grace_seconds) as stop:
@@ -75,7 +76,7 @@ def run(cfg: DictConfig) -> None:
                 raise
             if _summary_written(cfg) == before:
                 raise stopped(cfg, stop.received.name) from None
-            # else the ranks came to an end, which the caller reads there
+            # else the ranks finished and wrote a summary, which the caller reads
 
 
 def _summary_written(cfg: DictConfig) -> int:
@@ -84,27 +85,27 @@ def _summary_written(cfg: DictConfig) -> int:
 
 
 def stopped(cfg: DictConfig, name: str, *, step: int | None = None) -> RunFailed:
-    """The error that a stopped run ends with. Its exit code tells a batch script whether to queue it again."""
+    """Return the error of a stopped run. Its exit code tells a batch script whether to queue the run again."""
     after = f" after step {step}" if step is not None else ""
     how = "Stopped before the job's time limit" if name == "time_limit" else f"Stopped by {name}"
     return RunFailed(f"{how}{after}.", EXIT_CODES.get(name, 1), run_name=cfg.run.name)
 
 
 class Stop:
-    """While entered, the first signal is raised as an exception, and Ctrl-C after it ends all ranks at once.
+    """While entered, raise the first signal as an exception; Ctrl-C after it kills all ranks at once.
 
     Args:
-        grace_seconds: what the agent leaves the ranks before it kills them.
+        grace_seconds: how long the agent waits for the ranks to end before it kills them.
 
     Attributes:
-        received: the first signal. Those that follow do not change what the ranks were told.
-        watch: of the attempt under way.
+        received: the first signal. Later ones do not change why the run stops.
+        watcher: of the current attempt.
     """
 
     def __init__(self, *, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.received: signal.Signals | None = None
-        self.watch: RankWatcher | None = None
+        self.watcher: RankWatcher | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -121,15 +122,15 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            if number == signal.SIGINT and self.watch is not None:
-                self.watch.kill()
+            if number == signal.SIGINT and self.watcher is not None:
+                self.watcher.kill()
             return
         self.received = signal.Signals(number)
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        if self.watch is not None:
-            self.watch.expect_end(within=self.grace_seconds + SHUTDOWN_SECONDS)
-        if number == signal.SIGINT:  # not print(): what it writes into may be in use
+        if self.watcher is not None:
+            self.watcher.set_kill_deadline(seconds=self.grace_seconds + SHUTDOWN_SECONDS)
+        if number == signal.SIGINT:  # print() is not safe here: its buffer may be in use
             os.write(2, b"\nEnding after this step. Ctrl-C again ends at once, without a checkpoint.\n")
         raise SignalException(f"got {self.received.name}", sigval=self.received)
 
@@ -137,42 +138,43 @@ class Stop:
 class _Attempts:
     def __init__(self, cfg: DictConfig, folder: Path, stop: Stop) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
-        self.asked = cfg  # what the run directory says; cfg is what the next attempt runs
+        self.asked = cfg  # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
 
     def run(self) -> None:
         launch = self.cfg.launch
         one_machine = not launch.rdzv_endpoint
-        first: Failure | None = None  # of the attempts without a checkpoint
+        first: Failure | None = None  # first failure since the last new checkpoint
         without_checkpoint = 0
         for attempt in range(launch.max_restarts + 1 if one_machine else 1):
-            before = self._step()
+            before = self._last_checkpoint_step()
             failure = self.attempt(attempt, max_restarts=0 if one_machine else launch.max_restarts)
             if failure is None:
                 return
-            progress = self._step() > before
+            progress = self._last_checkpoint_step() > before
             without_checkpoint, first = (0, None) if progress else (without_checkpoint + 1, first or failure)
-            self._end_if_it_must(failure, progress=progress, left=launch.max_restarts - attempt)
+            self._end_if_final(failure, progress=progress, remaining=launch.max_restarts - attempt)
             if first is not None and without_checkpoint == ATTEMPTS_WITHOUT_CHECKPOINT:
                 raise RunFailed(
                     f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended without a new "
                     f"checkpoint, this one first; in the last, {failure.what}."
                 )
             change = self._resize(failure, progress=progress)
-            left = launch.max_restarts - attempt - 1
+            remaining = launch.max_restarts - attempt - 1
             print(
-                f"restart {attempt + 1} of {launch.max_restarts}: {failure.what}; the run goes on from {self._where()}"
-                f"{change}; {left or 'no'} more restart{'s' * (left != 1)} after this one",
+                f"restart {attempt + 1} of {launch.max_restarts}: {failure.what}; "
+                f"the run resumes from {self._resume_point()}{change}; "
+                f"{remaining or 'no'} more restart{'s' * (remaining != 1)} after this one",
                 file=sys.stderr,
                 flush=True,
             )
 
     def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
-        """One call of the elastic agent; None when the ranks came to their end."""
+        """Run the ranks once, by a call of the elastic agent. Return None if they finished."""
         from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        agent_log = logging.getLogger("torch.distributed.elastic")  # of failures, which we tell in our words
+        agent_log = logging.getLogger("torch.distributed.elastic")  # it reports failures, which we describe ourselves
         agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
         cfg, beats = self.cfg, self.folder / "heartbeats"
         config = LaunchConfig(
@@ -185,20 +187,20 @@ class _Attempts:
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
-            signals_to_handle="",  # they are ours, also when the agent has returned
+            signals_to_handle="",  # our handlers stay, also after the agent has returned
             local_addr=None if cfg.launch.rdzv_endpoint else "localhost",
             shutdown_timeout=cfg.launch.grace_seconds,
         )
         oom_kills = _oom_kills()
-        watch = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
-        with _environment(self._variables(number, beats)), watch:
-            self.stop.watch = watch
+        watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
+        with _environment(self._variables(number, beats)), watcher:
+            self.stop.watcher = watcher
             try:
                 elastic_launch(config, sys.executable)("-u", "-m", "armature.launcher.rank", cfg.run.dir)
             except ChildFailedError as error:
-                return describe(error.failures, watch, Path(cfg.run.dir), oom=_is_oom(oom_kills))
+                return describe(error.failures, watcher, Path(cfg.run.dir), oom=_is_oom(oom_kills))
             finally:
-                self.stop.watch = None
+                self.stop.watcher = None
         return None
 
     def _variables(self, number: int, beats: Path) -> dict[str, str]:
@@ -207,7 +209,7 @@ class _Attempts:
         threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
         return {
             **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
-            # a restarted rank must not read the addresses that the failed attempt left in the agent's own store
+            # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             **environment.rank_variables(
@@ -215,56 +217,57 @@ class _Attempts:
             ),
         }
 
-    def _step(self) -> int:
-        """Of the last checkpoint; -1 where there is none."""
+    def _last_checkpoint_step(self) -> int:
+        """Return the step of the newest complete checkpoint, or -1."""
         checkpoint = resume.last_checkpoint(Path(self.cfg.run.dir), self.cfg)
         step = directory.step_of(checkpoint) if checkpoint is not None else None
         return -1 if step is None else step
 
-    def _where(self) -> str:
-        if (step := self._step()) >= 0:
+    def _resume_point(self) -> str:
+        if (step := self._last_checkpoint_step()) >= 0:
             return f"step {step}"
         return "the start" if self.cfg.resume in resume.MODES else self.cfg.resume
 
-    def _end_if_it_must(self, failure: Failure, *, progress: bool, left: int) -> None:
+    def _end_if_final(self, failure: Failure, *, progress: bool, remaining: int) -> None:
+        """Raise an error if this failure ends the run."""
         if failure.stopped_by is not None:
             raise stopped(self.cfg, failure.stopped_by)
         if failure.problems:
             raise ConfigError(list(failure.problems))
-        if left <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
-            raise RunFailed(f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: none is left.")
-        if left <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
+        if remaining <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
+            raise RunFailed(f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: no restart remains.")
+        if remaining <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
             raise RunFailed(failure.text)
 
     def _resize(self, failure: Failure, *, progress: bool) -> str:
-        """Decides on how many ranks the next attempt runs; returns what to say of it."""
+        """Choose the number of ranks for the next attempt. Return the change in words, for the restart message."""
         cfg, least = self.cfg, self.cfg.launch.min_ranks
-        there = _gpus_now() if cfg.trainer.accelerator == "gpu" else cfg.trainer.devices
-        if there < (least or cfg.trainer.devices):
+        available = _gpus_now() if cfg.trainer.accelerator == "gpu" else cfg.trainer.devices
+        if available < (least or cfg.trainer.devices):
             key = "launch.min_ranks" if least else "trainer.devices"
             asked = f"{key}={least or cfg.trainer.devices}"
-            raise RunFailed(f"{failure.text}\nThis machine shows {there} GPUs now, which is fewer than {asked}.")
-        if least is None or (progress and there >= cfg.trainer.devices):
+            raise RunFailed(f"{failure.text}\nThis machine has {available} GPUs now, fewer than {asked}.")
+        if least is None or (progress and available >= cfg.trainer.devices):
             return ""
-        found = resize.fewer(cfg, most=min(cfg.trainer.devices - 1, there), least=least)
+        found = resize.fewer(cfg, most=min(cfg.trainer.devices - 1, available), least=least)
         if isinstance(found, str):
-            return f" (on as many ranks: {found})" if cfg.trainer.devices > least else ""
+            return f" (on the same number of ranks: {found})" if cfg.trainer.devices > least else ""
         devices, self.cfg = cfg.trainer.devices, found
         micro = found.data.micro_batch_size
         kept = f", data.micro_batch_size={micro}" if micro != cfg.data.micro_batch_size else ""
         return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
 
 
-def describe(failures: dict[int, Any], watch: RankWatcher, folder: Path, *, oom: bool | None) -> Failure:
-    """What the rank that failed first failed of; the others failed because of it.
+def describe(failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None) -> Failure:
+    """Return the failure of the rank that failed first; the others failed because of it.
 
     Args:
         failures: the agent's, by rank.
-        oom: whether the system has ended processes for want of memory meanwhile; None: cannot be told.
+        oom: True if the system has killed processes for lack of memory during the attempt; None if unknown.
     """
-    if watch.hung:
-        return _hang(watch, folder)
-    rank, failure = min(failures.items(), key=lambda item: _order(item[0], item[1], watch))
+    if watcher.hung:
+        return _hang(watcher, folder)
+    rank, failure = min(failures.items(), key=lambda item: _cause_key(item[0], item[1], watcher))
     log = f"its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
     if _was_killed(failure):
         name = signal.Signals(-failure.exitcode).name
@@ -281,27 +284,27 @@ def describe(failures: dict[int, Any], watch: RankWatcher, folder: Path, *, oom:
     )
 
 
-def _hang(watch: RankWatcher, folder: Path) -> Failure:
-    held = {rank: hang for rank, hang in watch.hung.items() if hang.stopped}
-    ranks = sorted(held or watch.hung)  # where one is held by a signal, the others wait for it
-    seconds = max(watch.hung[rank].seconds for rank in ranks)
+def _hang(watcher: RankWatcher, folder: Path) -> Failure:
+    stopped = {rank: hang for rank, hang in watcher.hung.items() if hang.stopped}
+    ranks = sorted(stopped or watcher.hung)  # if one is stopped by a signal, the others wait for it
+    seconds = max(watcher.hung[rank].seconds for rank in ranks)
     several = len(ranks) > 1
     log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
-    why = "held by a signal such as SIGSTOP" if held else f"{'their' if several else 'its'} stacks are in {log}"
+    why = "stopped by a signal such as SIGSTOP" if stopped else f"{'their' if several else 'its'} stacks are in {log}"
     what = f"rank{'s' * several} {', '.join(map(str, ranks))} made no step for {seconds:.0f} s ({why})"
-    return Failure(what, f"R{what[1:]}. launch.hang_timeout is what a step, a validation batch or a save may take.")
+    return Failure(what, f"R{what[1:]}. launch.hang_timeout limits a step, a validation batch and a save.")
 
 
-def _order(rank: int, failure: Any, watch: RankWatcher) -> tuple[bool, bool, float]:
-    """Sorts what may have failed first to the front.
+def _cause_key(rank: int, failure: Any, watcher: RankWatcher) -> tuple[bool, bool, float]:
+    """Return a sort key that puts the likely first failure first.
 
-    A process that is killed has lost its connections before it is gone, so another's error about them can be older
-    than its death.
+    A killed process loses its connections before it is gone, so another rank's error about them can be older than its
+    death.
     """
     killed = _was_killed(failure)
-    crashed = killed and signal.Signals(-failure.exitcode).name in CRASHES and rank not in watch.ended
-    follows = not killed and any(words in _error(failure)[0] for words in OF_A_LOST_RANK)
-    return not crashed, follows, _failed_at(rank, failure, watch)
+    crashed = killed and signal.Signals(-failure.exitcode).name in CRASHES and rank not in watcher.ended
+    follows = not killed and any(words in _error(failure)[0] for words in LOST_CONNECTION)
+    return not crashed, follows, _failed_at(rank, failure, watcher)
 
 
 def _was_killed(failure: Any) -> bool:
@@ -309,23 +312,23 @@ def _was_killed(failure: Any) -> bool:
 
 
 def _error(failure: Any) -> tuple[str, str | None]:
-    """Of a rank's Python error, `ArithmeticError: …` and the traceback; nothing where it left none."""
+    """Return a rank's Python error (`ArithmeticError: …`) and its traceback; empty if it left none."""
     data = failure.error_file_data.get("message", {}) if isinstance(failure.error_file_data, dict) else {}
     if not isinstance(data, dict):
         return "", None
     return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
 
 
-def _failed_at(rank: int, failure: Any, watch: RankWatcher) -> float:
-    """The time of a failure, in seconds. The agent knows whole ones only, in which several ranks may fail."""
+def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
+    """Return the Unix time of a failure. The agent knows whole seconds only, in which several ranks may fail."""
     file = Path(failure.error_file)
     if file.is_file():
         return file.stat().st_mtime
-    return watch.deaths[rank].at if rank in watch.deaths else float(failure.timestamp)
+    return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
 
 
 def _oom_kills() -> int | None:
-    """How many processes Linux has ended for want of memory since it started, in containers too."""
+    """Return how many processes Linux has killed for lack of memory since boot (containers included), or None."""
     try:
         fields = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(fields["oom_kill"])
@@ -339,7 +342,7 @@ def _is_oom(before: int | None) -> bool | None:
 
 
 def _gpus_now() -> int:
-    """Asked of a new process: the driver tells one that is running what it told it at first."""
+    """Return the number of GPUs, found by a new process: the driver's answer never changes within a process."""
     code = "from armature import hardware; print(hardware.gpu_count())"
     with _environment({"PYTHONPATH": str(Path(__file__).parents[2])}):
         return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -347,7 +350,7 @@ def _gpus_now() -> int:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Variables for the ranks, and for nobody after them: a sweep's next trial starts in this process."""
+    """Set variables for the ranks, and reset them afterwards: a sweep's next trial starts in this process."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

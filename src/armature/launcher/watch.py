@@ -1,7 +1,7 @@
-"""The ranks that this process started: which died first and of what, and which of them stand still.
+"""Watch the ranks that this process started: which died first and why, and which hang.
 
-The agent knows only that a rank has failed. A thread beside it keeps the order of deaths, since those that follow the
-first have errors of their own, and ends ranks that have stopped making steps, which no process would notice by itself.
+The agent knows only that a rank has failed. A thread here records the order of deaths, since the later ones have errors
+of their own, and kills ranks that make no progress, which no process notices by itself.
 """
 
 import os
@@ -16,10 +16,9 @@ import psutil
 
 from armature.launcher import environment
 
-TICK = 0.2  # seconds
-SHUTDOWN_SECONDS = (
-    5.0  # seconds for the others once a rank has failed: they wait for it in vain, some in calls that never return
-)
+POLL_SECONDS = 0.2
+# how long the others may take to end once a rank has failed; some wait for it in calls that never return
+SHUTDOWN_SECONDS = 5.0
 
 
 @dataclass
@@ -27,45 +26,46 @@ class Rank:
     """A process of the run on this machine.
 
     Attributes:
-        beat: time of the last one.
-        idle: seconds since then; None before the first.
+        handle: process file descriptor, readable once the process has died; None if the system has none.
+        beat: modification time of its last heartbeat, in ns.
+        idle: seconds since then; None before the first heartbeat.
     """
 
     number: int
     pid: int
-    handle: int | None  # of the process, readable once it has died; None where the system has no such thing
+    handle: int | None
     beat: int = 0
     idle: float | None = None
 
 
 @dataclass(frozen=True)
 class Death:
-    """When a rank ended, as Unix time, and how: its exit code, negative for a signal; None if unknown."""
+    """When a rank ended, and its exit code: negative for a signal, None if unknown."""
 
-    at: float
+    unix_time: float
     code: int | None
 
 
 @dataclass(frozen=True)
 class Hang:
-    """How long a rank stood still before it was ended, and whether a signal such as SIGSTOP held it."""
+    """How long a rank made no progress before it was killed. `stopped`: by a signal such as SIGSTOP."""
 
     seconds: float
     stopped: bool
 
 
 class RankWatcher:
-    """Watches the ranks while it is entered, and leaves none of them behind.
+    """Watch the ranks while entered, and kill all that remain on exit.
 
     Args:
-        folder: where ranks leave their heartbeats (ARMATURE_HEARTBEATS), each in a file named by its process id.
+        folder: the ranks' heartbeats (ARMATURE_HEARTBEATS), each a file named after its process id.
         ranks: how many this process starts.
-        hang_timeout: seconds without a beat after which a rank is ended; None: never.
+        hang_timeout: seconds without a heartbeat after which a rank is killed; None: never.
 
     Attributes:
-        deaths: of each rank that has ended, by its number.
-        hung: the ranks that were ended because they stood still.
-        ended: the ranks that were ended because another had failed, or had stood still.
+        deaths: the ranks that have ended.
+        hung: the ranks that were killed because they made no progress.
+        ended: the ranks that were killed because another had failed.
     """
 
     def __init__(self, folder: Path, *, ranks: int, hang_timeout: float | None) -> None:
@@ -74,9 +74,9 @@ class RankWatcher:
         self.hung: dict[int, Hang] = {}
         self.ended: set[int] = set()
         self._asked_to_end = False
-        self._ranks: dict[int, Rank] = {}  # by process id, of those that live
+        self._ranks: dict[int, Rank] = {}  # the living ones, by process id
         self._groups: set[int] = set()
-        self._kill_deadline: tuple[float, list[int]] | None = None  # when, and whom
+        self._kill_deadline: tuple[float, list[int]] | None = None  # monotonic time, process ids
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -94,28 +94,28 @@ class RankWatcher:
                 os.close(rank.handle)
 
     def kill(self) -> None:
-        """Ends every rank with all that it has started, now."""
+        """Kill every rank with all its child processes, now."""
         for pid in {*self._groups, *_children(self.folder)}:
             _kill_group(pid)
 
-    def expect_end(self, *, within: float) -> None:
-        """The ranks have been asked to end and have so many seconds; one that fails no longer hurries the others."""
+    def set_kill_deadline(self, *, seconds: float) -> None:
+        """Kill the ranks after so many seconds. They were asked to end, so one that fails shortens no other's time."""
         self._asked_to_end = True
-        self._kill_deadline = (time.monotonic() + within, list(self._groups))
+        self._kill_deadline = (time.monotonic() + seconds, list(self._groups))
 
     def _run(self) -> None:
         before = time.monotonic()
         while not self._done.is_set():
             if len(self._ranks) < self.count:
-                self._find()
+                self._find_ranks()
             self._wait_for_deaths()
             now = time.monotonic()
-            # at most a second a turn: where the whole machine was suspended, nobody stood still
-            self._look_at_beats(min(now - before, 1.0))
+            # at most one second per iteration: if the whole machine was suspended, no rank hangs
+            self._check_heartbeats(min(now - before, 1.0))
             before = now
             self._kill_overdue_ranks()
 
-    def _find(self) -> None:
+    def _find_ranks(self) -> None:
         for pid, number in _children(self.folder).items():
             if pid not in self._ranks:
                 self._groups.add(pid)
@@ -124,43 +124,43 @@ class RankWatcher:
     def _wait_for_deaths(self) -> None:
         handles = {rank.handle: rank for rank in self._ranks.values() if rank.handle is not None}
         if not handles:
-            self._done.wait(TICK)
+            self._done.wait(POLL_SECONDS)
             self._ranks = {pid: rank for pid, rank in self._ranks.items() if psutil.pid_exists(pid)}
             return
         poll = select.poll()
         for handle in handles:
             poll.register(handle, select.POLLIN)
-        for handle, _ in poll.poll(TICK * 1000):
+        for handle, _ in poll.poll(POLL_SECONDS * 1000):
             rank = handles[handle]
             death = Death(time.time(), _exit_code(handle))
             os.close(handle)
             del self._ranks[rank.pid]
-            self._groups.discard(rank.pid)  # in a long run its number may become another's
+            self._groups.discard(rank.pid)  # another process may get this id in a long run
             self.deaths[rank.number] = death
             if death.code:
                 _kill_group(rank.pid)
             if death.code and self._kill_deadline is None and not self._asked_to_end:
                 self._kill_deadline = (time.monotonic() + SHUTDOWN_SECONDS, list(self._ranks))
 
-    def _look_at_beats(self, passed: float) -> None:
+    def _check_heartbeats(self, passed: float) -> None:
         for pid, rank in self._ranks.items():
             try:
                 beat = (self.folder / str(pid)).stat().st_mtime_ns
             except FileNotFoundError:
                 continue
-            # not the file's age: clocks are set
+            # not the file's age, since clocks get set
             rank.idle = 0.0 if rank.idle is None or beat != rank.beat else rank.idle + passed
             rank.beat = beat
         idle = [(rank, rank.idle) for rank in self._ranks.values() if rank.idle is not None]
         if self.hang_timeout is None or not any(seconds > self.hang_timeout for _, seconds in idle):
             return
-        # ranks wait for each other, so they fall silent within the second that may lie between two beats
-        nearly = self.hang_timeout - min(2.0, self.hang_timeout / 2)
-        stale = [(rank, seconds) for rank, seconds in idle if seconds > nearly]
+        # ranks wait for each other, so all stop within the second that may lie between two heartbeats
+        threshold = self.hang_timeout - min(2.0, self.hang_timeout / 2)
+        stale = [(rank, seconds) for rank, seconds in idle if seconds > threshold]
         for rank, seconds in stale:
             self.hung[rank.number] = Hang(seconds, stopped=_is_stopped(rank.pid))
         for rank, _ in idle:
-            _signal(rank.pid, signal.SIGUSR2)  # armature.worker: writes the stacks of all threads to the rank's log
+            _signal(rank.pid, signal.SIGUSR2)  # the worker's handler writes all threads' stacks to the rank's log
         self._done.wait(1.0)
         for rank, _ in stale:
             _kill_group(rank.pid)
@@ -176,7 +176,7 @@ class RankWatcher:
 
 
 def _children(folder: Path) -> dict[int, int]:
-    """The ranks among this process's children: process id to rank."""
+    """Return the ranks among this process's children: process id → rank."""
     found = {}
     for child in psutil.Process().children():
         try:
@@ -191,12 +191,12 @@ def _children(folder: Path) -> dict[int, int]:
 def _handle(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux, an old one, or the process is gone
+    except (AttributeError, OSError):  # not Linux, an old kernel, or the process has ended
         return None
 
 
 def _exit_code(handle: int) -> int | None:
-    """Left for the agent to collect, too."""
+    """Return the exit code of a dead process, without reaping it: the agent does."""
     try:
         status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
@@ -221,7 +221,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """A rank leads a group of its own, which its data loader workers belong to."""
+    """Kill a rank and its data loader workers: a rank leads its own process group."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):  # macOS: a group of zombies

@@ -1,4 +1,4 @@
-"""The four axes of a mesh. Torch-free, but for `build`."""
+"""The four axes of a mesh. Torch-free except for `build`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a
 
 
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
-    """The axes' sizes, with what is left of the processes for the one that is `auto`.
+    """Return the axes' sizes; the one that is `auto` takes the remaining processes.
 
     Raises:
-        ValueError: where they do not multiply to the number of processes, saying what would.
+        ValueError: if they do not multiply to the number of processes; the message names sizes that do.
     """
     asked = ", ".join(f"strategy.{axis}={sizes[axis]}" for axis in AXES)
     known = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     if bad := [f"strategy.{axis}={size}" for axis, size in known.items() if size < 1]:
-        raise ValueError(f"{', '.join(bad)}: an axis has at least one rank. Type 1 for an axis that is not used.")
+        raise ValueError(f"{', '.join(bad)}: an axis has at least one rank. Type 1 for an unused axis.")
     unknown = [axis for axis in AXES if axis not in known]
     if len(unknown) > 1:
         raise ValueError(f"{asked}: only one axis may be auto, the others need a number.")
@@ -39,6 +39,6 @@ def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    # says on every rank that gathering a doubly sharded tensor takes two collectives; true, and no concern of a user's
+    # it logs on every rank that gathering a doubly sharded tensor takes two collectives, which users cannot change
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)

@@ -1,4 +1,4 @@
-"""What can be told of a layout only from the model itself, which is built on the meta device: no process, no memory."""
+"""Check a plan against the model itself, built on the meta device: no process, no memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from armature.parallel.tensor import match_styles
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
-    """Where a plan does not fit its model: names that are not there, matrices that an axis does not divide.
+    """Return where a plan does not fit its model: names that do not exist, matrices that an axis does not divide.
 
     Args:
         make: builds the model.
-        sizes: of the mesh's axes.
+        sizes: sizes of the mesh's axes.
     """
     with torch.device("meta"):
         model = make()
@@ -38,7 +38,7 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
     ]
     if sizes["pipe"] > 1:
         found += stage_ownership_problems(model)
-        crossing = [names for names in ties.find(model) if len({_part(n, plan) for n in names}) > 1]
+        crossing = [names for names in ties.find(model) if len({_stage_part(n, plan) for n in names}) > 1]
         found += [
             f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share." for names in crossing
         ]
@@ -51,7 +51,7 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
     return found
 
 
-def _part(name: str, plan: Plan) -> str:
+def _stage_part(name: str, plan: Plan) -> str:
     first = name.split(".")[0]
     return "first" if first in plan.first else "last" if first in plan.last else name.split(".")[1]
 

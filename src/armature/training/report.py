@@ -13,6 +13,7 @@ from armature import run_dir
 from armature.checkpoint import resume
 from armature.data.batching import Batches
 from armature.hardware import peak_resident_memory
+from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
@@ -25,7 +26,8 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
-    layout: str = trainer.strategy.layout  # pyright: ignore[reportAttributeAccessIssue]
+    strategy = StrategyMixin.find(trainer)
+    layout = strategy.layout if strategy is not None else type(trainer.strategy).__name__
     line = (
         f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__} · "
@@ -33,7 +35,7 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
     )
-    if bubble := getattr(trainer.strategy, "bubble_share", 0.0):
+    if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {trainer.global_step}"
 
@@ -47,7 +49,7 @@ def summarize(
         reason: why the run ended, one of callbacks.stop.REASONS or "finished".
         best: the checkpoint with the best score.
     """
-    strategy: Any = trainer.strategy
+    strategy = StrategyMixin.find(trainer)
     rate = step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None
     summary = {
         "stop_reason": reason,
@@ -56,13 +58,13 @@ def summarize(
         "samples": step_log.samples_seen,
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "best_checkpoint": str(best) if best else None,
-        "strategy": strategy.layout,
+        "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
         "world_size": trainer.world_size,
         "precision": str(cfg.trainer.precision),
         "parameters": trainer.parameter_count,
         "samples_per_second": rate,
         "timings": step_log.summary(),
-        "bubble_share": strategy.bubble_share,
+        "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
         "peak_memory_bytes": _peak_memory(trainer),
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},
     }

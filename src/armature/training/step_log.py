@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armature.loggers.tensorboard import TensorBoard
+from armature.strategies.base import StrategyMixin
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
 
@@ -128,6 +129,7 @@ class StepLog(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         assert self.wait is not None
+        strategy = StrategyMixin.find(trainer)
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         columns = [monitor.batch_ended(trainer, stepped=stepped) for monitor in self.monitors]
         if self.wait.on_gpu:
@@ -135,9 +137,9 @@ class StepLog(Callback):
         if (
             isinstance(outputs, dict) and "loss" in outputs
         ):  # the micro-batch's share: Lightning divides by accumulation
-            loss, weights = outputs["loss"].detach(), getattr(trainer.strategy, "target_weights", None)
-            if weights is not None and weights.batch_targets is not None:
-                loss = loss * weights.batch_targets
+            loss = outputs["loss"].detach()
+            if strategy is not None and strategy.target_weights.batch_targets is not None:
+                loss = loss * strategy.target_weights.batch_targets
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return
@@ -145,11 +147,10 @@ class StepLog(Callback):
         self.csv.step = step = trainer.global_step
         row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
         if self._loss is not None:
-            scale = getattr(trainer.strategy, "gradient_scale", lambda: None)()
+            scale = strategy.gradient_scale() if strategy is not None else None
             row["train/loss"], self._loss = self._loss if scale is None else self._loss * scale, None
-        grad_norm = getattr(trainer.strategy, "grad_norm", None)
-        if grad_norm is not None:
-            row["train/grad_norm"] = grad_norm
+        if strategy is not None:
+            row["train/grad_norm"] = strategy.grad_norm
         for column in columns:
             row.update(column)
         self._pending.append(row)

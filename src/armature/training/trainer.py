@@ -11,6 +11,7 @@ import lightning.pytorch as L
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
+from armature.strategies.base import StrategyMixin
 from armature.training.loops import EpochLoop, FitLoop
 
 
@@ -85,8 +86,10 @@ class Trainer(L.Trainer):
     @property
     def parameter_count(self) -> int:
         """Parameters of the unsharded model."""
-        count = getattr(self.strategy, "parameter_count", None)
-        return count if count is not None else sum(p.numel() for p in self.lightning_module.parameters())
+        strategy = StrategyMixin.find(self)
+        if strategy is not None:
+            return strategy.parameter_count
+        return sum(param.numel() for param in self.lightning_module.parameters())
 
 
 def _bind(functions: Iterable[Callable[[Trainer], None]], trainer: Trainer) -> list[Callable[[], None]]:

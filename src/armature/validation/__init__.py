@@ -1,1 +1,1 @@
-"""Everything that can be checked before a process starts, reported together. Imports no torch."""
+"""All checks that are made before a process starts; their problems are reported together. Imports no torch."""

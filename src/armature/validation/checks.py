@@ -1,4 +1,4 @@
-"""The checks of a composed configuration: what it asks of the machine, of the model and of the data."""
+"""Check a composed configuration: types and ranges, targets, devices, model, layout, loggers, folders and data."""
 
 import difflib
 import logging
@@ -36,14 +36,14 @@ CHOICES = {
 }
 ALIASES = {"fp16": "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "32": "32-true"}
 _SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
-_SOURCES = Path(__file__).parents[2]  # src/: a user's own package beside ours may be named in `_target_`
+_SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours may be named in `_target_`
 
 
 def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
-    """The configuration with `auto` values decided.
+    """Return the configuration with `auto` values decided.
 
     Args:
-        prepare: prepare the data, too, which may take long.
+        prepare: prepare the data too, which may take long.
 
     Raises:
         ConfigError: with every problem that was found.
@@ -74,7 +74,7 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
 
 
 def decide(cfg: DictConfig) -> DictConfig:
-    """Replaces `auto` by what this machine makes of it, so that config.yaml says what really ran."""
+    """Replace `auto` by the value for this machine, so that config.yaml records what ran."""
     cfg = cfg.copy()
     if cfg.trainer.accelerator == "auto":
         cfg.trainer.accelerator = hardware.default_accelerator()
@@ -101,11 +101,11 @@ def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _missing_problems(cfg: DictConfig) -> list[str]:
     raw = OmegaConf.to_container(cfg, resolve=False)
-    return [f"{path}: a value is required, type {path}=…" for path, value in _walk(raw) if value == "???"]
+    return [f"{path}: a value is required. Type {path}=…" for path, value in _walk(raw) if value == "???"]
 
 
 def _unknown_problems(cfg: DictConfig) -> list[str]:
-    """Keys that `+` added to the core's own groups: nothing would read them."""
+    """Return the keys that `+` added to the core's own groups, where nothing would read them."""
     problems = []
     for path, kind in (("", Config), *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type))):
         known = [f.name for f in fields(kind)]
@@ -143,7 +143,8 @@ def _range_problems(cfg: DictConfig) -> list[str]:
     trainer = cfg.trainer
     if trainer.max_steps is None and trainer.max_epochs is None:
         problems.append(
-            "trainer.max_steps and trainer.max_epochs are both null: type trainer.max_steps=… or max_epochs=…."
+            "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
+            "Type trainer.max_steps=… or trainer.max_epochs=…."
         )
     positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
     every = [f"checkpoint.{key}" for key in ("every_n_steps", "every_n_minutes", "keep_every_n_steps")]
@@ -151,10 +152,10 @@ def _range_problems(cfg: DictConfig) -> list[str]:
     for key in [*(f"trainer.{k}" for k in positive), *every, *sizes]:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, (int, float)) and value <= 0:
-            problems.append(f"{key}={value}: must be positive (null turns it off where it may be off).")
+            problems.append(f"{key}={value}: must be positive (or null, if it may be off).")
     workers = OmegaConf.select(cfg, "data.num_workers")
     if isinstance(workers, int) and workers < 0:
-        problems.append(f"data.num_workers={workers}: must not be negative; 0 loads in the training process.")
+        problems.append(f"data.num_workers={workers}: must not be negative. Type 0 to load in the training process.")
     rate = OmegaConf.select(cfg, "optimizer.lr")
     if isinstance(rate, (int, float)) and rate <= 0:
         problems.append(f"optimizer.lr={rate}: must be positive.")
@@ -199,7 +200,7 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         count = hardware.gpu_count()
         if not count:
             return [
-                "trainer.accelerator=gpu: this machine shows no GPU. "
+                "trainer.accelerator=gpu: this machine has no GPU. "
                 f"Type trainer.accelerator=cpu trainer.devices={devices}."
             ]
         if devices != "auto" and devices > count:
@@ -209,15 +210,13 @@ def _device_problems(cfg: DictConfig) -> list[str]:
             ]
     if accelerator == "mps":
         if not hardware.has_mps():
-            return ["trainer.accelerator=mps: this is no Apple machine with a GPU. Type trainer.accelerator=auto."]
+            return ["trainer.accelerator=mps: this is not an Apple machine with a GPU. Type trainer.accelerator=auto."]
         if devices not in ("auto", 1):
             return [
                 f"trainer.devices={devices}: mps is one device. Type trainer.devices=1, or trainer.accelerator=cpu."
             ]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
-        log.warning(
-            "trainer.devices=%s processes share %s CPUs: this works, but slowly.", devices, hardware.cpu_count()
-        )
+        log.warning("trainer.devices=%s processes share %s CPUs, which is slow.", devices, hardware.cpu_count())
     return []
 
 
@@ -248,7 +247,6 @@ def layout_problems(cfg: DictConfig) -> list[str]:
 
 
 def _launch_problems(cfg: DictConfig) -> list[str]:
-    """How ranks are brought back."""
     launch, devices, problems = cfg.launch, cfg.trainer.devices, []
     if not isinstance(launch.max_restarts, int) or isinstance(launch.max_restarts, bool) or launch.max_restarts < 0:
         problems.append(f"launch.max_restarts={launch.max_restarts}: must be a number from 0, or auto.")
@@ -256,16 +254,16 @@ def _launch_problems(cfg: DictConfig) -> list[str]:
         if not 1 <= launch.min_ranks <= devices:
             problems.append(
                 f"launch.min_ranks={launch.min_ranks}: must be from 1 to trainer.devices={devices}, "
-                "or null for always as many."
+                "or null for a fixed number of ranks."
             )
         elif cfg.trainer.num_nodes > 1 or launch.rdzv_endpoint:
             problems.append(
-                f"launch.min_ranks={launch.min_ranks}: ranks on several machines cannot become fewer. "
+                f"launch.min_ranks={launch.min_ranks}: the number of ranks on several machines is fixed. "
                 "Type launch.min_ranks=null."
             )
         elif launch.max_restarts == 0:
             problems.append(
-                f"launch.min_ranks={launch.min_ranks}, but launch.max_restarts=0: nothing is brought back. "
+                f"launch.min_ranks={launch.min_ranks}, but launch.max_restarts=0: no rank is restarted. "
                 "Type launch.max_restarts=auto, or launch.min_ranks=null."
             )
     for key in ("hang_timeout", "stop_minutes_before_limit"):
@@ -301,7 +299,7 @@ def _has_wandb_key() -> bool:
 def _name_problems(name: str | None) -> list[str]:
     if name is None or (name and not Path(name).is_absolute() and ".." not in Path(name).parts):
         return []
-    return [f"run.name={name}: must be a folder below run.root. Type run.root=… to have it elsewhere."]
+    return [f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."]
 
 
 def _folder_problems(folder: Path) -> list[str]:
@@ -309,16 +307,16 @@ def _folder_problems(folder: Path) -> list[str]:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        return [f"run.root={folder}: {existing} is a file. Name a folder."]
+        return [f"run.root={folder}: {existing} is a file. Type run.root=… with a folder."]
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run.root={folder}: {existing} cannot be written. Type run.root=… with a folder that can."]
+        return [f"run.root={folder}: {existing} cannot be written. Type another run.root."]
     return []
 
 
 def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
-    """Prepares the data source here, once, so that the ranks only open it and a bad path never starts a process.
+    """Prepare the data source here, once, so that the ranks only open it and a bad path never starts a process.
 
-    Where the run is refused anyway, only what takes no time is looked at.
+    If the run is refused anyway, only the quick checks are made.
     """
     if not isinstance(OmegaConf.select(cfg, "data.source"), DictConfig):
         return []

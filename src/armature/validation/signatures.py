@@ -1,7 +1,7 @@
-"""Checks a `_target_` and its arguments against the source of what it names, without importing it.
+"""Check a `_target_` and its arguments against the source code of the class or function, without importing it.
 
 Importing torch to find a misspelt argument would take seconds. The class is found by walking files and following
-`from x import y`, and its constructor is read from the syntax tree.
+`from x import y`, and its constructor and class attributes are read from the syntax tree.
 """
 
 import ast
@@ -33,7 +33,7 @@ class Signature:
 
 
 def problems(path: str, node: dict[str, Any], allowed: list[str]) -> list[str]:
-    """What is wrong with the `_target_` node at `path` of the configuration and with the nodes below it."""
+    """Return what is wrong with the `_target_` node at `path` of the configuration and with the nodes below it."""
     found = []
     target = node.get("_target_")
     if isinstance(target, str):
@@ -81,7 +81,7 @@ def _is_a(value: Any, name: str) -> bool:
 
 
 def _annotation_names(annotation: ast.expr | None) -> list[str]:
-    """`int | str | None` as names; empty where any part is not a plain type, and nothing is checked then."""
+    """Return `int | str | None` as names; empty if any part is not a plain type, and nothing is checked then."""
     if isinstance(annotation, ast.BinOp):
         left, right = _annotation_names(annotation.left), _annotation_names(annotation.right)
         return left + right if left and right else []
@@ -117,7 +117,7 @@ def _tree(module: str) -> ast.Module | None:
 
 
 def find_definition(target: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
-    """The module and syntax tree of a dotted name, through re-exports. None where there is no such thing."""
+    """Return the defining module and the syntax tree of a dotted name, through re-exports, or None."""
     module, _, name = target.rpartition(".")
     return _find(module, name, depth=0) if module else None
 
@@ -163,7 +163,7 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
 
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
-    """`**kwargs` and inherited constructors take what the first base that can be read takes."""
+    """Add the parameters of the first readable base, for `**kwargs` and inherited constructors."""
     for base in _bases(module, node):
         inherited = signature_of(*base)
         defaults = {**inherited.defaults, **own.defaults}

@@ -1,0 +1,262 @@
+"""Everything private of other libraries that we rely on, in one table: a new version that changes it fails here first.
+
+A row is (owner, name, parameters, file of ours). The owner is `module` or `module:Class`. Parameters are compared if
+they are given; None stands for an attribute: of the module or class, or one that the class's own code assigns.
+"""
+
+import ast
+import importlib
+import inspect
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "armature"
+LOOPS = "lightning.pytorch.loops"
+CONNECTORS = "lightning.pytorch.trainer.connectors.logger_connector"
+EPOCH = f"{LOOPS}.training_epoch_loop:_TrainingEpochLoop"
+FIT = f"{LOOPS}.fit_loop:_FitLoop"
+EVALUATION = f"{LOOPS}.evaluation_loop:_EvaluationLoop"
+AUTOMATIC = f"{LOOPS}.optimization.automatic:_AutomaticOptimization"
+LOGGING = f"{CONNECTORS}.logger_connector:_LoggerConnector"
+RESULTS = f"{CONNECTORS}.result:_ResultCollection"
+SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
+MODULE = "lightning.pytorch.core.module:LightningModule"
+LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
+CALL = "lightning.pytorch.trainer.call"
+PRECISION = "lightning.pytorch.plugins.precision:Precision"
+DCP = "torch.distributed.checkpoint"
+
+TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
+    # ---------------------------------------------------------------- Lightning: loops
+    (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
+    (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),
+    (EPOCH, "on_advance_end", ("self", "data_fetcher"), "training/loops.py"),
+    (EPOCH, "update_lr_schedulers", ("self", "interval", "update_plateau_schedulers"), "training/loops.py"),
+    (EPOCH, "reset_restart_stage", ("self",), "training/loops.py"),
+    (EPOCH, "_build_kwargs", ("self", "kwargs", "batch", "batch_idx"), "training/loops.py"),
+    (EPOCH, "_on_before_fetch", ("self",), "training/loops.py"),
+    (EPOCH, "_on_after_fetch", ("self",), "training/loops.py"),
+    (EPOCH, "_should_accumulate", ("self",), "training/loops.py"),
+    (EPOCH, "_should_check_val_fx", ("self", "data_fetcher"), "training/loops.py"),
+    (EPOCH, "_accumulated_batches_reached", ("self",), "training/loops.py"),
+    (EPOCH, "_num_ready_batches_reached", ("self",), "training/loops.py"),
+    (EPOCH, "_save_loggers_on_train_batch_end", ("self",), "training/loops.py"),
+    (EPOCH, "_skip_next_val", None, "training/loops.py"),
+    (EPOCH, "_batches_that_stepped", None, "training/loops.py"),
+    (EPOCH, "_restart_stage", None, "training/loops.py"),
+    (EPOCH, "_warning_cache", None, "training/loops.py"),
+    (EPOCH, "_results", None, "training/restore_progress.py"),
+    (EPOCH, "batch_progress", None, "training/loops.py"),
+    (EPOCH, "automatic_optimization", None, "training/loops.py"),
+    (EPOCH, "manual_optimization", None, "training/loops.py"),
+    (EPOCH, "val_loop", None, "training/loops.py"),
+    (f"{LOOPS}.training_epoch_loop:RestartStage", "RESTARTED_ON_LAST", None, "training/loops.py"),
+    (f"{LOOPS}.training_epoch_loop:RestartStage", "RESTARTED_ON_TRAIN_BATCH_END", None, "training/loops.py"),
+    (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs"), "training/loops.py"),
+    (FIT, "setup_data", ("self",), "training/loops.py"),
+    (FIT, "on_advance_start", ("self",), "training/loops.py"),
+    (FIT, "epoch_loop", None, "training/loops.py"),
+    (FIT, "epoch_progress", None, "training/loops.py"),
+    (FIT, "_data_fetcher", None, "training/loops.py"),
+    (FIT, "_restart_stage", None, "training/loops.py"),
+    (FIT, "_last_train_dl_reload_epoch", None, "training/loops.py"),
+    (f"{LOOPS}.fit_loop:RestartStage", "RESTARTED_MID_EPOCH", None, "training/loops.py"),
+    (f"{LOOPS}.loop:_Loop", "_restarting", None, "training/loops.py"),
+    (f"{LOOPS}.loop:_Loop", "restarting", None, "training/loops.py"),
+    (EVALUATION, "_has_run", None, "training/loops.py"),
+    (EVALUATION, "batch_progress", None, "training/loops.py"),
+    (EVALUATION, "restarted_mid_evaluation", None, "training/loops.py"),
+    (EVALUATION, "increment_progress_to_evaluation_end", ("self",), "training/loops.py"),
+    (EVALUATION, "run", None, "training/loops.py"),
+    (f"{LOOPS}.fetchers:_DataFetcher", "done", None, "training/loops.py"),
+    (f"{LOOPS}.fetchers:_DataLoaderIterDataFetcher", "_batch", None, "training/loops.py"),
+    (f"{LOOPS}.fetchers:_DataLoaderIterDataFetcher", "_batch_idx", None, "training/loops.py"),
+    (AUTOMATIC, "_skip_backward", None, "training/loops.py"),
+    (AUTOMATIC, "optim_progress", None, "training/loops.py"),
+    (AUTOMATIC, "output_result_cls", None, "training/loops.py"),
+    (
+        f"{LOOPS}.optimization.automatic:Closure",
+        "__init__",
+        ("self", "step_fn", "backward_fn", "zero_grad_fn"),
+        "training/loops.py",
+    ),
+    (f"{LOOPS}.optimization.manual:_ManualOptimization", "run", ("self", "kwargs"), "training/loops.py"),
+    (f"{LOOPS}.utilities", "_block_parallel_sync_behavior", ("strategy", "block"), "training/loops.py"),
+    (MODULE, "_on_before_batch_transfer", ("self", "batch", "dataloader_idx"), "training/loops.py"),
+    # ---------------------------------------------------------------- Lightning: hooks
+    (
+        CALL,
+        "_call_callback_hooks",
+        ("trainer", "hook_name", "args", "monitoring_callbacks", "kwargs"),
+        "training/hooks.py",
+    ),
+    (CALL, "_call_lightning_module_hook", ("trainer", "hook_name", "args", "pl_module", "kwargs"), "training/hooks.py"),
+    (CALL, "_call_strategy_hook", ("trainer", "hook_name", "args", "kwargs"), "training/hooks.py"),
+    (MODULE, "_current_fx_name", None, "training/hooks.py"),
+    # ---------------------------------------------------------------- Lightning: trainer, logging, strategies
+    ("lightning.pytorch.trainer.trainer:Trainer", "_signal_connector", None, "training/trainer.py"),
+    ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector", None, "training/trainer.py"),
+    ("lightning.pytorch.trainer.trainer:Trainer", "_results", None, "training/trainer.py"),
+    ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
+    (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
+    (LOGGING, "on_batch_start", ("self", "batch", "dataloader_idx"), "training/loops.py"),
+    (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
+    (LOGGING, "update_train_step_metrics", ("self",), "training/loops.py"),
+    (LOGGING, "_first_loop_iter", None, "training/loops.py"),
+    (SIGNALS, "register_signal_handlers", ("self",), "training/trainer.py"),
+    (SIGNALS, "teardown", ("self",), "training/trainer.py"),
+    (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor"), "training/epoch_metrics.py"),
+    (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
+    (RESULTS, "update_metrics", ("self", "key", "value", "batch_size"), "training/epoch_metrics.py"),
+    (f"{CONNECTORS}.result:_Metadata", "sync", None, "training/epoch_metrics.py"),
+    (f"{CONNECTORS}.result:_Sync", "_should", None, "training/epoch_metrics.py"),
+    ("lightning.pytorch.strategies:Strategy", "_lightning_optimizers", None, "training/loops.py"),
+    (PRECISION, "_after_closure", ("self", "model", "optimizer"), "strategies/gradients.py"),
+    (
+        PRECISION,
+        "clip_gradients",
+        ("self", "optimizer", "clip_val", "gradient_clip_algorithm"),
+        "strategies/gradients.py",
+    ),
+    ("lightning.pytorch.strategies:DDPStrategy", "_register_ddp_hooks", ("self",), "strategies/ddp.py"),
+    ("lightning.pytorch.strategies:ModelParallelStrategy", "_setup_distributed", ("self",), "strategies/mesh.py"),
+    ("lightning.pytorch.strategies:ModelParallelStrategy", "_device_mesh", None, "strategies/mesh.py"),
+    (MODULE, "_device_mesh", None, "strategies/mesh.py"),
+    (LIGHTNINGS_DEEPSPEED, "_init_deepspeed_distributed", ("self",), "strategies/deepspeed.py"),
+    (LIGHTNINGS_DEEPSPEED, "_init_optimizers", ("self",), "strategies/deepspeed.py"),
+    # ---------------------------------------------------------------- torch
+    ("torch", "_foreach_norm", None, "parallel/gradients.py"),
+    ("torch", "_foreach_mul_", None, "parallel/gradients.py"),
+    ("torch", "_foreach_clamp_min_", None, "parallel/gradients.py"),
+    ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
+    ("torch", "_foreach_lerp_", None, "callbacks/ema.py"),
+    ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
+    ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
+    ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
+    ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
+    ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
+    ("torch._inductor", "config", None, "models/decoder/documents.py"),
+    ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
+    ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/prefetch.py"),
+    ("torch.optim.lr_scheduler:LRScheduler", "_step_count", None, "optim/schedules.py"),
+    ("torch.optim.lr_scheduler:LRScheduler", "_last_lr", None, "optim/schedules.py"),
+    (f"{DCP}._fsspec_filesystem", "FsspecReader", None, "checkpoint/storage.py"),
+    (f"{DCP}._fsspec_filesystem", "FsspecWriter", None, "checkpoint/storage.py"),
+    (f"{DCP}._nested_dict", "set_element", ("root_dict", "path", "value"), "checkpoint/storage.py"),
+    (f"{DCP}:FileSystemReader", "_get_metadata_path", ("self", "rank"), "checkpoint/storage.py"),
+    (f"{DCP}:FileSystemReader", "load_id", None, "checkpoint/storage.py"),
+    (f"{DCP}._fsspec_filesystem:FsspecReader", "_get_metadata_path", None, "checkpoint/storage.py"),
+    (f"{DCP}.filesystem", "_StorageInfo", None, "checkpoint/storage.py"),
+    (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", None, "checkpoint/storage.py"),
+    ("torch.serialization", "_get_layout", None, "checkpoint/storage.py"),
+    # ---------------------------------------------------------------- Hydra, TensorBoard, Python
+    ("hydra._internal.hydra:Hydra", "get_mode", None, "cli.py"),
+    ("hydra._internal.utils", "get_args_parser", (), "cli.py"),
+    ("torch.utils.tensorboard:SummaryWriter", "_get_file_writer", ("self",), "loggers/tensorboard.py"),
+    ("torch.utils.tensorboard.writer:FileWriter", "event_writer", None, "loggers/tensorboard.py"),
+    ("tensorboard.summary.writer.event_file_writer:EventFileWriter", "_file_name", None, "loggers/tensorboard.py"),
+    ("atexit", "_run_exitfuncs", None, "launcher/rank.py"),
+]
+DEEPSPEED = [
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "_lazy_init_hp_params_optimizer_state", ("self",)),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "_hp_optimizer_states_linked", None),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "single_partition_of_fp32_groups", None),
+    ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat", None),
+    ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
+]
+OURS_OR_PYTHONS = {"_exit", "_target_"}
+
+
+def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:
+    module, _, cls = owner.partition(":")
+    library = module.split(".")[0]
+    release = "" if library == "atexit" else f" {version({'hydra': 'hydra-core'}.get(library, library))}"
+    changed = f"{library}{release} changed {owner}.{name}: see {file}"
+    try:
+        holder = importlib.import_module(module)
+        holder = getattr(holder, cls) if cls else holder
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{changed} ({error})")
+    found = getattr(holder, name, None)
+    if found is None and inspect.isclass(holder):
+        code = "\n".join(map(_code, holder.__mro__))
+        assert f"self.{name}" in code or f'"{name}"' in code or f"    {name}:" in code, changed
+        return
+    assert hasattr(holder, name), changed
+    if parameters is not None:
+        assert tuple(inspect.signature(found).parameters) == parameters, changed
+
+
+def _code(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # it is made by C or by a function
+        return ""
+
+
+@pytest.mark.parametrize(("owner", "name", "parameters", "file"), TABLE, ids=lambda value: str(value)[-40:])
+def test_a_private_name_is_as_we_know_it(owner, name, parameters, file):
+    check(owner, name, parameters, f"src/armature/{file}")
+    assert name in (SOURCE / file).read_text() or name == "__init__", f"{file} does not use {name} any more"
+
+
+@pytest.mark.parametrize(("owner", "name", "parameters"), DEEPSPEED, ids=lambda value: str(value)[-40:])
+def test_a_private_name_of_deepspeed_is_as_we_know_it(owner, name, parameters):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is installed on Linux only")
+    check(owner, name, parameters, "src/armature/strategies/deepspeed.py")
+
+
+def test_a_change_is_named():
+    with pytest.raises(AssertionError, match=r"lightning 2\..* changed .*_FitLoop\._gone: see src/armature/x\.py"):
+        check(FIT, "_gone", None, "src/armature/x.py")
+    with pytest.raises(AssertionError, match=r"changed .*advance: see"):
+        check(EPOCH, "advance", ("self",), "src/armature/x.py")
+
+
+def test_the_table_is_complete():
+    used, ours = _private_names()
+    known = {name for _, name, *_ in [*TABLE, *DEEPSPEED]} | OURS_OR_PYTHONS
+    imported = {f"{owner.replace(':', '.')}.{name}" for owner, name, *_ in TABLE}
+    imported |= {owner.replace(":", ".") for owner, *_ in TABLE}
+    missing = {
+        name: files
+        for name, files in used.items()
+        if (name not in imported if "." in name else name not in known and name not in ours)
+    }
+    assert not missing, f"private names of others that {__name__}.TABLE lacks: {missing}"
+
+
+def _private_names() -> tuple[dict[str, set[str]], set[str]]:
+    """Return private names that our sources use or override, by file, and those that our sources define."""
+    used: dict[str, set[str]] = {}
+    ours: set[str] = set()
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute):
+                names = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("armature"):
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name for name in full if any(map(_is_private, name.split(".")))]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                overrides = any("override" in ast.unparse(decorator) for decorator in node.decorator_list)
+                names = [f"override {node.name}"] if overrides and _is_private(node.name) else []
+                ours.add("" if overrides else node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                parts = [part for target in targets for part in ast.walk(target)]
+                ours |= {p.id for p in parts if isinstance(p, ast.Name)}
+                ours |= {p.attr for p in parts if isinstance(p, ast.Attribute) and ast.unparse(p.value) == "self"}
+            for name in names:
+                if _is_private(name) or "." in name or " " in name:
+                    used.setdefault(name.removeprefix("override "), set()).add(str(file.relative_to(SOURCE)))
+    return used, ours
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
