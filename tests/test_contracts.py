@@ -6,18 +6,33 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
-TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim")
+TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim", "loggers")
+DISTRIBUTED = ("parallel", "strategies", "checkpoint", "launcher", "training", "worker.py")
+ALL = sorted(SOURCE.rglob("*.py"))
 
 
 def imports(file: Path) -> set[str]:
     """Dotted names of all that a file imports, at its top or anywhere inside."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    return {name for names, _ in statements(file) for name in names}
+
+
+def statements(file: Path) -> list[tuple[set[str], bool]]:
+    """The names of each import statement, and whether it runs when the file is imported."""
+    tree = ast.parse(file.read_text())
+    inner = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
+        for node in ast.walk(outer)
+    }
+    found = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found.append(({alias.name for alias in node.names}, id(node) not in inner))
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            found.append(({f"{node.module}.{alias.name}" for alias in node.names}, id(node) not in inner))
+    return found
 
 
 def files(*packages: str) -> list[Path]:
@@ -30,16 +45,69 @@ def starting(names: set[str], *prefixes: str) -> set[str]:
     return {name for name in names for prefix in prefixes if name == prefix or name.startswith(f"{prefix}.")}
 
 
-@pytest.mark.parametrize("file", files(*TRAINING_CODE), ids=lambda file: str(file.relative_to(SOURCE)))
+def relative(file: Path) -> str:
+    return str(file.relative_to(SOURCE))
+
+
+@pytest.mark.parametrize("file", files(*TRAINING_CODE), ids=relative)
 def test_training_code_never_touches_a_process_group(file):
-    assert not starting(imports(file), "torch.distributed", "armature.strategies", "armature.launch", "armature.worker")
+    outside = ("torch.distributed", "armature.parallel", "armature.strategies", "armature.launch", "armature.worker")
+    assert not starting(imports(file), *outside, "armature.launcher", "armature.checkpoint")
 
 
-@pytest.mark.parametrize("file", files("models"), ids=lambda file: str(file.relative_to(SOURCE)))
+@pytest.mark.parametrize("file", files("callbacks"), ids=relative)
+def test_callbacks_never_reach_a_process_group_through_training(file):
+    assert not {name for name in imports(file) if "process_group" in name}
+
+
+@pytest.mark.parametrize("file", [f for f in ALL if f.relative_to(SOURCE).parts[0] not in DISTRIBUTED], ids=relative)
+def test_torch_distributed_is_imported_in_few_places(file):
+    assert not starting(imports(file), "torch.distributed")
+
+
+@pytest.mark.parametrize("file", files("models"), ids=relative)
 def test_models_are_plain_torch(file):
-    ours = starting(imports(file), "armature") - starting(imports(file), "armature.models", "armature.models.plan")
+    ours = starting(imports(file), "armature") - starting(imports(file), "armature.models")
     assert not ours
     assert not starting(imports(file), "lightning", "hydra", "omegaconf")
+
+
+def test_checks_before_launch_import_no_torch():
+    for file in files("validation"):
+        at_import = {name for names, runs in statements(file) if runs for name in names}
+        assert not starting(at_import, "torch", "lightning"), relative(file)
+
+
+def test_no_import_goes_in_a_circle():
+    modules = {".".join(["armature", *file.relative_to(SOURCE).with_suffix("").parts]): file for file in ALL}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph = {
+        name: {
+            target
+            for names, runs in statements(file)
+            if runs
+            for imported in names
+            for target in (imported, imported.rpartition(".")[0])
+            if target in modules and target != name
+        }
+        for name, file in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " → ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for target in sorted(graph[name]):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def test_few_modules_lie_loose_at_the_top():
+    loose = {file.name for file in SOURCE.glob("*.py")} - {"__init__.py"}
+    assert len(loose) <= 10, loose
 
 
 def test_a_violation_is_seen(tmp_path):
@@ -49,6 +117,6 @@ def test_a_violation_is_seen(tmp_path):
     assert starting(imports(tmp_path / "task.py"), "torch.distributed") == {"torch.distributed"}
 
 
-@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
+@pytest.mark.parametrize("file", ALL, ids=relative)
 def test_files_stay_readable(file):
     assert len(file.read_text().splitlines()) <= 420

@@ -7,13 +7,13 @@ import pytest
 
 from armature.validation import signatures
 
-ALLOWED = ["armature", "torch.optim", "lightning.pytorch", "example"]
+ALLOWED = ["armature", "torch.optim", "lightning.pytorch", "sample"]
 
 
 @pytest.fixture
-def example(tmp_path, monkeypatch):
+def sample(tmp_path, monkeypatch):
     """A package with the shapes of constructors that people write."""
-    package = tmp_path / "example"
+    package = tmp_path / "sample"
     package.mkdir()
     (package / "__init__.py").write_text("from .net import Net as Renamed\n")
     (package / "net.py").write_text(
@@ -32,15 +32,15 @@ def found(**node):
     return signatures.problems("node", node, ALLOWED)
 
 
-@pytest.mark.usefixtures("example")
+@pytest.mark.usefixtures("sample")
 @pytest.mark.parametrize(
     "node",
     [
-        {"_target_": "example.net.Net", "width": 3, "scale": 1, "depth": 4},
-        {"_target_": "example.Renamed", "width": 3, "scale": None},
-        {"_target_": "example.net.Inherits", "depth": 1},
-        {"_target_": "example.net.Options", "rate": 0.5, "name": "a"},
-        {"_target_": "example.net.build", "path": "x", "_partial_": True},
+        {"_target_": "sample.net.Net", "width": 3, "scale": 1, "depth": 4},
+        {"_target_": "sample.Renamed", "width": 3, "scale": None},
+        {"_target_": "sample.net.Inherits", "depth": 1},
+        {"_target_": "sample.net.Options", "rate": 0.5, "name": "a"},
+        {"_target_": "sample.net.build", "path": "x", "_partial_": True},
         {"_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},
     ],
@@ -49,16 +49,16 @@ def test_sound_arguments_are_accepted(node):
     assert found(**node) == []
 
 
-@pytest.mark.usefixtures("example")
+@pytest.mark.usefixtures("sample")
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        ({"_target_": "example.net.Net", "widht": 3}, ["node.widht", "Did you mean 'width'?"]),
-        ({"_target_": "example.net.Net", "width": "three"}, ["node.width='three'", "int"]),
-        ({"_target_": "example.net.Net", "width": True}, ["node.width=True", "int"]),
-        ({"_target_": "example.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
-        ({"_target_": "example.net.Nett"}, ["no such class", "Did you mean 'example.net.Net'?"]),
-        ({"_target_": "example.nett.Net"}, ["no module 'example.nett'"]),
+        ({"_target_": "sample.net.Net", "widht": 3}, ["node.widht", "Did you mean 'width'?"]),
+        ({"_target_": "sample.net.Net", "width": "three"}, ["node.width='three'", "int"]),
+        ({"_target_": "sample.net.Net", "width": True}, ["node.width=True", "int"]),
+        ({"_target_": "sample.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
+        ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
+        ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),
         ({"_target_": "torch.optim.AdamW", "learning_rate": 1.0}, ["takes no argument 'learning_rate'"]),
         ({"_target_": "os.system", "command": "true"}, ["launch.allowed_packages"]),
         ({"_target_": "torch.load", "f": "x"}, ["launch.allowed_packages"]),
