@@ -61,7 +61,7 @@ def test_state_is_plain_and_resumes_exactly():
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
 
 
-def test_a_hidden_parameter_that_is_no_matrix_is_refused():
+def test_a_hidden_parameter_that_is_not_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"matrices only. Got a hidden parameter \(4,\)"):
         Muon([{"params": [torch.nn.Parameter(torch.zeros(4))], "hidden": True}])
 
@@ -80,7 +80,7 @@ def test_precision_decides_the_type_of_the_iteration():
 
 
 def train(layout: str) -> list[list]:
-    """Weights after three steps. Every rank sees the same batch, large enough for gradients of full rank.
+    """Return the weights after three steps. Every rank sees the same batch, large enough for gradients of full rank.
 
     The iteration multiplies the smallest singular values, which are rounding otherwise, by hundreds.
     """
@@ -89,7 +89,7 @@ def train(layout: str) -> list[list]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # of the same shape: more than ranks, and not a multiple
+    sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # of one shape: more than ranks, and not a multiple
     layers = [torch.nn.Linear(*size, bias=size[0] == 16) for size in sizes]
     model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.GELU())))
     if layout == "fsdp × tensor":
@@ -128,9 +128,9 @@ def train(layout: str) -> list[list]:
         ("fsdp × tensor", 4, 5),
     ],
 )  # fmt: skip
-def test_divided_work_takes_the_same_steps_as_one_process(layout, ranks, most):
+def test_sharded_work_makes_the_same_steps_as_one_process(layout, ranks, most):
     expected = train("alone")
     for *weights, count in on_ranks(train, layout, ranks=ranks):
-        assert count <= most, "of five matrices a step, a rank should do its share"
+        assert count <= most, "of five matrices per step, a rank should do its share"
         for got, alone in zip(weights, expected, strict=False):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)
