@@ -21,7 +21,7 @@ def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
     assert torch.equal(generate(model, PROMPT, max_new_tokens=10, temperature=0), ids)
 
 
-def test_a_seed_gives_the_same_text_and_training_mode_is_put_back(model):
+def test_a_seed_gives_the_same_text_and_training_mode_is_restored(model):
     texts = [
         generate(model.train(), PROMPT, max_new_tokens=8, generator=torch.Generator().manual_seed(seed))
         for seed in (0, 0, 1)
@@ -31,7 +31,7 @@ def test_a_seed_gives_the_same_text_and_training_mode_is_put_back(model):
     assert model.training
 
 
-def test_text_goes_on_beyond_the_context_and_from_a_prompt_longer_than_it(model):
+def test_text_continues_beyond_the_context_and_from_a_longer_prompt(model):
     assert generate(model, PROMPT, max_new_tokens=40).shape == (2, 43)
     assert generate(model, torch.ones(1, 30, dtype=torch.long), max_new_tokens=5).shape == (1, 35)
 

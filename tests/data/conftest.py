@@ -1,4 +1,4 @@
-"""A shared machine may stall for longer than hypothesis lets an example take."""
+"""Remove hypothesis' deadline per example: a shared machine may stall for longer."""
 
 from hypothesis import settings
 

@@ -48,6 +48,6 @@ def test_sizes_that_cannot_be_are_refused(global_batch, micro):
 
 
 def test_checking_imports_no_torch():
-    """The command line is checked with these before anything heavy is imported."""
+    """These modules check the command line before anything heavy is imported."""
     code = "import armature.data.batching, armature.data.corpus, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

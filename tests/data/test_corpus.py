@@ -43,7 +43,7 @@ def corpus(tmp_path: Path):
 
 
 def decoded(corpus: Corpus, split: str) -> list[str]:
-    """The documents of a split."""
+    """Return the documents of a split."""
     tokens = np.array(corpus.tokens(split))
     end = corpus.tokenizer.token_to_id("<|endoftext|>")
     assert tokens[0] == end
@@ -116,7 +116,7 @@ def test_gzip_and_plain_files_give_the_same_tokens(files, corpus, tmp_path):
 
 
 def test_text_survives_the_pieces_it_is_read_in(tmp_path):
-    """Cuts fall at line ends, or between characters in a line without end; bytes are kept exactly."""
+    """Cuts fall at line ends, or between characters of an endless line. No byte changes."""
     path = tmp_path / "mixed.txt"
     text = "a\r\nb\n\n" + "漢🙂é" * 500 + "\n" + some_text(3) + "no end"
     path.write_text(text, newline="")
@@ -166,14 +166,14 @@ def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often a corpus was built."""
+    """Count how often a corpus is built."""
     built = []
     build = Corpus._build
     monkeypatch.setattr(Corpus, "_build", lambda self, *args: built.append(1) or build(self, *args))
     return built
 
 
-def test_a_sound_cache_is_opened_without_work(files, corpus, counted):
+def test_an_intact_cache_is_opened_without_work(files, corpus, counted):
     first = corpus(str(files))
     first.prepare()
     again = corpus(str(files))
@@ -226,7 +226,7 @@ def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypa
     assert read == ["val.bin"]
 
 
-def test_what_a_killed_process_left_is_cleared_away(files, corpus, caplog, monkeypatch):
+def test_leftovers_of_a_killed_process_are_removed(files, corpus, caplog, monkeypatch):
     monkeypatch.setattr(Corpus, "_encode", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         corpus(str(files)).prepare()
@@ -395,13 +395,13 @@ def test_the_standard_library_is_found_without_tests_and_packages():
     assert Splitter.choose(files, val_fraction=0.05, test_fraction=0.05).by == "file"
 
 
-def test_a_tokenizer_from_elsewhere_is_taken_as_it_is(files, corpus, tmp_path):
+def test_an_external_tokenizer_is_used_unchanged(files, corpus, tmp_path):
     first = corpus(f"{files}/**/*.txt")
     first.prepare()
     other = tmp_path / "other.txt"
     other.write_text(some_text(7, lines=400))
     given = str(first.folder / "tokenizer.json")
-    made = corpus(str(other), tokenizer=given, vocab_size=400)  # the model may have room for more
+    made = corpus(str(other), tokenizer=given, vocab_size=400)  # the model may have a larger vocabulary
     made.prepare()
     assert made.tokenizer.get_vocab() == first.tokenizer.get_vocab()
     assert "".join(chain(*(decoded(made, split) for split in SPLITS)))

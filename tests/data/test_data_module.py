@@ -1,4 +1,4 @@
-"""The data module under a real Trainer: what is trained on, in which order, after which resume."""
+"""The data module under a real Trainer: which samples it trains on, in which order, also after a resume."""
 
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from armature.models.loss import IGNORED
 
 
 class Numbers(Dataset):
-    """Sample i is i; augmented, i and a random number."""
+    """Sample i is the number i; augmented, its inputs are random numbers."""
 
     def __init__(self, size: int, *, random: bool = False) -> None:
         self.size = size
@@ -39,7 +39,7 @@ class NumbersData(DataModule):
 
 
 class Recorder(L.LightningModule):
-    """Trains one weight, and keeps what it saw."""
+    """Trains one weight, and records the samples that it saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class RestoreProgress(L.Callback):
         under_way = progress.processed - progress.completed
         data = trainer.datamodule
         epoch, place = data.epoch_position()
-        if place < data.global_batch_size and trainer.current_epoch == epoch - 1:  # that epoch is still to be closed
+        if place < data.global_batch_size and trainer.current_epoch == epoch - 1:  # Lightning has not closed that epoch
             place += data.train_size
         seen = place // data.global_batch_size * data.batches.accumulate
         progress.ready = progress.started = progress.processed = seen
@@ -128,7 +128,7 @@ def fit(data: DataModule, tmp_path: Path, *, steps: int, checkpoint: Path | None
     return module, trainer
 
 
-# It takes any loader without a state of its own for one that cannot resume; ours resumes by its position
+# Lightning takes any loader without a state dict for one that cannot resume; ours resumes by its position
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning 2.6 with torch 2.13
@@ -148,7 +148,7 @@ def test_epochs_under_a_trainer_lose_no_sample(tmp_path):
 
 @pytest.mark.parametrize("micro", [4, 2])
 @pytest.mark.parametrize("saved", ["", "-end"])
-def test_resume_at_any_step_goes_on_as_if_never_stopped(tmp_path, micro, saved):
+def test_resume_at_any_step_makes_the_same_steps_as_an_uninterrupted_run(tmp_path, micro, saved):
     def make():
         return NumbersData(micro_batch_size=micro)
 
@@ -190,7 +190,7 @@ def test_ranks_and_accumulation_see_the_same_samples_in_each_step(tmp_path):
     assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == alone.steps
 
 
-def test_resume_with_another_global_batch_goes_on_where_the_stream_was(tmp_path):
+def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
     whole, _ = fit(NumbersData(), tmp_path, steps=20)
     end_of_first_epoch = tmp_path / "6.ckpt"
     resumed, _ = fit(NumbersData(global_batch_size=8), tmp_path, steps=9, checkpoint=end_of_first_epoch)
@@ -244,7 +244,7 @@ def test_the_last_batch_is_a_smaller_one():
     assert [batch["targets"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_a_rank_without_a_sample_has_one_that_does_not_count():
+def test_a_rank_without_a_sample_gets_one_that_does_not_count():
     data = NumbersData(eval_batch_size=8)
     data._rank_and_ranks = lambda: (0, 9)
     (empty,) = data.val_dataloader()
@@ -253,7 +253,7 @@ def test_a_rank_without_a_sample_has_one_that_does_not_count():
     assert [batch["targets"].tolist() for batch in (empty, last)] == [[IGNORED], [7]]
 
 
-def test_there_need_not_be_a_split():
+def test_a_split_may_be_absent():
     data = NumbersData()
     data.dataset = lambda split: None
     assert list(data.val_dataloader()) == []
@@ -269,7 +269,7 @@ def test_accumulation_that_contradicts_the_batch_sizes_is_refused(tmp_path):
         fit(NumbersData(micro_batch_size=2), tmp_path, steps=1, micro=4)
 
 
-def test_another_number_of_samples_on_resume_is_told(caplog):
+def test_another_number_of_samples_on_resume_is_reported(caplog):
     data = NumbersData(size=30)
     with caplog.at_level("WARNING"):
         data.load_state_dict({"samples_seen": 8, "step": 2, "train_size": 21})
@@ -277,11 +277,11 @@ def test_another_number_of_samples_on_resume_is_told(caplog):
     assert data.samples_seen == 8
 
 
-def test_another_seed_on_resume_is_told(caplog):
+def test_another_seed_on_resume_is_reported(caplog):
     state = NumbersData().state_dict()
     with caplog.at_level("WARNING"):
         NumbersData(seed=6).load_state_dict(state)
-    assert "in the order of data.seed=5, and go on in that of data.seed=6" in caplog.text
+    assert "in the order of data.seed=5, and continue in that of data.seed=6" in caplog.text
 
 
 def test_state_is_plain_numbers():

@@ -14,7 +14,7 @@ layouts = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))  # 
 
 
 def read(size: int, layout: tuple[int, int, int], *, seed: int, position: int) -> list[list[int]]:
-    """The steps of the epoch that holds `position`, each the sorted keys of all ranks and micro-batches."""
+    """Return the steps of the epoch that holds `position`, each as sorted keys of all ranks and micro-batches."""
     ranks, micro, accumulate = layout
     batches = plan_batches(ranks * micro * accumulate, micro, ranks)
     samplers = [TrainSampler(size, seed=seed, batches=batches, rank=r, position=lambda: position) for r in range(ranks)]
@@ -51,7 +51,7 @@ def test_permutation_differs_between_epochs_and_seeds():
 
 
 def test_permutation_is_even():
-    """Each index comes to each place about equally often (chi-square, 99 degrees of freedom)."""
+    """Each index is at each place about equally often (chi-square, 99 degrees of freedom)."""
     size, draws = 10, 1500
     counts = np.zeros((size, size))
     for epoch in range(draws):
@@ -69,7 +69,7 @@ def test_permutation_of_a_huge_epoch_needs_no_table():
 
 
 def test_permutation_never_changes():
-    """Positions in old checkpoints mean these samples."""
+    """Positions in old checkpoints refer to these samples."""
     assert permuted(np.arange(10), size=10, seed=7, epoch=2).tolist() == [2, 6, 4, 7, 5, 3, 1, 0, 8, 9]
 
 
@@ -97,7 +97,7 @@ def test_steps_hold_the_same_samples_under_any_layout(size, global_batch, seed):
 @settings(max_examples=50)
 @given(sizes, layouts, layouts, seeds, st.integers(0, 30))
 def test_resume_from_any_step_continues_the_stream(size, before, after, seed, step):
-    """Also on other ranks and another global batch: from there on it is the stream of positions all the same."""
+    """The stream continues at the position, also with other ranks and another global batch."""
     position = step * before[0] * before[1] * before[2]
     resumed = read(size, after, seed=seed, position=position)
     epoch = position // size
@@ -152,7 +152,7 @@ def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_samplers_tell_their_batch_size(rank):
+def test_samplers_have_a_batch_size(rank):
     batches = plan_batches(8, 2, 2)
     assert TrainSampler(9, seed=0, batches=batches, rank=rank, position=lambda: 0).batch_size == 2
     assert EvalSampler(9, batch_size=3, rank=rank, ranks=2).batch_size == 3

@@ -1,4 +1,4 @@
-"""A position is all that a stream needs to go on: each sample comes once, whatever the workers, ranks, batch sizes."""
+"""A stream resumes from its position alone: each sample comes once with any workers, ranks and batch sizes."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ class CountedData(DataModule):
 
 
 def steps(data: DataModule, *, epochs: int = 3, start: int = 0) -> list[list[int]]:
-    """The targets of each micro-batch, in order, with the position moved on as training would."""
+    """Return the targets of each micro-batch, in order, advancing the position as training does."""
     position, found = start, []
     accumulate = data.batches.accumulate
     while position < epochs * data.train_size:
@@ -62,7 +62,7 @@ def steps(data: DataModule, *, epochs: int = 3, start: int = 0) -> list[list[int
 
 
 def close(data: DataModule) -> None:
-    """Ends the loaders' processes, as the Trainer does; the garbage collector would wait for them."""
+    """End the loaders' processes, as the Trainer does; the garbage collector would wait for them."""
     for loader in data._loaders.values():
         if loader.num_workers:
             loader._iterator._shutdown_workers()
@@ -90,7 +90,7 @@ def test_blocks_are_shuffled_anew_each_epoch():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("block", [1, 5])
-def test_resume_at_any_step_goes_on_as_if_never_stopped(workers, block):
+def test_resume_at_any_step_equals_an_uninterrupted_run(workers, block):
     straight = steps(CountedData(block=block), epochs=2)
     for step in range(len(straight)) if workers == 0 else (0, 3, 6):
         resumed = CountedData(block=block, num_workers=workers)
@@ -121,8 +121,8 @@ def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
     assert not torch.equal(noise(), noise(seed=6))
 
 
-def test_fewer_samples_than_promised_are_told():
-    with pytest.raises(ValueError, match=r"Counted ended at record 9 of epoch 0, but len\(\) says that it has 21"):
+def test_fewer_samples_than_len_are_reported():
+    with pytest.raises(ValueError, match=r"Counted ended at record 9 of epoch 0, but its len\(\) is 21"):
         steps(CountedData(ends_at=9), epochs=1)
 
 
@@ -165,7 +165,7 @@ def text_data(folder, **settings) -> StreamedTextData:
 
 
 def windows(folder) -> list[list[int]]:
-    """All windows, made in another way: each file's bytes at once, byte b as token of its own, 0 before each text."""
+    """Return all windows, made in another way: from each file at once, each byte as a token, 0 before each text."""
     found = []
     for path in sorted(folder.glob("*.gz")):
         with gzip.open(path, "rt") as file:
@@ -209,7 +209,7 @@ def test_files_come_in_another_order_each_epoch(folder):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streamed_text_resumes_where_it_was(folder, workers):
+def test_streamed_text_resumes_at_its_position(folder, workers):
     def batches(data, start, number):
         data.samples_seen = start
         found = served(islice(data.train_dataloader(), number))
@@ -235,9 +235,9 @@ def test_too_little_text_and_settings_out_of_range_are_refused(folder):
         text_data(folder, block=0)
 
 
-# ---------------------------------------------------------------- what a dataset of one's own draws
+# ---------------------------------------------------------------- random numbers of a user's dataset
 class Noisy(Dataset):
-    """Draws from each global generator, as many an image library does."""
+    """Draws from each global generator, as many image libraries do."""
 
     def __len__(self):
         return 8
@@ -266,7 +266,7 @@ def test_global_generators_are_a_samples_own(split):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loading_leaves_the_models_generators_alone(workers):
+def test_loading_does_not_change_the_models_generators(workers):
     def drawn():
         return random.random(), np.random.rand(), torch.rand(()).item()
 

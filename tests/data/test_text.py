@@ -60,7 +60,7 @@ def test_an_epoch_holds_every_training_window_once(corpus):
 
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_bits_per_byte_are_exact(corpus, split):
-    """A uniform model needs log2(V) bits for every target, whatever windows and batches they come in."""
+    """A uniform model needs log2(V) bits for every target, in any windows and batches."""
     data = text_data(corpus)
     loader = data.val_dataloader() if split == "val" else data.test_dataloader()
     targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in loader)

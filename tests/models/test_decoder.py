@@ -95,7 +95,7 @@ def test_chunked_loss_equals_the_plain_one(tied):
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of the tensors that live at once, of those that operators make while it is on."""
+    """Measures the peak bytes of live tensors that operators make inside this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_chunked_loss_needs_less_than_a_fifth_of_the_plain_ones_memory(dtype):
 
 
 def test_chunked_loss_of_many_chunks_and_of_none():
-    model = Decoder(vocab_size=2**20 + 3, context=8, width=4, layers=1, heads=2)  # two rows a chunk
+    model = Decoder(vocab_size=2**20 + 3, context=8, width=4, layers=1, heads=2)  # two rows per chunk
     inputs = torch.arange(6).view(1, 6)
     targets = torch.tensor([[2**20, 4, -100, 7, 2**19, 1]])
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_chunked_loss_of_many_chunks_and_of_none():
         assert model(inputs, torch.full_like(targets, -100)).item() == 0.0
 
 
-def test_chunked_loss_makes_no_gradients_where_none_are_asked_for(monkeypatch):
+def test_chunked_loss_computes_no_gradients_if_none_are_needed(monkeypatch):
     model, (inputs, targets) = small(), tokens()
     asked = []
     softmax = torch.softmax
@@ -160,7 +160,7 @@ def test_chunked_loss_makes_no_gradients_where_none_are_asked_for(monkeypatch):
     assert asked
 
 
-def test_chunked_loss_leaves_a_frozen_head_alone():
+def test_chunked_loss_gives_a_frozen_head_no_gradient():
     model, (inputs, targets) = small(), tokens()
     model.head.requires_grad_(False)
     model(inputs, targets).backward()
@@ -201,7 +201,7 @@ def test_no_position_sees_a_later_one():
     torch.testing.assert_close(model(inputs)[:, :9], model(changed)[:, :9])
 
 
-def test_a_document_is_read_as_if_it_were_alone():
+def test_a_document_gives_the_same_logits_as_alone():
     model, (inputs, _) = small(document_token=0), tokens(length=21)
     inputs[inputs == 0] = 1
     inputs[:, [4, 11]] = 0

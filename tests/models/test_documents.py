@@ -1,4 +1,4 @@
-"""FlexAttention's blocks let through what the dense mask does; its kernels are for tests/gpu."""
+"""FlexAttention's block mask equals the dense mask. tests/gpu tests its kernels."""
 
 import sys
 
@@ -12,18 +12,18 @@ from armature.models.decoder import documents
 from armature.models.decoder.model import Decoder, KeyValueCache
 from armature.parallel import blocks
 
-# torch's own tracing looks at .grad of what is no leaf
+# torch's tracing reads .grad of tensors that are not leaves
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 SIZES = {"vocab_size": 97, "context": 300, "width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "document_token": 0}
 
 
 @pytest.fixture
 def flex(monkeypatch):
-    """The path that GPUs take, with the formula that torch gives for its kernels. On CPUs it refuses to go backward."""
+    """Take the path of GPUs, with torch's reference formula for the kernels. torch has no backward for it on CPUs."""
     monkeypatch.setattr(documents, "skips_blocks", lambda device, head_dim: True)
     monkeypatch.setattr(documents, "compiled", lambda: torch_flex.flex_attention)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # or it compiles itself
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # otherwise it compiles itself
 
 
 def decoder() -> Decoder:
@@ -39,7 +39,7 @@ def packed(rows: int = 2, length: int = 300, every: float = 60) -> torch.Tensor:
 
 @settings(max_examples=40)
 @given(length=st.integers(1, 500), every=st.sampled_from([1, 2, 30, 150, 1000]), seed=st.integers(0, 2**20))
-def test_blocks_are_what_torch_finds_in_the_dense_mask(length, every, seed):
+def test_blocks_equal_those_that_torch_finds_in_the_dense_mask(length, every, seed):
     torch.manual_seed(seed)
     document = (packed(2, length - 1, every) == 0).cumsum(1, dtype=torch.int32)
     ours, dense = documents.block_mask(document), documents.dense_mask(document, document)
@@ -50,7 +50,7 @@ def test_blocks_are_what_torch_finds_in_the_dense_mask(length, every, seed):
 
 
 @pytest.mark.parametrize("length", [7, 128, 300])
-def test_losses_and_gradients_are_those_of_the_dense_mask(flex, monkeypatch, length):
+def test_losses_and_gradients_equal_those_of_the_dense_mask(flex, monkeypatch, length):
     ids = packed(length=length)
     found = []
     for skips in (True, False):
@@ -62,13 +62,13 @@ def test_losses_and_gradients_are_those_of_the_dense_mask(flex, monkeypatch, len
     torch.testing.assert_close(*found)
 
 
-def test_generation_still_reads_from_its_cache(flex):
+def test_generation_uses_its_cache(flex):
     model, ids, cache = decoder().eval(), packed(length=20), KeyValueCache()
     pieces = [model(piece, cache=cache) for piece in ids[:, :20].split([12, 1, 7], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids[:, :20]))
 
 
-def test_other_documents_compile_nothing_anew(flex, monkeypatch, tmp_path):
+def test_other_documents_recompile_nothing(flex, monkeypatch, tmp_path):
     make = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, *, mode: make(function, backend="aot_eager"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -54,7 +54,7 @@ def test_a_wider_models_hidden_matrices_get_a_lower_rate_and_the_same_decay(make
 
 @pytest.mark.parametrize("make", [adamw, Muon])
 def test_updates_of_a_wider_model_change_its_activations_as_much(make):
-    """The step's largest singular value, which is what a hidden layer's output can change by, does not grow."""
+    """The largest singular value of an update bounds the change of a hidden layer's output. It does not grow."""
 
     def largest(width: int, base_width: int | None) -> float:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_updates_of_a_wider_model_change_its_activations_as_much(make):
     assert largest(256, 64) == pytest.approx(largest(64, 64), rel=0.15)
 
 
-def test_a_model_that_does_not_say_how_wide_it_is_cannot_take_a_rate_over():
+def test_a_model_without_a_width_cannot_use_a_transferred_rate():
     model = nn.Module()
     model.blocks = nn.ModuleDict({"0": nn.Linear(4, 4)})
     with pytest.raises(ValueError, match=r"optimizer.base_width=8 needs .* or type optimizer.base_width=null"):

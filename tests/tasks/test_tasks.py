@@ -16,7 +16,7 @@ from armature.tasks.base import Task, inputs_and_targets
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
 
-# where Slurm is installed, Lightning asks whether it was meant
+# if Slurm is installed, Lightning asks whether to use it
 pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
 
 DECODER = functools.partial(Decoder, vocab_size=31, context=8, width=16, layers=1, heads=2)
@@ -27,7 +27,7 @@ FACTORIES = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01), "schedu
 
 
 class Data(L.LightningDataModule):
-    """Ten samples, the last two of them padding."""
+    """Ten samples; the last two are padding."""
 
     def __init__(self, *, images: bool, batch_size: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def trainer(**options) -> L.Trainer:
 
 
 def ready(task: Task) -> Task:
-    """Built and initialized, as a strategy does it."""
+    """Build and initialize the model, as a strategy does."""
     task.configure_model()
     materialize(task.model, device=torch.device("cpu"))
     initialize_by_name(task.model, seed=0)
@@ -68,7 +68,7 @@ def ready(task: Task) -> Task:
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
-def test_language_figures_are_exact_for_any_batch_size(batch_size):
+def test_language_metrics_are_exact_for_any_batch_size(batch_size):
     task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=batch_size)
     (val,) = trainer().validate(task, data, verbose=False)
     (test,) = trainer().test(task, data, verbose=False)
@@ -81,7 +81,7 @@ def test_language_figures_are_exact_for_any_batch_size(batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
-def test_image_figures_are_exact_for_any_batch_size(batch_size):
+def test_image_metrics_are_exact_for_any_batch_size(batch_size):
     task, data = ready(ImageClassification(VIT, **FACTORIES)), Data(images=True, batch_size=batch_size)
     (val,) = trainer().validate(task, data, verbose=False)
     with torch.no_grad():
@@ -161,6 +161,6 @@ def test_nothing_is_saved_as_a_hyperparameter():
 @pytest.mark.parametrize(
     ("batch", "has"), [({"x": torch.ones(1), "y": torch.ones(1)}, "the keys x, y"), ([torch.ones(1)] * 2, "a list")]
 )
-def test_a_batch_of_another_form_is_told(batch, has):
+def test_a_batch_of_another_form_is_reported(batch, has):
     with pytest.raises(TypeError, match=f"A batch has {has}: each sample of .* must be"):
         inputs_and_targets(batch)

@@ -26,7 +26,7 @@ def root(cache_dir: str | None) -> Path:
     return Path(cache_dir or os.environ.get("ARMATURE_CACHE") or "~/.cache/armature").expanduser().absolute()
 
 
-def prepared(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the header of the cache at `folder`. If it is absent or damaged, `build` makes it first.
 
     Any number of processes may call this at once: one builds, the others wait and open the result.

@@ -83,7 +83,7 @@ class Corpus:
         if self._opened is None:
             files = self.check()
             folder = cache.root(self.cache_dir) / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
-            self._opened = folder, cache.prepared(folder, lambda part: self._build(part, files))
+            self._opened = folder, cache.open_or_build(folder, lambda part: self._build(part, files))
         targets = self.header["splits"]["train"]["tokens"] - 1
         if self.context is not None and targets < self.context:
             raise ConfigError(

@@ -104,7 +104,7 @@ class Shards:
         for file in files:
             key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
         folder = cache.root(self.cache_dir) / f"index-{key.hexdigest()[:16]}"
-        counts = cache.prepared(folder, lambda part: self._count(files))["windows"]
+        counts = cache.open_or_build(folder, lambda part: self._count(files))["windows"]
         if sum(counts) <= 2 * self.held_out:
             raise ConfigError(
                 f"data.path={self.path} has {sum(counts)} windows of {self.context} bytes, of which "
