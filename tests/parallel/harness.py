@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 PRELOAD = [
@@ -37,7 +38,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """One fit. `strategy` is what configs/strategy/ would instantiate: a class's name and its arguments."""
+    """One fit.
+
+    Args:
+        strategy: a key of STRATEGIES, or the path of a class.
+        options: arguments of the strategy.
+    """
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +67,12 @@ class Job:
 
 
 STEPS_AN_EPOCH = 100
+STRATEGIES = {
+    "SingleDevice": "armature.strategies.single.SingleDevice",
+    "DDP": "armature.strategies.ddp.DDP",
+    "MeshStrategy": "armature.strategies.mesh.MeshStrategy",
+    "DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
+}
 DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
 
 
@@ -156,6 +168,12 @@ def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port
     os._exit(0)
 
 
+def import_object(path: str) -> Any:
+    """Return the object at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def fit(job: Job) -> Run:
     """Run a job on processes of its own."""
     return on_ranks(_fit, job, ranks=job.ranks)[0]
@@ -164,7 +182,6 @@ def fit(job: Job) -> Run:
 def _fit(job: Job) -> Run:
     import logging
     import warnings
-    from importlib import import_module
 
     import lightning as L
     import torch
@@ -245,17 +262,11 @@ def _fit(job: Job) -> Run:
                 self.norms.append(float(trainer.strategy.grad_norm))
                 self.sum = 0.0
 
-    def build(path: str) -> Any:
-        module, _, name = path.rpartition(".")
-        return getattr(import_module(module), name)
-
-    strategy = build(job.strategy if "." in job.strategy else f"armature.strategies.{job.strategy}")(
-        seed=job.seed, **job.options
-    )
+    strategy = import_object(STRATEGIES.get(job.strategy, job.strategy))(seed=job.seed, **job.options)
     record = Record()
     callbacks: list[Any] = [record]
     if job.ema is not None:
-        callbacks.append(build("armature.callbacks.ema.EMA")(decay=job.ema))
+        callbacks.append(import_object("armature.callbacks.ema.EMA")(decay=job.ema))
     trainer = L.Trainer(
         accelerator="cpu", devices=job.ranks, strategy=strategy, max_steps=job.steps, precision=job.precision,
         accumulate_grad_batches=job.accumulate, gradient_clip_val=job.clip, gradient_clip_algorithm=job.clip_algorithm,
@@ -265,8 +276,8 @@ def _fit(job: Job) -> Run:
         val_check_interval=job.steps * job.accumulate,
     )  # fmt: skip
     task = Task(
-        partial(build(job.model), **job.model_args),
-        optimizer=lambda groups: build(job.optimizer)(groups, **job.optimizer_args),
+        partial(import_object(job.model), **job.model_args),
+        optimizer=lambda groups: import_object(job.optimizer)(groups, **job.optimizer_args),
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
     facts = {

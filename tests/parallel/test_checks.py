@@ -6,24 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
 
+from armature import config
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
 from armature.validation import parallelism as checks
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "strategy"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {"_target_": "armature.strategies.SingleDevice"}),
-    "ddp": (2, {"_target_": "armature.strategies.DDP"}),
+    "single": (1, {"_target_": "armature.strategies.single.SingleDevice"}),
+    "ddp": (2, {"_target_": "armature.strategies.ddp.DDP"}),
     "shard": (2, {"shard": 2}),
     "tensor": (2, {"tensor": 2}),
     "pipeline": (2, {"pipe": 2}),
-    "deepspeed": (2, {"_target_": "armature.strategies.DeepSpeed", "stage": 2}),
-    "zero3": (2, {"_target_": "armature.strategies.DeepSpeed", "stage": 3}),
+    "deepspeed": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 2}),
+    "zero3": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 3}),
 }
 MESH = {
-    "_target_": "armature.strategies.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1, "tensor": 1,
+    "_target_": "armature.strategies.mesh.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1, "tensor": 1,
     "schedule": "1f1b", "microbatches": 4, "stages": None, "sequence_parallel": True,
 }  # fmt: skip
 MODEL = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
@@ -121,10 +122,10 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"shard": 2, "float8": True}, {"trainer": {"accelerator": "cpu"}}, "cpu does not multiply in float8"),
         ({"shard": 2, "float8": True}, {}, "Type trainer.precision=bf16-mixed"),
         ({"shard": 3}, {}, "does not make up the 2 processes"),
-        ({"_target_": "armature.strategies.DataParallel"}, {}, "Type strategy=ddp trainer.devices=N"),
-        ({"_target_": "armature.strategies.SingleDevice"}, {}, "strategy=single is one process"),
+        ({"_target_": "torch.nn.DataParallel"}, {}, "Type strategy=ddp trainer.devices=N"),
+        ({"_target_": "armature.strategies.single.SingleDevice"}, {}, "strategy=single is one process"),
         (
-            {"_target_": "armature.strategies.DDP"},
+            {"_target_": "armature.strategies.ddp.DDP"},
             {"trainer": {"precision": "16-mixed", "accelerator": "cpu"}},
             "16-mixed needs a GPU",
         ),
@@ -146,7 +147,7 @@ def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest
     assert "Type pip install torchao" in found({"shard": 2, "float8": "emulate"})[0]
 
 
-@pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.SingleDevice"}, LAYOUTS["ddp"][1]])
+@pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.single.SingleDevice"}, LAYOUTS["ddp"][1]])
 def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
     ranks = 1 if strategy["_target_"].endswith("SingleDevice") else 2
     assert found(strategy | {"compile": "block", "compile_mode": "reduce-overhead"}, world_size=ranks) == []
@@ -163,9 +164,10 @@ def test_data_axis_leaves_out_tensor_and_pipeline() -> None:
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
-    node = OmegaConf.load(file)
-    node = node.get("strategy", node)
-    assert checks.kind({"_target_": node["_target_"]}, world_size=2) != "other"
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS.parent)):
+        cfg = compose("train", overrides=[f"strategy={file.stem}"])
+    assert checks.kind({"_target_": cfg.strategy["_target_"]}, world_size=2) != "other"
 
 
 def test_checks_need_no_torch() -> None:
