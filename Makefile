@@ -35,8 +35,8 @@ test: $(VENV)/.installed-dev ## Run all tests
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-parity: $(VENV)/.installed-dev ## Compare every layout with one process, and every checkpoint under every layout
-	$(BIN)/python scripts/parity.py --resume $(ARGS)
+parity: $(VENV)/.installed ## Compare every layout with one process, and every checkpoint under every layout
+	$(BIN)/python -m benchmarks.parity --resume $(ARGS)
 
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with the run that was not stopped
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
@@ -49,15 +49,15 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 	@touch $@
 
 bench: $(VENV)/.installed .venv-bench/.installed ## Measure training beside a bare PyTorch loop and others (docs/benchmarks.md)
-	$(BIN)/python scripts/benchmark.py --all $(ARGS)
+	$(BIN)/python -m benchmarks --all $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## With a GPU: its tests, then the benchmark of gpt2_124m
 	$(BIN)/python -m pytest -m gpu tests/gpu
-	$(BIN)/python scripts/benchmark.py --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
+	$(BIN)/python -m benchmarks --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
 
-faults: $(VENV)/.installed-dev ## Break runs in every way that is known, under every strategy (docs/faults.md)
-	$(BIN)/python scripts/faults.py $(ARGS)
+faults: $(VENV)/.installed ## Break runs in every way that is known, under every strategy (docs/faults.md)
+	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	$(BIN)/ruff check .

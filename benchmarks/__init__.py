@@ -1,1 +1,1 @@
-"""How fast training is: the bare loop, ours, and what one would pick instead. `scripts/benchmark.py` runs them."""
+"""How fast training is: the bare loop, ours, and what one would pick instead. `python -m benchmarks` measures them."""

@@ -12,7 +12,7 @@ DRAWN = {
 }
 
 
-def draw(results: dict, picture: Path) -> None:
+def draw(results: dict, chart: Path) -> None:
     """A bar a contender, with its quartiles.
 
     Raises:
@@ -44,7 +44,7 @@ def draw(results: dict, picture: Path) -> None:
         axis.set_yticks(range(len(records)), [record["name"] for record in records])
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_title(f"{DRAWN[name]} ({section['model']}, {section['precision']})", fontsize=9)
-    figure.savefig(picture, metadata={"Date": None})
+    figure.savefig(chart, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From records to JSON, tables and a picture."""
+"""From records to JSON, tables and a chart."""
 
 import json
 import shutil
@@ -170,13 +170,13 @@ def _data(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
             served += f", {section['tokens_per_second'] / taken:,.0f} times what training takes"
         lines += [f"{served} (memory-mapped, shuffled windows, no loader process).", ""]
     lines += [
-        "Pictures of 256 × 256 pixels are decompressed, cropped and made smaller while a small vision transformer "
+        "Images of 256 × 256 pixels are decompressed, cropped and made smaller while a small vision transformer "
         "trains on one core; medians.",
         "",
-        "| `data.num_workers=` | pictures/s | the step waits |",
+        "| `data.num_workers=` | images/s | the step waits |",
         "| ---: | ---: | ---: |",
     ]
-    for workers, rows in section["pictures"].items():
+    for workers, rows in section["images"].items():
         rate, wait = (statistics.median(row[name] for row in rows) for name in ("samples_per_second", "data_wait"))
         lines.append(f"| {workers} | {rate:,.0f} | {wait:.1%} |")
     return lines
@@ -235,7 +235,7 @@ def _short(note: str) -> str:
 
 
 def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
-    """Puts the tables, and the picture where there is one, between the markers of docs/benchmarks.md.
+    """Puts the tables, and the chart where there is one, between the markers of docs/benchmarks.md.
 
     Raises:
         ValueError: where the file has no markers.
@@ -245,19 +245,19 @@ def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"{page} must hold one {BEGIN} and one {END}, between which the tables go")
     shown = markdown(results)
-    picture = file.with_suffix(".svg")
-    if picture.exists():
-        shutil.copyfile(picture, docs / "benchmarks.svg")
+    chart = file.with_suffix(".svg")
+    if chart.exists():
+        shutil.copyfile(chart, docs / "benchmarks.svg")
         shown += "\n\n![Steps a second over the bare loop's](benchmarks.svg)"
     before, rest = text.split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}")
 
 
-def plot(file: Path, picture: Path, *, python: str) -> str | None:
-    """Draws the picture with whichever Python has matplotlib; None when it is drawn, else why it is not."""
+def plot(file: Path, chart: Path, *, python: str) -> str | None:
+    """Draws the chart with whichever Python has matplotlib; None when it is drawn, else why it is not."""
     for interpreter in dict.fromkeys((sys.executable, python)):
         if subprocess.run([interpreter, "-c", "import matplotlib"], capture_output=True).returncode == 0:
             script = Path(__file__).with_name("plot.py")
-            done = subprocess.run([interpreter, str(script), str(file), str(picture)], capture_output=True, text=True)
-            return None if done.returncode == 0 else f"no picture: {done.stderr.strip().splitlines()[-1]}"
-    return "no picture: matplotlib is not installed (requirements-bench.txt has it)"
+            done = subprocess.run([interpreter, str(script), str(file), str(chart)], capture_output=True, text=True)
+            return None if done.returncode == 0 else f"no chart: {done.stderr.strip().splitlines()[-1]}"
+    return "no chart: matplotlib is not installed (requirements-bench.txt has it)"

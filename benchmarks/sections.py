@@ -34,7 +34,7 @@ TINY_MULTIPLE = 200
 
 
 class Benchmark:
-    """Runs the sections that `args` name (scripts/benchmark.py).
+    """Runs the sections that `args` name (benchmarks/__main__.py).
 
     Args:
         folder: of job files, run directories and logs.
@@ -49,7 +49,7 @@ class Benchmark:
         """All sections' results; `save` is called after each, so that a later failure loses nothing."""
         results: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
+            "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
             "sections": {},
         }
         self.workload = compose(self.args.overrides)
@@ -129,8 +129,8 @@ class Benchmark:
     def data(self) -> dict[str, Any]:
         """The loader beside what training takes from it, and samples that cost time."""
         job_file = self.workload.job.save(self.folder / "job.json")
-        pictures = serving.pictures(self.folder, rounds=max(3, self.args.rounds // 3), say=self.say)
-        return {**serving.serve(job_file), "pictures": pictures}
+        images = serving.images(self.folder, rounds=max(3, self.args.rounds // 3), say=self.say)
+        return {**serving.serve(job_file), "images": images}
 
     def scale(self) -> dict[str, Any]:
         """Weak and strong scaling of ours, and a projection where there is more than one rank to count on."""

@@ -42,14 +42,14 @@ def served(job: Job, *, seconds: float = 2.0) -> float:
     return count / (time.perf_counter() - start)
 
 
-def pictures(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int, list[dict[str, float]]]:
+def images(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int, list[dict[str, float]]]:
     """By number of loader processes, a round each: `samples_per_second` and `data_wait` of short runs of train.py."""
     found: dict[int, list[dict[str, float]]] = {workers: [] for workers in WORKERS}
     for number in range(1, rounds + 1):
         for workers in WORKERS:
-            name = f"pictures-{workers}-{number}"
+            name = f"images-{workers}-{number}"
             command = [
-                sys.executable, str(ROOT / "train.py"), f"hydra.searchpath=[file://{CONFIGS}]", "data=pictures",
+                sys.executable, str(ROOT / "train.py"), f"hydra.searchpath=[file://{CONFIGS}]", "data=images",
                 "task=image_classification", "model=vit_tiny", "model.image_size=32", "model.patch_size=4",
                 "model.channels=3", "model.width=128", "optimizer=adamw", "trainer.accelerator=cpu",
                 "trainer.precision=32-true", f"trainer.max_steps={STEPS}", "trainer.max_epochs=null",
@@ -65,7 +65,7 @@ def pictures(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[i
                 raise RuntimeError(done.stderr[-2000:])
             found[workers].append(json.loads((folder / "runs" / name / "summary.json").read_text())["timings"])
         shown = ", ".join(f"{w}: {rows[-1]['samples_per_second']:.0f}/s" for w, rows in found.items())
-        say(f"round {number} of {rounds}, pictures by loader processes {shown}")
+        say(f"round {number} of {rounds}, images by loader processes {shown}")
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.harness import STRATEGIES, import_object, on_ranks
+from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
 
 
 def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """Breaks runs in every way that is listed, under every strategy, and tells what became of them.
 
-    python scripts/faults.py                                     the whole table
-    python scripts/faults.py --only sigkill_rank,hang --strategy ddp,fsdp
-    python scripts/faults.py --write                             and puts it into docs/faults.md
-    python scripts/faults.py --parts FILE --strategy ddp         in parts: FILE keeps the cells for one table
-    python scripts/faults.py --kills 40 --sigterms 60 --layouts  random moments, and other numbers of ranks, instead
+    python -m benchmarks.faults                                     the whole table
+    python -m benchmarks.faults --only sigkill_rank,hang --strategy ddp,fsdp
+    python -m benchmarks.faults --write                             and puts it into docs/faults.md
+    python -m benchmarks.faults --parts FILE --strategy ddp         in parts: FILE keeps the cells for one table
+    python -m benchmarks.faults --kills 40 --sigterms 60 --layouts  random moments, and other numbers of ranks, instead
 
 Ends with exit code 1 where a cell of ours fails. What a stock Lightning script does is shown beside it, and not judged.
 """
@@ -23,19 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-try:
-    import pytest  # noqa: F401
-except ModuleNotFoundError:
-    sys.exit("This takes what the tests take: type `make faults ARGS='…'`, which installs it.")
-
-from tests.faults import matrix as local
-from tests.faults import over_network, report, trials, under_slurm
-from tests.faults.cells import COLUMNS, Column, Session
-from tests.faults.matrix import Cell, Fault, cell
+from benchmarks.faults import matrix as local
+from benchmarks.faults import over_network, report, trials, under_slurm
+from benchmarks.faults.cells import COLUMNS, Column, Session
+from benchmarks.faults.matrix import Cell, Fault, cell
 
 FAULTS = (*local.FAULTS, *under_slurm.FAULTS, *over_network.FAULTS)
 

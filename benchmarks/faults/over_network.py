@@ -5,9 +5,9 @@ import sys
 import time
 from contextlib import ExitStack
 
-from tests.faults.cells import STOCK_SCRIPT, Command, Run, wait_until
-from tests.faults.matrix import Cell, Fault, finished, judge
-from tests.multinode.test_namespaces import RUN, Host, ip, two_hosts
+from benchmarks.faults.cells import STOCK_SCRIPT, Command, Run, wait_until
+from benchmarks.faults.matrix import Cell, Fault, finished, judge
+from benchmarks.faults.two_hosts import RUN, Host, ip, two_hosts
 
 HANG_TIMEOUT = 10  # seconds that a collective may take
 PORT = 29512

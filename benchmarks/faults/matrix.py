@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import running
-from tests.faults.cells import STEPS, WITHIN, Column, Command, Run, Session
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cells import STEPS, WITHIN, Column, Command, Run, Session
 
 HANG_TIMEOUT = 6  # seconds without a step, after which the ranks are taken for hung
 
@@ -33,7 +33,7 @@ class Fault:
     """A row of the table.
 
     Args:
-        inject: what tests/faults/inject.py does at `at_step`; `stock` where it is another thing in a stock script.
+        inject: what inject.py does at `at_step`; `stock` where it is another thing in a stock script.
         codes: exit codes that the first command may have; 0 where the run is to end by itself.
         lost: steps that may be done again; None: those since the last checkpoint.
         act: strikes from outside, once a rank waits for that.
@@ -127,7 +127,7 @@ def type_again(fault: Fault, run: Run, remarks: list[str]) -> Cell:
 def finished(run: Run) -> bool:
     if run.column.stock:
         return any(step == STEPS for entries in run.journal().values() for _, _, step, _ in entries)
-    summary = running.summary(run.directory) if (run.directory / "summary.json").exists() else {}
+    summary = tiny_run.summary(run.directory) if (run.directory / "summary.json").exists() else {}
     return (summary.get("stop_reason"), summary.get("global_step")) == ("finished", STEPS)
 
 

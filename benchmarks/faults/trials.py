@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests import running
-from tests.faults.cells import COLUMNS, LIMIT, Run, Session, final_tensors
-from tests.faults.matrix import finished
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cells import COLUMNS, LIMIT, Run, Session, final_tensors
+from benchmarks.faults.matrix import finished
 
-TOLERANCE = 1e-5  # of losses and weights where the layout changes; scripts/parity.py has the same
+TOLERANCE = 1e-5  # of losses and weights where the layout changes; benchmarks/parity has the same
 SIGTERM_WITHIN = 15.0  # seconds that a run may take to end with a checkpoint
 
 
@@ -177,7 +177,7 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
     seconds = time.monotonic() - signaled
     if code is None:
         return seconds, f"rank {rank}: stuck for {SIGTERM_WITHIN:.0f} s"
-    summary = running.summary(run.directory)
+    summary = tiny_run.summary(run.directory)
     saved = (run.checkpoints / "last").read_text().strip()
     found = (code, summary["stop_reason"], saved, run.orphans())
     if found != (143, "SIGTERM", f"step={summary['global_step']:06d}", []):
@@ -187,7 +187,7 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
 
 def _end_of_chain(session: Session, run: Endless, index: int) -> list[str]:
     """Let a run that was stopped many times come to its end, and compare it with one that was not stopped."""
-    summary = running.summary(run.directory)
+    summary = tiny_run.summary(run.directory)
     undisturbed = Endless(session, f"not terminated {index}")
     for each in (run, undisturbed):
         each.steps, each.pause = summary["global_step"] + 5, 0.0
@@ -239,7 +239,7 @@ def layouts(session: Session) -> Summary:
 
 def distance(run: Run, reference: Run) -> tuple[float, float]:
     """Largest relative difference of a step's loss, and that of the final weights as a whole."""
-    losses = zip(running.losses(run.directory), running.losses(reference.directory), strict=True)
+    losses = zip(tiny_run.losses(run.directory), tiny_run.losses(reference.directory), strict=True)
     here, there = (
         {n: v.double() for n, v in final_tensors(r.checkpoints).items() if not n.startswith("optimizer_states.")}
         for r in (run, reference)

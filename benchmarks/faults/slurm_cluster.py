@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tests import running
+from benchmarks.faults import tiny_run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -74,7 +74,7 @@ class Cluster:
     def run(self, *command: str, check: bool = True, **extra: str) -> str:
         """The output of one of Slurm's programs."""
         result = subprocess.run(
-            command, env={**self.environment, **extra}, cwd=running.ROOT, capture_output=True, text=True, timeout=60
+            command, env={**self.environment, **extra}, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=60
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout + result.stderr
@@ -116,7 +116,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(3), cpus=CPUS))
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    environment = {**running.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
+    environment = {**tiny_run.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
     files = [f"--{name}-file={folder / f'munge.{name}'}" for name in ("pid", "log", "seed")]
     commands = {
         "munged": ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}", *files],
@@ -128,7 +128,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     try:
         for name, command in commands.items():
             if name == "slurmctld":
-                running.wait_for(munge.exists, seconds=10, what="munged's socket")
+                tiny_run.wait_for(munge.exists, seconds=10, what="munged's socket")
             with (folder / f"{name}.out").open("w") as log:
                 daemons.append(
                     subprocess.Popen(
@@ -137,7 +137,7 @@ def start(folder: Path) -> Iterator[Cluster]:
                 )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]
-        running.wait_for(
+        tiny_run.wait_for(
             lambda: cluster.run(*up, check=False).split() == ["idle"] * 2, seconds=30, what="two idle nodes"
         )
         yield cluster

@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from armature.checkpoint import manifest, resume
-from tests import running
-from tests.faults.inject import note_strike
+from benchmarks.faults import tiny_run
+from benchmarks.faults.inject import note_strike
 
 STEPS = 10
 EVERY = 2  # optimizer steps between two checkpoints
@@ -27,10 +27,10 @@ WITHIN = 60.0  # seconds from a fault to the first step beyond it, on two busy c
 LIMIT = 90.0  # seconds for one command, after which it is taken for stuck and killed
 STOCK_LIMIT = 30.0  # the same of a stock script
 ORPHANS_WITHIN = 5.0  # seconds after the command's end
-STOCK_SCRIPT = running.ROOT / "tests" / "faults" / "stock_lightning.py"
+STOCK_SCRIPT = tiny_run.ROOT / "benchmarks" / "faults" / "stock_lightning.py"
 
 OVERRIDES = [
-    *running.TINY,
+    *tiny_run.TINY,
     f"trainer.max_steps={STEPS}",
     "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1",
@@ -85,7 +85,7 @@ class Session:
     _lock: Any = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "corpus", running.write_corpus(self.folder / "corpus"))
+        object.__setattr__(self, "corpus", tiny_run.write_corpus(self.folder / "corpus"))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """The result of `make`, or its error, which is called once for each name, whichever thread asks first."""
@@ -149,7 +149,7 @@ class Run:
 
     def words(self) -> list[str]:
         """What is typed, the same each time."""
-        script = STOCK_SCRIPT if self.column.stock else running.ROOT / "train.py"
+        script = STOCK_SCRIPT if self.column.stock else tiny_run.ROOT / "train.py"
         # a number of restarts has an agent watch a single process, too
         launch = [] if self.column.stock else [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
         return [sys.executable, str(script), *self.arguments(), *launch, *self.overrides]
@@ -167,8 +167,8 @@ class Run:
             f"run.root={self.folder / 'outputs'}",
             "run.name=run",
             "++data.source.field=${oc.env:FAULTS_SECRET}",
-            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
-            "+callbacks.inject._target_=tests.faults.inject.Inject",
+            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,benchmarks]",
+            "+callbacks.inject._target_=benchmarks.faults.inject.Inject",
             *(f"+callbacks.inject.{name}={value}" for name, value in self._injection().items()),
         ]
 
@@ -179,14 +179,14 @@ class Run:
     def variables(self) -> dict[str, str]:
         extra = {
             "ARMATURE_CACHE": str(self.session.folder / "cache"),
-            "PYTHONPATH": os.pathsep.join([str(running.ROOT / "src"), str(running.ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(tiny_run.ROOT / "src"), str(tiny_run.ROOT)]),
             "FAULTS_SECRET": self.session.secret,
             "FAULTS_FOLDER": str(self.folder),  # by which the run's processes are known
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": str(self.session.folder / "extensions"),  # DeepSpeed compiles something, once
             **self.environment,
         }
-        variables = running.environment(**extra)
+        variables = tiny_run.environment(**extra)
         variables.pop("PYTHONDONTWRITEBYTECODE", None)  # every start would compile everything again
         return variables
 
@@ -332,7 +332,7 @@ class Command:
         return None
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether a condition came true while the command was running."""
+        """Whether a condition came true while the command was tiny_run."""
         return wait_until(lambda: condition() or self.process.poll() is not None, seconds) and condition()
 
     def send(self, number: signal.Signals, *, group: bool = False) -> None:

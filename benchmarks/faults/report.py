@@ -9,11 +9,11 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from tests import running
-from tests.faults.cells import Column
-from tests.faults.matrix import Cell, Fault
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cells import Column
+from benchmarks.faults.matrix import Cell, Fault
 
-PAGE = running.ROOT / "docs" / "faults.md"
+PAGE = tiny_run.ROOT / "docs" / "faults.md"
 
 
 def table(cells: Sequence[Cell], faults: Sequence[Fault], columns: Sequence[Column]) -> str:

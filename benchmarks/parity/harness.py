@@ -53,7 +53,7 @@ class Job:
     global_batch: int = 32
     clip: float | None = 0.5
     clip_algorithm: str = "norm"
-    precision: str = "32-true"
+    precision: Any = "32-true"
     model: str = "armature.models.decoder.model.Decoder"
     model_args: dict[str, Any] = field(default_factory=lambda: dict(DECODER))
     optimizer: str = "torch.optim.AdamW"
@@ -221,7 +221,7 @@ def _fit(job: Job) -> Run:
     class Stream:
         """Step k holds positions [k G, (k + 1) G). As long as the whole run, wherever it starts."""
 
-        def __init__(self, trainer: L.Trainer) -> None:
+        def __init__(self, trainer: Any) -> None:
             self.trainer = trainer
 
         def __len__(self) -> int:
@@ -237,6 +237,8 @@ def _fit(job: Job) -> Run:
                     yield [position % 64 for position in range(first, first + m)]
 
     class Data(L.LightningDataModule):
+        trainer: Any
+
         def train_dataloader(self) -> DataLoader:
             return DataLoader(Samples(), batch_sampler=Stream(self.trainer))
 
@@ -250,7 +252,7 @@ def _fit(job: Job) -> Run:
             self.norms: list[float] = []
             self.sum = 0.0
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             loss = outputs["loss"].detach().clone().float()
             if trainer.strategy.target_weights.current is not None:
                 loss = loss * trainer.strategy.target_weights.current

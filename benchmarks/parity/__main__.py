@@ -1,9 +1,9 @@
 """Trains one tiny model in fp32 under every layout and tells how far each is from one process, on this machine's CPU.
 
-    python scripts/parity.py                     every layout
-    python scripts/parity.py --resume            and checkpoints of each layout resumed under each other
-    python scripts/parity.py --resume distinct   without the layouts that hold what another one holds
-    python scripts/parity.py --only fsdp tensor  layouts whose name holds one of these words
+    python -m benchmarks.parity                     every layout
+    python -m benchmarks.parity --resume            and checkpoints of each layout resumed under each other
+    python -m benchmarks.parity --resume distinct   without the layouts that hold what another one holds
+    python -m benchmarks.parity --only fsdp tensor  layouts whose name holds one of these words
 
 Twelve optimizer steps of AdamW, with clipping and accumulation on. Figures are the largest relative differences of any
 step's loss and gradient norm, and of the final weights. Ends with exit code 1 where one is above the tolerance.
@@ -17,13 +17,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from tests.parallel.harness import LAYOUTS, Job, Run, difference, fit
+from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit
 
 TOLERANCE = 1e-5
 ALIKE = (  # in what a rank holds: the schedule and the moment of reduction are no part of a checkpoint

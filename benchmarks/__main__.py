@@ -1,10 +1,10 @@
 """Measures training on this machine, beside a bare PyTorch loop and what one would pick instead.
 
-    python scripts/benchmark.py                                   the default model: one process, and every strategy
-    python scripts/benchmark.py model=gpt2_124m data.context=1024 strategy.compile=block     overrides as for train.py
-    python scripts/benchmark.py --overhead --startup --loss       a step's overhead, the way to the first step, the loss
-    python scripts/benchmark.py --scale 1,2,4,8 strategy=fsdp     more ranks: weak and strong scaling, and a projection
-    python scripts/benchmark.py --all --write                     all of it, and the tables of docs/benchmarks.md
+    python -m benchmarks                                   the default model: one process, and every strategy
+    python -m benchmarks model=gpt2_124m data.context=1024 strategy.compile=block     overrides as for train.py
+    python -m benchmarks --overhead --startup --loss       a step's overhead, the way to the first step, the loss
+    python -m benchmarks --scale 1,2,4,8 strategy=fsdp     more ranks: weak and strong scaling, and a projection
+    python -m benchmarks --all --write                     all of it, and the tables of docs/benchmarks.md
 
 All contenders are started once and take turns in blocks of steps, so that a disturbed machine disturbs them alike.
 Figures are medians over the rounds, with quartiles. They go to outputs/benchmarks/DATE.json.
@@ -36,9 +36,9 @@ def main() -> int:
         return 2
     print(report.markdown(results))
     print(f"written to {file}", file=sys.stderr)
-    picture = report.plot(file, file.with_suffix(".svg"), python=args.python)
-    if picture is not None:
-        print(picture, file=sys.stderr)
+    problem = report.plot(file, file.with_suffix(".svg"), python=args.python)
+    if problem is not None:
+        print(problem, file=sys.stderr)
     if args.write:
         report.write(results, file, docs=ROOT / "docs")
         print(f"written to {ROOT / 'docs' / 'benchmarks.md'}", file=sys.stderr)

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from armature.data.corpus import Corpus
 from armature.data.text import Windows
 from armature.models.decoder.model import Decoder
-from tests.faults.cells import EVERY, STEPS
-from tests.faults.inject import Inject
+from benchmarks.faults.cells import EVERY, STEPS
+from benchmarks.faults.inject import Inject
 
 CONTEXT, VOCABULARY, GLOBAL_BATCH = 16, 300, 8
 
