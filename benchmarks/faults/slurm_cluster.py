@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with everything they write in one folder."""
+"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with all their files in one folder."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from benchmarks.faults import tiny_run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-CPUS = 16  # more than the machine has: the tests' jobs run side by side
+CPUS = 16  # more than the machine has, so that jobs run side by side
 
 # A requeued job waits for its old credential to expire, and a stopped one is killed after KillWait.
 CONF = """\
@@ -59,7 +59,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 
 
 def missing() -> str | None:
-    """Why no Slurm can be started here; None where it can."""
+    """Return why no Slurm can be started here, or None if it can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "starting a Slurm takes root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
@@ -72,7 +72,7 @@ class Cluster:
     environment: dict[str, str]
 
     def run(self, *command: str, check: bool = True, **extra: str) -> str:
-        """The output of one of Slurm's programs."""
+        """Run one of Slurm's programs and return its output."""
         result = subprocess.run(
             command, env={**self.environment, **extra}, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=60
         )
@@ -80,7 +80,7 @@ class Cluster:
         return result.stdout + result.stderr
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """Return the fields of `scontrol show job`."""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
@@ -108,7 +108,7 @@ def free_ports(number: int) -> list[int]:
 
 @contextlib.contextmanager
 def start(folder: Path) -> Iterator[Cluster]:
-    """Starts it, and ends every process that it started."""
+    """Start Slurm, and end every process that it started."""
     host = socket.gethostname().split(".")[0]
     folder.chmod(0o755)
     (folder / "state").mkdir()
@@ -142,8 +142,8 @@ def start(folder: Path) -> Iterator[Cluster]:
         )
         yield cluster
     finally:
-        # What runs in jobs detaches itself: found by the configuration it was given, and slurmstepd (which overwrites
-        # its environment with its title) as a parent of such a process
+        # Processes of jobs detach themselves. Find them by their SLURM_CONF, and slurmstepd (which overwrites its
+        # environment with its title) as a parent of such a process.
         left = [process for process in psutil.process_iter() if _belongs(process, str(conf))]
         for process in [*(parent for child in left for parent in _steps_above(child)), *left]:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The same model and text trained by a plain Lightning script, as a tutorial would write it; the table shows both.
+"""A plain Lightning script, as in a tutorial, with the same model and text: a column of the table of faults.
 
 Lightning's Trainer, ModelCheckpoint and signal handling, a DataLoader with shuffle=True, and ckpt_path="last".
 """

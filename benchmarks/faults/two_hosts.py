@@ -29,7 +29,7 @@ class Host:
         )
 
     def received(self) -> int:
-        """Bytes that came in through the cable."""
+        """Return the number of bytes received through the cable."""
         file = f"/sys/class/net/{self.interface}/statistics/rx_bytes"
         return int(ip("netns", "exec", self.namespace, "cat", file))
 
@@ -40,7 +40,7 @@ def ip(*arguments: str) -> str:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Their addresses exist nowhere outside of them, and go with them."""
+    """Create two hosts with private addresses, and delete them at the end."""
     names = [f"arm{os.getpid()}{end}" for end in "ab"]
     hosts = [Host(name, name, f"10.77.0.{i}") for i, name in enumerate(names, start=1)]
     made = []

@@ -1,4 +1,4 @@
-"""Cells under a real Slurm of two nodes on this machine: a requeue, and the time limit."""
+"""Cells under a real Slurm of two nodes on this machine: a requeue and the time limit."""
 
 import sys
 import time
@@ -19,12 +19,12 @@ srun "$PYTHON" -u "$@"
 
 
 class Slurm:
-    """Started when the first cell asks for it, and ended by `close`."""
+    """A Slurm that is started for the first cell and ended by `close`."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
 
-    def of(self, session: Session) -> slurm_cluster.Cluster:
+    def cluster(self, session: Session) -> slurm_cluster.Cluster:
         def make() -> slurm_cluster.Cluster:
             folder = session.folder / "slurm"
             folder.mkdir()
@@ -42,23 +42,23 @@ SLURM = Slurm()
 def under_slurm(
     options: list[str], strike: Callable[[slurm_cluster.Cluster, str, Run], None]
 ) -> Callable[[Fault, Run], Cell]:
-    """The course of a cell in which a scheduler stops the run and brings it back.
+    """Return the flow of a cell in which a scheduler stops and restarts the run.
 
     Args:
         options: of sbatch.
-        strike: called once every rank waits for a signal.
+        strike: called when every rank waits for a signal.
     """
 
     def flow(fault: Fault, run: Run) -> Cell:
         if (reason := slurm_cluster.missing()) is not None:
             return Cell(fault.name, run.column.name, f"– {reason}")
-        slurm = SLURM.of(run.session)
+        slurm = SLURM.cluster(run.session)
         fault.arm(run)
         job = submit(slurm, run, options)
         wait_until(lambda: run.struck_at() is not None, LIMIT)
         strike(slurm, job, run)
         remarks = []
-        limit = 120 + run.column.limit  # Slurm takes its time, too
+        limit = 120 + run.column.limit  # time for Slurm itself
         end = time.monotonic() + limit
         while (found := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             if time.monotonic() > end:
@@ -76,7 +76,7 @@ def under_slurm(
 
 
 def submit(slurm: slurm_cluster.Cluster, run: Run, options: list[str]) -> str:
-    """The id of the job: a rank on each node."""
+    """Submit a job with one rank per node and return its id."""
     script, arguments = tiny_run.ROOT / "scripts" / "slurm" / "train.sbatch", [*run.arguments(), *run.overrides]
     if run.column.stock:
         script = run.folder / "stock.sbatch"
@@ -90,13 +90,13 @@ def submit(slurm: slurm_cluster.Cluster, run: Run, options: list[str]) -> str:
 
 
 def requeue(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
-    """As an administrator does, or a preemption."""
+    """Requeue the job, as an administrator or a preemption does."""
     run.note_strike()
     slurm.run("scontrol", "requeue", job)
 
 
 def wait_for_the_limit(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
-    """Nothing to do: the ranks wait."""
+    """Do nothing: the ranks wait."""
 
 
 FAULTS = (

@@ -1,6 +1,6 @@
-"""Runs tiny fp32 fits under any layout on gloo processes, and tells how far one run is from another.
+"""Run tiny fp32 fits under any layout on gloo processes, and compare one run with another.
 
-Ranks come from a fork server that has torch and Lightning imported already: a layout costs a second, not ten.
+Ranks are forks of a server that has imported torch and Lightning, so a layout costs one second instead of ten.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRELOAD = [
 
 @dataclass(frozen=True)
 class Run:
-    """What one fit made of the model: a loss and a gradient norm a step, and the final, undivided weights."""
+    """Result of one fit: loss and gradient norm per step, and the final, unsharded weights."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -62,11 +62,11 @@ class Job:
     resume: str | None = None
     save: str | None = None
     validate: bool = False
-    ignore: bool = False  # some targets, in some samples more than in others
+    ignore: bool = False  # ignore some targets, more in some samples than in others
     seed: int = 3
 
 
-STEPS_AN_EPOCH = 100
+STEPS_PER_EPOCH = 100
 STRATEGIES = {
     "SingleDevice": "armature.strategies.single.SingleDevice",
     "DDP": "armature.strategies.ddp.DDP",
@@ -77,7 +77,7 @@ DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4
 
 
 def mesh(ranks: int, **options: Any) -> Job:
-    # by itself this model would be one unit
+    # otherwise this model would be a single unit
     return Job("MeshStrategy", {"min_num_params": 0, **options}, ranks=ranks)
 
 
@@ -115,7 +115,7 @@ def _server() -> Any:
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: float = 240.0) -> list[Any]:
-    """`function(*args)` on each of `ranks` processes that form a process group; the results in order of ranks.
+    """Call `function(*args)` on `ranks` processes that form a process group; return the results in order of ranks.
 
     Raises:
         RuntimeError: with the traceback of the rank that failed first.
@@ -151,7 +151,7 @@ def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
     )  # fmt: skip
-    os.dup2(2, 1)  # DeepSpeed prints as it likes
+    os.dup2(2, 1)  # DeepSpeed prints to stdout
     import torch
 
     torch.set_num_threads(1)
@@ -175,7 +175,7 @@ def import_object(path: str) -> Any:
 
 
 def fit(job: Job) -> Run:
-    """Run a job on processes of its own."""
+    """Run a job on its own processes."""
     return on_ranks(_fit, job, ranks=job.ranks)[0]
 
 
@@ -193,7 +193,7 @@ def _fit(job: Job) -> Run:
     from armature.tasks.base import Task
 
     class Samples(Dataset):
-        """Position p of the endless stream holds sample p % 64, so that batches are a function of the step alone."""
+        """Position p of the endless stream holds sample p % 64, so batches are a function of the step alone."""
 
         def __init__(self) -> None:
             generator = torch.Generator().manual_seed(1)
@@ -219,19 +219,19 @@ def _fit(job: Job) -> Run:
             return {"inputs": self.images[sample], "targets": self.labels[sample]}
 
     class Stream:
-        """Step k holds positions [k G, (k + 1) G). As long as the whole run, wherever it starts."""
+        """Step k holds positions [k G, (k + 1) G). The length is that of the whole run, wherever it starts."""
 
         def __init__(self, trainer: Any) -> None:
             self.trainer = trainer
 
         def __len__(self) -> int:
-            return STEPS_AN_EPOCH * job.accumulate
+            return STEPS_PER_EPOCH * job.accumulate
 
         def __iter__(self) -> Iterator[list[int]]:
             axis = self.trainer.strategy.distributed_sampler_kwargs
             size, rank = axis["num_replicas"], axis["rank"]
             m = job.global_batch // size // job.accumulate
-            for step in range(self.trainer.global_step, STEPS_AN_EPOCH):
+            for step in range(self.trainer.global_step, STEPS_PER_EPOCH):
                 for j in range(job.accumulate):
                     first = step * job.global_batch + j * m * size + rank * m
                     yield [position % 64 for position in range(first, first + m)]
@@ -297,7 +297,7 @@ def _fit(job: Job) -> Run:
 
 
 def _bytes(strategy: Any) -> int:
-    """What this rank's weights, gradients and optimizer state take."""
+    """Return the bytes of this rank's weights, gradients and optimizer state."""
     import torch
 
     tensors = []
@@ -310,7 +310,7 @@ def _bytes(strategy: Any) -> int:
 
 
 def _whole(module: Any, strategy: Any) -> dict[str, Any]:
-    """The undivided weights, gathered from all ranks by their names."""
+    """Return the unsharded weights, gathered from all ranks by name."""
     from armature.parallel.process_group import all_gather_object
 
     if hasattr(strategy, "deepspeed_engine"):
@@ -325,11 +325,11 @@ def _whole(module: Any, strategy: Any) -> dict[str, Any]:
 
 
 def difference(run: Run, reference: Run) -> dict[str, float]:
-    """Largest relative differences: of losses, of gradient norms, and of the final weights' norm."""
+    """Return the largest relative differences of losses and gradient norms, and that of the final weights."""
     import numpy as np
 
     assert run.weights.keys() == reference.weights.keys(), run.weights.keys() ^ reference.weights.keys()
-    # over the whole model: a bias that the loss does not depend on moves by rounding noise alone
+    # over the whole model: a bias that does not affect the loss changes by rounding noise alone
     moved = sum(np.square(np.float64(run.weights[name]) - value).sum() for name, value in reference.weights.items())
     size = sum(np.square(np.float64(value)).sum() for value in reference.weights.values())
 
