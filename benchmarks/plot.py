@@ -1,4 +1,4 @@
-"""Draws a benchmark's ratios: python benchmarks/plot.py RESULTS.json PICTURE.svg. Needs matplotlib and nothing else."""
+"""Draw a benchmark's ratios: python benchmarks/plot.py RESULTS.json CHART.svg. Needs only matplotlib."""
 
 # pyright: reportMissingImports=false
 import json
@@ -12,8 +12,8 @@ DRAWN = {
 }
 
 
-def draw(results: dict, picture: Path) -> None:
-    """A bar a contender, with its quartiles.
+def draw(results: dict, chart: Path) -> None:
+    """Draw one bar per contender, with quartiles.
 
     Raises:
         ValueError: where there is nothing to draw.
@@ -44,7 +44,7 @@ def draw(results: dict, picture: Path) -> None:
         axis.set_yticks(range(len(records)), [record["name"] for record in records])
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_title(f"{DRAWN[name]} ({section['model']}, {section['precision']})", fontsize=9)
-    figure.savefig(picture, metadata={"Date": None})
+    figure.savefig(chart, metadata={"Date": None})
 
 
 if __name__ == "__main__":

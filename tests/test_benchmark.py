@@ -17,6 +17,7 @@ from benchmarks.rounds import Record, Rounds, ratios, spread
 from tests import running
 
 ROOT = Path(__file__).parents[1]
+COMMAND_ENVIRONMENT = running.environment(PYTHONPATH=str(ROOT))
 LM = [
     "data.source.vocab_size=300",
     "data.context=16",
@@ -162,7 +163,7 @@ def results() -> dict:
         ],
     }  # fmt: skip
     return {
-        "date": "2026-01-01", "command": "python scripts/benchmark.py",
+        "date": "2026-01-01", "command": "python -m benchmarks",
         "machine": {"device": "a CPU, 2 cores", "gpus": 0, "python": "3.11", "torch": "2.13"},
         "rate": {"rate": 2e11, "dtype": "float32"}, "sections": {"training": section, "overhead": section},
     }  # fmt: skip
@@ -177,11 +178,11 @@ def test_the_tables_say_machine_date_ratio_and_what_is_missing():
 
 
 def test_data_are_held_against_what_training_takes():
-    data = {"tokens_per_second": 2.4e6, "pictures": {0: [{"samples_per_second": 80.0, "data_wait": 0.5}] * 3}}
+    data = {"tokens_per_second": 2.4e6, "images": {0: [{"samples_per_second": 80.0, "data_wait": 0.5}] * 3}}
     made = results()
     made["sections"]["data"] = data
     text = report.markdown(made)
-    assert "serves 2.4 million tokens a second, 205 times what training takes" in text
+    assert "serves 2.4 million tokens per second, 205 times what training consumes" in text
     assert "| 0 | 80 | 50.0% |" in text
 
 
@@ -219,7 +220,7 @@ def test_names_become_files():
 
 
 def test_files_stay_readable():
-    for file in (ROOT / "benchmarks").glob("*.py"):
+    for file in (ROOT / "benchmarks").rglob("*.py"):
         assert len(file.read_text().splitlines()) <= 400
 
 
@@ -269,7 +270,7 @@ def test_the_loader_and_loader_processes_are_measured(tmp_path, monkeypatch):
     assert serving.serve(job.save(tmp_path / "job.json"))["tokens_per_second"] > 1000
     monkeypatch.setattr(serving, "STEPS", 4)
     monkeypatch.setattr(serving, "WORKERS", (0, 1))
-    found = serving.pictures(tmp_path, rounds=1, say=lambda line: None)
+    found = serving.images(tmp_path, rounds=1, say=lambda line: None)
     assert all(0 <= rows[0]["data_wait"] <= 1 for rows in found.values())
     assert [*found] == [0, 1]
 
@@ -278,10 +279,10 @@ def test_the_loader_and_loader_processes_are_measured(tmp_path, monkeypatch):
 def test_the_command_measures_and_writes(tmp_path):
     file = tmp_path / "r.json"
     command = [
-        sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--training", *corpus(tmp_path), "--only", "ours",
+        sys.executable, "-m", "benchmarks", "--training", *corpus(tmp_path), "--only", "ours",
         "Fabric", "--rounds", "2", "--seconds", "0.05", "--out", str(file), "--keep", str(tmp_path / "kept"),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=running.environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=COMMAND_ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     written = report.load(file)
     names = [record.name for record in written["sections"]["training"]["records"]]
@@ -295,8 +296,8 @@ def test_the_command_measures_and_writes(tmp_path):
 
 @pytest.mark.slow
 def test_an_impossible_override_is_told_as_training_tells_it(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "trainer.accelerator=tpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=running.environment(), capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "trainer.accelerator=tpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=COMMAND_ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "trainer.accelerator=tpu" in done.stderr
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from armature import config
 from armature.validation import checks
+from armature.validation.compose import explain
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/*.yaml"))
@@ -85,3 +86,11 @@ def test_every_experiment_opens_with_its_command(path):
     assert head[0] == "# @package _global_"
     assert head[1].startswith("# python train.py ")
     assert f"experiment={path.stem}" in head[1]
+
+
+def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
+    (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
+    axes = ["3d", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
+    assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
+    (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
+    assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem

@@ -17,7 +17,7 @@ from armature.callbacks.monitors import Monitors, part_of
 from armature.data.base import DataModule
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
-from armature.strategies import SingleDevice
+from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
 from armature.training import flops, timings
 from armature.training.metrics_csv import MetricsCSV, read

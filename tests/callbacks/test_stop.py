@@ -6,7 +6,7 @@ import time
 import pytest
 
 from armature.training.stop import SHORT_VOTES, STEPS_PER_VOTE, StopOnSignal, StoppedBySignal
-from tests.parallel.harness import on_ranks
+from benchmarks.parity.harness import on_ranks
 
 
 def steps_until_stopped(signaled_at: int, seconds: float, steps: int, evaluated: int = 0) -> tuple[int, int]:

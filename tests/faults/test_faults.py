@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tests.faults.cells import COLUMNS, STEPS, Run, Session
-from tests.faults.matrix import BY_NAME, cell, flip_byte
+from benchmarks.faults.cells import COLUMNS, STEPS, Run, Session
+from benchmarks.faults.matrix import BY_NAME, cell, flip_byte
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

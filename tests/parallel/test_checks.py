@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
 
+from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
@@ -172,9 +173,11 @@ def test_data_axis_leaves_out_tensor_and_pipeline() -> None:
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
-    node = OmegaConf.load(file)
-    node = node.get("strategy", node)
-    assert Layout.resolve({"_target_": node["_target_"], "shard": "auto"}, world_size=2).kind != "other"
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS.parent)):
+        cfg = compose("train", overrides=[f"strategy={file.stem}"])
+    strategy = {**cfg.strategy, **({"shard": "auto"} if "shard" in cfg.strategy else {})}
+    assert Layout.resolve(strategy, world_size=2).kind != "other"
 
 
 def test_checks_need_no_torch() -> None:

@@ -15,8 +15,8 @@ import torch
 from armature.models.decoder.generation import generate
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
+from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 from tests import running
-from tests.parallel.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 
 # torch's own tracing reads .grad of tensors that are not leaves, and causes this warning
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

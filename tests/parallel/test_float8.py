@@ -7,7 +7,7 @@ import torch
 
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
-from tests.parallel.harness import Job, difference, fit, mesh
+from benchmarks.parity.harness import Job, difference, fit, mesh
 
 JOBS = {
     "ddp": Job("DDP", {"float8": "emulate"}, ranks=2),

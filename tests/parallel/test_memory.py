@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.harness import on_ranks
+from benchmarks.parity.harness import on_ranks
 
 MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads": 8}
 

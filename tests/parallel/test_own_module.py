@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.harness import on_ranks
+from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
 
 
 def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
@@ -17,7 +17,6 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from armature import strategies
     from armature.data.base import DataModule
     from armature.parallel import process_group
 
@@ -58,7 +57,7 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu", devices=process_group.ranks(), max_epochs=2, logger=False,
-        strategy=getattr(strategies, strategy)(**options), use_distributed_sampler=False, num_sanity_val_steps=0,
+        strategy=import_object(STRATEGIES[strategy])(**options), use_distributed_sampler=False, num_sanity_val_steps=0,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(Plain(), datamodule=Data(global_batch_size=16, eval_batch_size=8))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.harness import LAYOUTS, Job, Run, difference, fit, mesh
+from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, mesh
 
 TOLERANCE = 1e-5
 VIT = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10, "width": 32, "layers": 4, "heads": 4}

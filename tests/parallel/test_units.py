@@ -10,7 +10,7 @@ from torch import nn
 
 from armature.models.plan import Plan
 from armature.parallel import apply
-from tests.parallel.harness import DECODER, on_ranks
+from benchmarks.parity.harness import DECODER, on_ranks
 
 
 class Stack(nn.Module):

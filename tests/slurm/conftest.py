@@ -1,12 +1,12 @@
 import pytest
 
-from tests.slurm import cluster
+from benchmarks.faults import slurm_cluster
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
     """A running Slurm of two nodes."""
-    if (reason := cluster.missing()) is not None:
+    if (reason := slurm_cluster.missing()) is not None:
         pytest.skip(reason)
-    with cluster.start(tmp_path_factory.mktemp("slurm")) as started:
+    with slurm_cluster.start(tmp_path_factory.mktemp("slurm")) as started:
         yield started

@@ -145,12 +145,11 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         return f"{override}: {reason}."
     known = [*_known(sound), *groups]
     group, _, name = key.partition(".")
-    files = {option: OmegaConf.load(config_dir / group / f"{option}.yaml") for option in groups.get(group, []) if name}
-    # "name in file" leaves out required values
-    having = [f"{group}={option}" for option, file in files.items() if isinstance(file, DictConfig) and name in [*file]]
+    # each option is composed, because its file may take keys from another in its defaults list
+    having = [f"{group}={option}" for option in groups.get(group, []) if name and key in _known([f"{group}={option}"])]
     if having:
         have = "has" if len(having) == 1 else "have"
-        return f"{override}: there is no key '{key}' here, but {' and '.join(having)} {have} it."
+        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
     if group in OPEN and name and not override.startswith("+"):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"

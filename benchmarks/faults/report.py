@@ -9,11 +9,11 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from tests import running
-from tests.faults.cells import Column
-from tests.faults.matrix import Cell, Fault
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cells import Column
+from benchmarks.faults.matrix import Cell, Fault
 
-PAGE = running.ROOT / "docs" / "faults.md"
+PAGE = tiny_run.ROOT / "docs" / "faults.md"
 
 
 def table(cells: Sequence[Cell], faults: Sequence[Fault], columns: Sequence[Column]) -> str:
@@ -27,19 +27,19 @@ def table(cells: Sequence[Cell], faults: Sequence[Fault], columns: Sequence[Colu
 
 
 def keep(file: Path, cell: Cell) -> None:
-    """Add a cell to those of earlier parts of the table."""
+    """Append a cell to the file of a table made in parts."""
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps({**asdict(cell), "output": ""}) + "\n")
 
 
 def kept(file: Path) -> list[Cell]:
-    """The newest of each cell."""
+    """Return the newest result of each cell."""
     cells = [Cell(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
     return list({(cell.fault, cell.column): cell for cell in cells}.values())
 
 
 def heading(seconds: float) -> str:
-    """When, with what and on what the figures were made."""
+    """Return the date, versions, machine and duration of a measurement."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "deepspeed"))
     return (
         f"{date.today().isoformat()}, Python {platform.python_version()}, {versions}, {os.cpu_count()} cores "
@@ -53,7 +53,7 @@ def processor() -> str:
 
 
 def write(section: str, text: str) -> None:
-    """Replace what stands between `<!-- section: begin -->` and `<!-- section: end -->`."""
+    """Replace the text between `<!-- section: begin -->` and `<!-- section: end -->`."""
     page = PAGE.read_text(encoding="utf-8")
     begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
     before, _, rest = page.partition(begin)

@@ -1,4 +1,4 @@
-"""A cell of the fault matrix: a run that is disturbed once, goes on, and is compared with the undisturbed one."""
+"""A cell of the fault matrix: a run that is disturbed once, resumes, and is compared with the undisturbed one."""
 
 import os
 import secrets
@@ -18,19 +18,19 @@ import psutil
 import torch
 
 from armature.checkpoint import directory, resume
-from tests import running
-from tests.faults.inject import note_strike
+from benchmarks.faults import tiny_run
+from benchmarks.faults.inject import note_strike
 
 STEPS = 10
 EVERY = 2  # optimizer steps between two checkpoints
-WITHIN = 60.0  # seconds from a fault to the first step beyond it, on two busy cores
-LIMIT = 90.0  # seconds for one command, after which it is taken for stuck and killed
-STOCK_LIMIT = 30.0  # the same of a stock script
+WITHIN = 60.0  # seconds from a fault to the first new step, on two busy cores
+LIMIT = 90.0  # seconds for one command; then it counts as stuck and is killed
+STOCK_LIMIT = 30.0  # seconds, for a stock script
 ORPHANS_WITHIN = 5.0  # seconds after the command's end
-STOCK_SCRIPT = running.ROOT / "tests" / "faults" / "stock_lightning.py"
+STOCK_SCRIPT = tiny_run.ROOT / "benchmarks" / "faults" / "stock_lightning.py"
 
 OVERRIDES = [
-    *running.TINY,
+    *tiny_run.TINY,
     f"trainer.max_steps={STEPS}",
     "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1",
@@ -52,12 +52,12 @@ class Column:
 
     @property
     def victim(self) -> int:
-        """The rank that is struck: not the first, where there is another."""
+        """Rank that the fault strikes: the last one."""
         return self.ranks - 1
 
     @property
     def limit(self) -> float:
-        """Seconds after which a command is taken for stuck and killed."""
+        """Seconds after which a command counts as stuck and is killed."""
         return STOCK_LIMIT if self.stock else LIMIT
 
 
@@ -74,7 +74,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Session:
-    """What the cells share: the corpus, the cache of its tokens, undisturbed runs, and a folder for all of it."""
+    """Shared by the cells: the corpus, the cache of its tokens, undisturbed runs, and the folder of all that."""
 
     folder: Path
     corpus: Path = field(init=False)
@@ -85,10 +85,10 @@ class Session:
     _lock: Any = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "corpus", running.write_corpus(self.folder / "corpus"))
+        object.__setattr__(self, "corpus", tiny_run.write_corpus(self.folder / "corpus"))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """The result of `make`, or its error, which is called once for each name, whichever thread asks first."""
+        """Return the result of `make` or raise its error. It is called once per name, by the first thread that asks."""
         with self._lock:
             lock = self._locks.setdefault(name, threading.Lock())
         with lock:
@@ -106,7 +106,7 @@ class Session:
 
         def make() -> Run:
             run = Run(self, column, f"undisturbed {column.name}")
-            code = run.start().wait(5 * LIMIT)  # DeepSpeed compiles something first
+            code = run.start().wait(5 * LIMIT)  # DeepSpeed compiles extensions first
             run.kill()
             if code != 0:
                 raise RuntimeError(f"the undisturbed run ended with {code}: {run.output()[-1000:]}")
@@ -115,7 +115,7 @@ class Session:
         return self.once(f"undisturbed {column.name}", make)
 
     def end(self) -> None:
-        """Ends everything that runs for any cell; none starts after it."""
+        """Kill the processes of all cells, and start no more."""
         self.ending.set()
         for process in psutil.process_iter():
             if _belongs(process, self.folder):
@@ -124,7 +124,7 @@ class Session:
 
 
 class Run:
-    """One run directory of a column, and the commands that are typed for it."""
+    """One run directory of a column, and the commands started in it."""
 
     def __init__(self, session: Session, column: Column, name: str, *, copy_of: "Run | None" = None) -> None:
         self.session, self.column = session, column
@@ -148,27 +148,27 @@ class Run:
         return self.directory / "checkpoints"
 
     def words(self) -> list[str]:
-        """What is typed, the same each time."""
-        script = STOCK_SCRIPT if self.column.stock else running.ROOT / "train.py"
-        # a number of restarts has an agent watch a single process, too
+        """Return the command, which is the same for each start."""
+        script = STOCK_SCRIPT if self.column.stock else tiny_run.ROOT / "train.py"
+        # with restarts, an agent watches a single process too
         launch = [] if self.column.stock else [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
         return [sys.executable, str(script), *self.arguments(), *launch, *self.overrides]
 
     def arguments(self) -> list[str]:
-        """What follows the script's name, but for how the ranks are started."""
+        """Return the arguments of the script, without those that start ranks."""
         if self.column.stock:
             own = {"corpus": self.session.corpus, "run_dir": self.directory, "ranks": self.ranks}
             return [f"--{name.replace('_', '-')}={value}" for name, value in (own | self._injection()).items()]
         return [*OVERRIDES, f"data.path={self.session.corpus}", f"strategy={self.strategy}", *self.common()]
 
     def common(self) -> list[str]:
-        """Where our run is, what happens to it, and a reference to a secret."""
+        """Return overrides for the run directory, the fault and a reference to a secret."""
         return [
             f"run.root={self.folder / 'outputs'}",
             "run.name=run",
             "++data.source.field=${oc.env:FAULTS_SECRET}",
-            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
-            "+callbacks.inject._target_=tests.faults.inject.Inject",
+            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,benchmarks]",
+            "+callbacks.inject._target_=benchmarks.faults.inject.Inject",
             *(f"+callbacks.inject.{name}={value}" for name, value in self._injection().items()),
         ]
 
@@ -179,22 +179,22 @@ class Run:
     def variables(self) -> dict[str, str]:
         extra = {
             "ARMATURE_CACHE": str(self.session.folder / "cache"),
-            "PYTHONPATH": os.pathsep.join([str(running.ROOT / "src"), str(running.ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(tiny_run.ROOT / "src"), str(tiny_run.ROOT)]),
             "FAULTS_SECRET": self.session.secret,
-            "FAULTS_FOLDER": str(self.folder),  # by which the run's processes are known
+            "FAULTS_FOLDER": str(self.folder),  # identifies the run's processes
             "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(self.session.folder / "extensions"),  # DeepSpeed compiles something, once
+            "TORCH_EXTENSIONS_DIR": str(self.session.folder / "extensions"),  # DeepSpeed compiles extensions once
             **self.environment,
         }
-        variables = running.environment(**extra)
-        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # every start would compile everything again
+        variables = tiny_run.environment(**extra)
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise every start compiles all Python files again
         return variables
 
     def start(self, words: Sequence[str] | None = None, **variables: str) -> "Command":
-        """Type the command.
+        """Start the command.
 
         Args:
-            words: of another command than `self.words()`.
+            words: another command than `self.words()`.
         """
         if self.session.ending.is_set():
             raise RuntimeError("interrupted")
@@ -203,13 +203,13 @@ class Run:
         return self.commands[-1]
 
     def output(self) -> str:
-        """Of all commands, and of the ranks that write to files of their own."""
+        """Return the output of all commands, including log files of ranks."""
         files = [*sorted(self.folder.glob("output.*.txt")), *sorted(self.directory.glob("logs/*.log"))]
         return "\n".join(file.read_text(errors="replace") for file in files)
 
     # ------------------------------------------------------------ the journal
     def journal(self) -> dict[int, list[tuple[float, str, int, int]]]:
-        """By rank: (time, start or step, step, process id)."""
+        """Return entries by rank: (time, start or step, step, process id)."""
         found = {}
         for file in self.folder.glob("journal.*"):
             lines = [line.split() for line in file.read_text().splitlines()]
@@ -218,25 +218,25 @@ class Run:
         return found
 
     def pids(self) -> list[int]:
-        """The newest process of each rank."""
+        """Return the newest process of each rank."""
         return [entries[-1][3] for entries in self.journal().values()]
 
     def living_ranks(self) -> list[int]:
         return [p.pid for p in self.processes() if p.pid in self.pids()]
 
     def repeated(self) -> int:
-        """Steps that a rank did more than once, the most of any rank."""
+        """Return the number of steps that a rank repeated, the maximum over ranks."""
         of_ranks = [[step for _, kind, step, _ in entries if kind == "step"] for entries in self.journal().values()]
         return max((len(steps) - len(set(steps)) for steps in of_ranks), default=0)
 
     def struck_at(self) -> float | None:
-        """When the fault was; seconds since 1970."""
+        """Return the time of the fault in seconds since 1970, or None."""
         with suppress(OSError, ValueError):
             return float((self.folder / "struck").read_text().split()[0])
         return None
 
     def at_stake(self) -> int:
-        """Steps that were done since the last checkpoint when the fault came."""
+        """Return the number of steps between the last checkpoint and the fault."""
         struck = self.struck_at()
         if struck is None:
             return 0
@@ -247,9 +247,9 @@ class Run:
         return max(step for when, step in steps if when <= struck) - int(name.removeprefix("step="))
 
     def recovered_after(self) -> float | None:
-        """Seconds from the fault to the first step that had not been done yet, by processes that came after it.
+        """Return the seconds from the fault to the first new step of processes started after it.
 
-        Where none came, since the run went on, to the next step.
+        If none was started, because the run continued: the seconds to the next step.
         """
         struck = self.struck_at()
         entries = [entry for of_rank in self.journal().values() for entry in of_rank]
@@ -263,20 +263,20 @@ class Run:
         return min(beyond) - struck if beyond else None
 
     def note_strike(self, *, seconds_ago: float = 0.0) -> None:
-        """The fault comes from outside."""
+        """Record the time of a fault from outside."""
         note_strike(self.folder, self.checkpoints, seconds_ago=seconds_ago)
 
     def release(self) -> None:
-        """A rank that waited for the fault goes on."""
+        """Release the rank that waits for the fault."""
         (self.folder / "acted").touch()
 
-    # ------------------------------------------------------------ what is left
+    # ------------------------------------------------------------ leftovers
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs for this run, wherever it was started."""
+        """Return all processes of this run, wherever they were started."""
         return [process for process in psutil.process_iter() if _belongs(process, self.folder)]
 
     def orphans(self) -> list[psutil.Process]:
-        """What has not ended a few seconds after the commands."""
+        """Return the processes that are alive a few seconds after the commands ended."""
         end = time.monotonic() + ORPHANS_WITHIN
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.1)
@@ -290,7 +290,7 @@ class Run:
             command.process.wait()
 
     def half_checkpoints(self) -> list[str]:
-        """What is in the checkpoints' folder and no sound checkpoint."""
+        """Return the names of what is in the checkpoint folder and is not an intact checkpoint."""
         if self.column.stock:
             return []
         found = [path.name for path in self.checkpoints.iterdir() if path.name.endswith((".part", ".old"))]
@@ -301,7 +301,7 @@ class Run:
         return found
 
     def difference(self, other: "Run") -> str | None:
-        """What of the last checkpoint, or of metrics.csv, is not bit for bit the other's; None where all is equal."""
+        """Return what differs in the last checkpoint or metrics.csv, or None if both are equal bit for bit."""
         if self.column.stock:
             return stock_difference(self.directory, other.directory)
         here, there = (final_tensors(run.checkpoints) for run in (self, other))
@@ -316,7 +316,7 @@ class Run:
 
 
 class Command:
-    """One start of a run, with everything it prints in a file."""
+    """One start of a run, whose output goes to a file."""
 
     def __init__(self, words: Sequence[str], folder: Path, variables: dict[str, str], output: Path) -> None:
         with output.open("w") as file:
@@ -326,13 +326,13 @@ class Command:
         self.started = time.time()
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code; None where it has not ended in time. It goes on then."""
+        """Return the exit code, or None if it has not ended in time; it then keeps running."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(seconds)
         return None
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether a condition came true while the command was running."""
+        """Return whether a condition became true while the command was running."""
         return wait_until(lambda: condition() or self.process.poll() is not None, seconds) and condition()
 
     def send(self, number: signal.Signals, *, group: bool = False) -> None:
@@ -341,7 +341,7 @@ class Command:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether a condition came true in that time."""
+    """Return whether a condition became true in that time."""
     end = time.monotonic() + seconds
     while not (true := condition()) and time.monotonic() < end:
         time.sleep(0.02)
@@ -349,7 +349,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _belongs(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process was started for a cell in a folder."""
+    """Return whether a process was started for a cell in a folder."""
     try:
         if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -360,7 +360,7 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 
 def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of the last checkpoint, undivided."""
+    """Return the unsharded weights and optimizer state of the last checkpoint."""
     from armature.checkpoint import state as checkpoint
     from armature.checkpoint import storage
 
@@ -371,7 +371,7 @@ def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
 
 
 def stock_difference(run: Path, other: Path) -> str | None:
-    """The same of a stock Lightning run: its last.ckpt."""
+    """Return what differs in last.ckpt of two stock Lightning runs, or None."""
     file = run / "checkpoints" / "last.ckpt"
     if not file.is_file():
         return "no last checkpoint"

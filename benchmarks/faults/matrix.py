@@ -1,4 +1,4 @@
-"""The faults, and what each cell of their table does and demands."""
+"""The faults, and what each cell of their table does and requires."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import running
-from tests.faults.cells import STEPS, WITHIN, Column, Command, Run, Session
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cells import STEPS, WITHIN, Column, Command, Run, Session
 
-HANG_TIMEOUT = 6  # seconds without a step, after which the ranks are taken for hung
+HANG_TIMEOUT = 6  # seconds without a step; then the ranks count as hung
 
 
 @dataclass
 class Cell:
-    """What became of one fault under one column."""
+    """Result of one fault under one column."""
 
     fault: str
     column: str
@@ -33,14 +33,14 @@ class Fault:
     """A row of the table.
 
     Args:
-        inject: what tests/faults/inject.py does at `at_step`; `stock` where it is another thing in a stock script.
-        codes: exit codes that the first command may have; 0 where the run is to end by itself.
-        lost: steps that may be done again; None: those since the last checkpoint.
-        act: strikes from outside, once a rank waits for that.
-        overrides: further ones, of ours.
-        flow: the whole course of the cell, where it is not the usual one.
-        without: columns that the fault has no meaning for, with the reason.
-        within: seconds from the fault to the first step beyond it.
+        inject: method of `Inject` that strikes at `at_step`; `stock` names another one for a stock script.
+        codes: allowed exit codes of the first command; 0 if the run must finish by itself.
+        lost: steps that may be repeated; None: those since the last checkpoint.
+        act: strikes from outside once a rank waits for it.
+        overrides: additional ones for our runs.
+        flow: replaces `usual`.
+        without: columns that the fault does not apply to, with the reason.
+        within: seconds from the fault to the first new step.
         lane: cells of one lane share a number of threads.
     """
 
@@ -61,7 +61,7 @@ class Fault:
     lane: str = ""
 
     def arm(self, run: Run) -> None:
-        """Have the run break as this fault says."""
+        """Set up this fault in the run."""
         run.fault = self.stock if run.column.stock and self.stock else self.inject
         run.at_step = self.at_step
         run.rank = -1 if self.every_rank else 0 if self.first_rank else run.column.victim
@@ -69,7 +69,7 @@ class Fault:
 
 
 def cell(fault: Fault, column: Column, session: Session) -> Cell:
-    """Run one cell. Whatever goes wrong in it is what it says."""
+    """Run one cell. An error in it becomes the cell's text."""
     if column.name in fault.without:
         return Cell(fault.name, column.name, f"– {fault.without[column.name]}")
     started = time.monotonic()
@@ -86,20 +86,20 @@ def cell(fault: Fault, column: Column, session: Session) -> Cell:
     return result
 
 
-# ---------------------------------------------------------------- the course of a cell
+# ---------------------------------------------------------------- how a cell runs
 def usual(fault: Fault, run: Run) -> Cell:
-    """Start, be struck, and go on: by itself, or when the same command is typed again."""
+    """Start the run, let the fault strike, and finish: by itself or with a second start of the same command."""
     fault.arm(run)
     command = run.start()
     if fault.act is not None:
         if not command.wait_until(lambda: run.struck_at() is not None, run.column.limit):
             return judge(fault, run, ["ended or was stuck before the fault"])
         fault.act(run, command)
-    return go_on(fault, run, command)
+    return finish(fault, run, command)
 
 
-def go_on(fault: Fault, run: Run, command: Command) -> Cell:
-    """The end of the first command, and a second one where it did not bring the run to its end."""
+def finish(fault: Fault, run: Run, command: Command) -> Cell:
+    """Wait for the first command, and start it a second time if the run has not finished."""
     remarks = []
     code = command.wait(run.column.limit)
     if code is None:
@@ -110,10 +110,10 @@ def go_on(fault: Fault, run: Run, command: Command) -> Cell:
     if left := run.orphans():
         remarks.append(f"{len(left)} orphan{'s' * (len(left) > 1)}")
         run.kill()
-    return judge(fault, run, remarks) if code == 0 and finished(run) else type_again(fault, run, remarks)
+    return judge(fault, run, remarks) if code == 0 and finished(run) else start_again(fault, run, remarks)
 
 
-def type_again(fault: Fault, run: Run, remarks: list[str]) -> Cell:
+def start_again(fault: Fault, run: Run, remarks: list[str]) -> Cell:
     again = run.start()
     code = again.wait(run.column.limit)
     if code is None:
@@ -127,7 +127,7 @@ def type_again(fault: Fault, run: Run, remarks: list[str]) -> Cell:
 def finished(run: Run) -> bool:
     if run.column.stock:
         return any(step == STEPS for entries in run.journal().values() for _, _, step, _ in entries)
-    summary = running.summary(run.directory) if (run.directory / "summary.json").exists() else {}
+    summary = tiny_run.summary(run.directory) if (run.directory / "summary.json").exists() else {}
     return (summary.get("stop_reason"), summary.get("global_step")) == ("finished", STEPS)
 
 
@@ -137,7 +137,7 @@ def last_line(command: Command, run: Run) -> str:
 
 
 def judge(fault: Fault, run: Run, remarks: list[str]) -> Cell:
-    """What the cell says, from what went wrong, the weights, the time it took and the steps that were done twice."""
+    """Return the cell: problems, differing weights, seconds to recover and repeated steps."""
     if left := run.orphans():
         remarks.append(f"{len(left)} orphan{'s' * (len(left) > 1)}")
     repeated, recovered = run.repeated(), run.recovered_after()
@@ -155,16 +155,16 @@ def judge(fault: Fault, run: Run, remarks: list[str]) -> Cell:
         remarks.append(f"{repeated} steps done again instead of {lost}")
     if recovered is not None and recovered > fault.within:
         remarks.append(f"{recovered:.0f} s")
-    figures = f"{recovered:.1f} s, {repeated}" if recovered is not None else ""
+    result = f"{recovered:.1f} s, {repeated}" if recovered is not None else ""
     if not remarks:
-        return Cell(fault.name, run.column.name, f"= {figures}")
-    said = [*remarks, figures] if run.column.stock and figures else remarks
-    return Cell(fault.name, run.column.name, "; ".join(said), ok=False)
+        return Cell(fault.name, run.column.name, f"= {result}")
+    parts = [*remarks, result] if run.column.stock and result else remarks
+    return Cell(fault.name, run.column.name, "; ".join(parts), ok=False)
 
 
 # ---------------------------------------------------------------- strikes from outside
 def kill_agent(run: Run, command: Command) -> None:
-    """The ranks wait on: what they still did would be done again."""
+    """The ranks keep waiting: any step they still made would be repeated."""
     run.note_strike()
     command.send(signal.SIGKILL)
 
@@ -185,11 +185,11 @@ def press_ctrl_c(run: Run, command: Command) -> None:
 # ---------------------------------------------------------------- damage
 @dataclass(frozen=True)
 class Stopped:
-    """A run that was stopped after step 5 or 6 and has a checkpoint of that step and one of step 4 (stock: only that).
+    """A run stopped after step 5 or 6, with checkpoints of that step and of step 4 (stock: only of step 4).
 
     Attributes:
-        code: exit code of the command; None where it was stuck.
-        left: processes that were left.
+        code: exit code of the command, or None if it was stuck.
+        left: number of processes still alive.
         seconds: from the fault to the command's end.
     """
 
@@ -199,7 +199,7 @@ class Stopped:
     seconds: float
 
     def copy_to(self, run: Run) -> None:
-        """Everything but the commands; the fault is as long ago as it was at the end."""
+        """Copy everything except the commands; keep the time since the fault."""
         shutil.rmtree(run.folder)
         shutil.copytree(self.run.folder, run.folder)
         run.fault, run.at_step, run.rank = self.run.fault, self.run.at_step, self.run.rank
@@ -207,7 +207,7 @@ class Stopped:
 
 
 def stopped(session: Session, column: Column) -> Stopped:
-    """Made once for each column; cells copy it."""
+    """Return the stopped run of a column. It is made once, and cells copy it."""
 
     def make() -> Stopped:
         run = Run(session, column, f"stopped {column.name}")
@@ -223,7 +223,7 @@ def stopped(session: Session, column: Column) -> Stopped:
 
 
 def terminated(fault: Fault, run: Run) -> Cell:
-    """The first half of this cell is what the cells with damaged files begin with, and is run once for all."""
+    """Resume the stopped run, which is shared with the cells whose files are damaged."""
     if run.column.stock:
         return usual(fault, run)
     before = stopped(run.session, run.column)
@@ -231,11 +231,11 @@ def terminated(fault: Fault, run: Run) -> Cell:
     if before.left:
         remarks.append(f"{before.left} orphans")
     before.copy_to(run)
-    return type_again(fault, run, remarks)
+    return start_again(fault, run, remarks)
 
 
 def damaged(harm: Callable[[Path, bool], None]) -> Callable[[Fault, Run], Cell]:
-    """The course of a cell in which a file of the newest checkpoint is harmed while nothing runs."""
+    """Return the flow of a cell that damages a file of the newest checkpoint while nothing runs."""
 
     def flow(fault: Fault, run: Run) -> Cell:
         stopped(run.session, run.column).copy_to(run)
@@ -272,7 +272,7 @@ def truncate(checkpoint: Path, stock: bool) -> None:
 
 
 def flip_byte(checkpoint: Path, stock: bool) -> None:
-    """One bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     file = _shard(checkpoint, stock)
     with file.open("r+b") as stream:
         stream.seek(file.stat().st_size // 2)
@@ -297,7 +297,7 @@ def small_disk(place: Path) -> Iterator[None]:
 
 
 def on_a_small_disk(fault: Fault, run: Run) -> Cell:
-    """The disk fills up before a save. Somebody makes room two steps later, or when the command has ended."""
+    """Fill the disk before a save, and free it two steps later or after the command's end."""
     outputs = run.folder / "outputs"
     with contextlib.ExitStack() as stack:
         try:
@@ -308,7 +308,7 @@ def on_a_small_disk(fault: Fault, run: Run) -> Cell:
         command = run.start()
         command.wait(run.column.limit)
         (outputs / "filler").unlink(missing_ok=True)
-        result = go_on(fault, run, command)
+        result = finish(fault, run, command)
         if result.ok and "could not be saved" not in run.output():
             result.ok, result.text = False, "did not say that a checkpoint could not be saved"
         shutil.copytree(outputs, run.folder / "kept")

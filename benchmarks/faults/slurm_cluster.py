@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with everything they write in one folder."""
+"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with all their files in one folder."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from tests import running
+from benchmarks.faults import tiny_run
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-CPUS = 16  # more than the machine has: the tests' jobs run side by side
+CPUS = 16  # more than the machine has, so that jobs run side by side
 
 # A requeued job waits for its old credential to expire, and a stopped one is killed after KillWait.
 CONF = """\
@@ -59,7 +59,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 
 
 def missing() -> str | None:
-    """Why no Slurm can be started here; None where it can."""
+    """Return why no Slurm can be started here, or None if it can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "starting a Slurm takes root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
@@ -72,15 +72,15 @@ class Cluster:
     environment: dict[str, str]
 
     def run(self, *command: str, check: bool = True, **extra: str) -> str:
-        """The output of one of Slurm's programs."""
+        """Run one of Slurm's programs and return its output."""
         result = subprocess.run(
-            command, env={**self.environment, **extra}, cwd=running.ROOT, capture_output=True, text=True, timeout=60
+            command, env={**self.environment, **extra}, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=60
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout + result.stderr
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """Return the fields of `scontrol show job`."""
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
@@ -108,7 +108,7 @@ def free_ports(number: int) -> list[int]:
 
 @contextlib.contextmanager
 def start(folder: Path) -> Iterator[Cluster]:
-    """Starts it, and ends every process that it started."""
+    """Start Slurm, and end every process that it started."""
     host = socket.gethostname().split(".")[0]
     folder.chmod(0o755)
     (folder / "state").mkdir()
@@ -116,7 +116,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(3), cpus=CPUS))
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    environment = {**running.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
+    environment = {**tiny_run.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
     files = [f"--{name}-file={folder / f'munge.{name}'}" for name in ("pid", "log", "seed")]
     commands = {
         "munged": ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}", *files],
@@ -128,7 +128,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     try:
         for name, command in commands.items():
             if name == "slurmctld":
-                running.wait_for(munge.exists, seconds=10, what="munged's socket")
+                tiny_run.wait_for(munge.exists, seconds=10, what="munged's socket")
             with (folder / f"{name}.out").open("w") as log:
                 daemons.append(
                     subprocess.Popen(
@@ -137,13 +137,13 @@ def start(folder: Path) -> Iterator[Cluster]:
                 )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]
-        running.wait_for(
+        tiny_run.wait_for(
             lambda: cluster.run(*up, check=False).split() == ["idle"] * 2, seconds=30, what="two idle nodes"
         )
         yield cluster
     finally:
-        # What runs in jobs detaches itself: found by the configuration it was given, and slurmstepd (which overwrites
-        # its environment with its title) as a parent of such a process
+        # Processes of jobs detach themselves. Find them by their SLURM_CONF, and slurmstepd (which overwrites its
+        # environment with its title) as a parent of such a process.
         left = [process for process in psutil.process_iter() if _belongs(process, str(conf))]
         for process in [*(parent for child in left for parent in _steps_above(child)), *left]:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,14 +1,13 @@
-"""Cells under a real Slurm of two nodes on this machine: a requeue, and the time limit."""
+"""Cells under a real Slurm of two nodes on this machine: a requeue and the time limit."""
 
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from tests import running
-from tests.faults.cells import LIMIT, STOCK_SCRIPT, Run, Session, wait_until
-from tests.faults.matrix import Cell, Fault, judge
-from tests.slurm import cluster
+from benchmarks.faults import slurm_cluster, tiny_run
+from benchmarks.faults.cells import LIMIT, STOCK_SCRIPT, Run, Session, wait_until
+from benchmarks.faults.matrix import Cell, Fault, judge
 
 # what a user of plain Lightning would submit: it saves and requeues itself on SIGUSR1
 STOCK_BATCH = """\
@@ -20,16 +19,16 @@ srun "$PYTHON" -u "$@"
 
 
 class Slurm:
-    """Started when the first cell asks for it, and ended by `close`."""
+    """A Slurm that is started for the first cell and ended by `close`."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
 
-    def of(self, session: Session) -> cluster.Cluster:
-        def make() -> cluster.Cluster:
+    def cluster(self, session: Session) -> slurm_cluster.Cluster:
+        def make() -> slurm_cluster.Cluster:
             folder = session.folder / "slurm"
             folder.mkdir()
-            return self._stack.enter_context(cluster.start(folder))
+            return self._stack.enter_context(slurm_cluster.start(folder))
 
         return session.once("slurm", make)
 
@@ -41,25 +40,25 @@ SLURM = Slurm()
 
 
 def under_slurm(
-    options: list[str], strike: Callable[[cluster.Cluster, str, Run], None]
+    options: list[str], strike: Callable[[slurm_cluster.Cluster, str, Run], None]
 ) -> Callable[[Fault, Run], Cell]:
-    """The course of a cell in which a scheduler stops the run and brings it back.
+    """Return the flow of a cell in which a scheduler stops and restarts the run.
 
     Args:
         options: of sbatch.
-        strike: called once every rank waits for a signal.
+        strike: called when every rank waits for a signal.
     """
 
     def flow(fault: Fault, run: Run) -> Cell:
-        if (reason := cluster.missing()) is not None:
+        if (reason := slurm_cluster.missing()) is not None:
             return Cell(fault.name, run.column.name, f"– {reason}")
-        slurm = SLURM.of(run.session)
+        slurm = SLURM.cluster(run.session)
         fault.arm(run)
         job = submit(slurm, run, options)
         wait_until(lambda: run.struck_at() is not None, LIMIT)
         strike(slurm, job, run)
         remarks = []
-        limit = 120 + run.column.limit  # Slurm takes its time, too
+        limit = 120 + run.column.limit  # time for Slurm itself
         end = time.monotonic() + limit
         while (found := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             if time.monotonic() > end:
@@ -76,9 +75,9 @@ def under_slurm(
     return flow
 
 
-def submit(slurm: cluster.Cluster, run: Run, options: list[str]) -> str:
-    """The id of the job: a rank on each node."""
-    script, arguments = running.ROOT / "scripts" / "slurm" / "train.sbatch", [*run.arguments(), *run.overrides]
+def submit(slurm: slurm_cluster.Cluster, run: Run, options: list[str]) -> str:
+    """Submit a job with one rank per node and return its id."""
+    script, arguments = tiny_run.ROOT / "scripts" / "slurm" / "train.sbatch", [*run.arguments(), *run.overrides]
     if run.column.stock:
         script = run.folder / "stock.sbatch"
         script.write_text(STOCK_BATCH)
@@ -90,14 +89,14 @@ def submit(slurm: cluster.Cluster, run: Run, options: list[str]) -> str:
     return slurm.run(*command, check=True, **run.variables() | own, PYTHON=sys.executable).strip()
 
 
-def requeue(slurm: cluster.Cluster, job: str, run: Run) -> None:
-    """As an administrator does, or a preemption."""
+def requeue(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
+    """Requeue the job, as an administrator or a preemption does."""
     run.note_strike()
     slurm.run("scontrol", "requeue", job)
 
 
-def wait_for_the_limit(slurm: cluster.Cluster, job: str, run: Run) -> None:
-    """Nothing to do: the ranks wait."""
+def wait_for_the_limit(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
+    """Do nothing: the ranks wait."""
 
 
 FAULTS = (

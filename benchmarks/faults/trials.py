@@ -1,4 +1,4 @@
-"""Random kills and signals, other numbers of ranks, and a secret: what a table of exact steps leaves out."""
+"""Random kills and signals, other numbers of ranks, and secrets: what the table of exact steps leaves out."""
 
 import os
 import random
@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests import running
-from tests.faults.cells import COLUMNS, LIMIT, Run, Session, final_tensors
-from tests.faults.matrix import finished
+from benchmarks.faults import tiny_run
+from benchmarks.faults.cells import COLUMNS, LIMIT, Run, Session, final_tensors
+from benchmarks.faults.matrix import finished
 
-TOLERANCE = 1e-5  # of losses and weights where the layout changes; scripts/parity.py has the same
-SIGTERM_WITHIN = 15.0  # seconds that a run may take to end with a checkpoint
+TOLERANCE = 1e-5  # relative, of losses and weights when the layout changes; benchmarks/parity has the same
+SIGTERM_WITHIN = 15.0  # seconds for a run to end with a checkpoint
 
 
 @dataclass
 class Summary:
-    """What a number of trials came to."""
+    """Result of a number of trials."""
 
     title: str
     rows: dict[str, str]
@@ -37,7 +37,7 @@ class Summary:
 
 # ---------------------------------------------------------------- SIGKILL at any time
 class Plain(Run):
-    """One process with the default data, optimizer and launcher; only small."""
+    """A small run of one process with the default data, optimizer and launcher."""
 
     STEPS = 40
 
@@ -58,7 +58,7 @@ class Plain(Run):
 
 
 def kills(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summary:
-    """Kill a run at a moment drawn from all of its duration, start again, and compare the weights."""
+    """Kill a run at a random moment of its duration, start it again, and compare the weights."""
     draw = random.Random(seed)
     Plain(session, COLUMNS["single"], "prepares the corpus").start().wait(300)
     reference = Plain(session, COLUMNS["single"], "undisturbed plain")
@@ -98,7 +98,7 @@ def kills(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summary
 
 
 def _phase(run: Run) -> str:
-    """What a run was at when it was killed."""
+    """Return the phase in which a run was killed."""
     steps = [step for entries in run.journal().values() for _, kind, step, _ in entries if kind == "step"]
     if run.checkpoints.is_dir() and any(path.name.endswith(".part") for path in run.checkpoints.iterdir()):
         return "in a save"
@@ -109,7 +109,7 @@ def _phase(run: Run) -> str:
 
 # ---------------------------------------------------------------- SIGTERM at any time
 class Endless(Run):
-    """Two ranks under ddp that train until they are told to stop."""
+    """Two ranks under ddp that train until a signal stops them."""
 
     def __init__(self, session: Session, name: str) -> None:
         super().__init__(session, COLUMNS["ddp"], name)
@@ -127,9 +127,9 @@ class Endless(Run):
 
 
 def sigterms(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summary:
-    """Send SIGTERM to one rank at a random moment from the first step on, and type the same command again, many times.
+    """Send SIGTERM to one rank at a random moment after the first step, and start the same command again, many times.
 
-    The command must end with exit code 143, with a checkpoint of its last step, and leave nothing that runs.
+    The command must end with exit code 143 and a checkpoint of its last step, and leave no process.
     """
     shares = [number // jobs + (i < number % jobs) for i in range(jobs)]
 
@@ -160,7 +160,7 @@ def sigterms(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summ
 
 
 def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]:
-    """Seconds to the end, and what was wrong."""
+    """Return the seconds to the end, and the problem or None."""
     before = {pid for entries in run.journal().values() for *_, pid in entries}
 
     def new_step() -> bool:
@@ -177,7 +177,7 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
     seconds = time.monotonic() - signaled
     if code is None:
         return seconds, f"rank {rank}: stuck for {SIGTERM_WITHIN:.0f} s"
-    summary = running.summary(run.directory)
+    summary = tiny_run.summary(run.directory)
     saved = (run.checkpoints / "last").read_text().strip()
     found = (code, summary["stop_reason"], saved, run.orphans())
     if found != (143, "SIGTERM", f"step={summary['global_step']:06d}", []):
@@ -186,8 +186,8 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
 
 
 def _end_of_chain(session: Session, run: Endless, index: int) -> list[str]:
-    """Let a run that was stopped many times come to its end, and compare it with one that was not stopped."""
-    summary = running.summary(run.directory)
+    """Finish a run that was stopped many times, and compare it with one that was not stopped."""
+    summary = tiny_run.summary(run.directory)
     undisturbed = Endless(session, f"not terminated {index}")
     for each in (run, undisturbed):
         each.steps, each.pause = summary["global_step"] + 5, 0.0
@@ -203,7 +203,7 @@ CHANGES = ((TWO, ONE), (ONE, TWO), (FOUR, TWO), (TWO, MESH), (MESH, TWO))
 
 
 class Changing(Run):
-    """A run that may be typed with another layout the second time."""
+    """A run whose second start may use another layout."""
 
     def __init__(self, session: Session, name: str, layout: tuple[str, int]) -> None:
         super().__init__(session, COLUMNS["ddp"], name)
@@ -214,7 +214,7 @@ class Changing(Run):
 
 
 def layouts(session: Session) -> Summary:
-    """Stop a run half-way, go on with it under another layout, and compare with one process that was not stopped."""
+    """Stop a run half-way, resume it under another layout, and compare it with one process that was not stopped."""
     reference = Changing(session, "undisturbed layout", ONE)
     assert reference.start().wait(LIMIT) == 0, reference.output()[-3000:]
     rows, problems = {}, []
@@ -238,8 +238,8 @@ def layouts(session: Session) -> Summary:
 
 
 def distance(run: Run, reference: Run) -> tuple[float, float]:
-    """Largest relative difference of a step's loss, and that of the final weights as a whole."""
-    losses = zip(running.losses(run.directory), running.losses(reference.directory), strict=True)
+    """Return the largest relative difference of a step's loss, and that of the final weights as a whole."""
+    losses = zip(tiny_run.losses(run.directory), tiny_run.losses(reference.directory), strict=True)
     here, there = (
         {n: v.double() for n, v in final_tensors(r.checkpoints).items() if not n.startswith("optimizer_states.")}
         for r in (run, reference)
@@ -251,7 +251,7 @@ def distance(run: Run, reference: Run) -> tuple[float, float]:
 
 # ---------------------------------------------------------------- a secret
 def with_secret(session: Session) -> Summary:
-    """Look for the session's secrets in every file of every run directory."""
+    """Search every file of every run directory for the session's secrets."""
     found, files = [], 0
     for directory in session.folder.glob("*/outputs"):
         for path in directory.rglob("*"):

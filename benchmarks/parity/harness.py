@@ -1,6 +1,6 @@
-"""Runs tiny fp32 fits under any layout on gloo processes, and tells how far one run is from another.
+"""Run tiny fp32 fits under any layout on gloo processes, and compare one run with another.
 
-Ranks come from a fork server that has torch and Lightning imported already: a layout costs a second, not ten.
+Ranks are forks of a server that has imported torch and Lightning, so a layout costs one second instead of ten.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 PRELOAD = [
@@ -27,7 +28,7 @@ PRELOAD = [
 
 @dataclass(frozen=True)
 class Run:
-    """What one fit made of the model: a loss and a gradient norm a step, and the final, undivided weights."""
+    """Result of one fit: loss and gradient norm per step, and the final, unsharded weights."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -37,7 +38,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """One fit. `strategy` is what configs/strategy/ would instantiate: a class's name and its arguments."""
+    """One fit.
+
+    Args:
+        strategy: a key of STRATEGIES, or the path of a class.
+        options: arguments of the strategy.
+    """
 
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +53,7 @@ class Job:
     global_batch: int = 32
     clip: float | None = 0.5
     clip_algorithm: str = "norm"
-    precision: str = "32-true"
+    precision: Any = "32-true"
     model: str = "armature.models.decoder.model.Decoder"
     model_args: dict[str, Any] = field(default_factory=lambda: dict(DECODER))
     optimizer: str = "torch.optim.AdamW"
@@ -56,16 +62,22 @@ class Job:
     resume: str | None = None
     save: str | None = None
     validate: bool = False
-    ignore: bool = False  # some targets, in some samples more than in others
+    ignore: bool = False  # ignore some targets, more in some samples than in others
     seed: int = 3
 
 
-STEPS_AN_EPOCH = 100
+STEPS_PER_EPOCH = 100
+STRATEGIES = {
+    "SingleDevice": "armature.strategies.single.SingleDevice",
+    "DDP": "armature.strategies.ddp.DDP",
+    "MeshStrategy": "armature.strategies.mesh.MeshStrategy",
+    "DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
+}
 DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
 
 
 def mesh(ranks: int, **options: Any) -> Job:
-    # by itself this model would be one unit
+    # otherwise this model would be a single unit
     return Job("MeshStrategy", {"min_num_params": 0, **options}, ranks=ranks)
 
 
@@ -103,7 +115,7 @@ def _server() -> Any:
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: float = 240.0) -> list[Any]:
-    """`function(*args)` on each of `ranks` processes that form a process group; the results in order of ranks.
+    """Call `function(*args)` on `ranks` processes that form a process group; return the results in order of ranks.
 
     Raises:
         RuntimeError: with the traceback of the rank that failed first.
@@ -139,7 +151,7 @@ def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
     )  # fmt: skip
-    os.dup2(2, 1)  # DeepSpeed prints as it likes
+    os.dup2(2, 1)  # DeepSpeed prints to stdout
     import torch
 
     torch.set_num_threads(1)
@@ -156,15 +168,20 @@ def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port
     os._exit(0)
 
 
+def import_object(path: str) -> Any:
+    """Return the object at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def fit(job: Job) -> Run:
-    """Run a job on processes of its own."""
+    """Run a job on its own processes."""
     return on_ranks(_fit, job, ranks=job.ranks)[0]
 
 
 def _fit(job: Job) -> Run:
     import logging
     import warnings
-    from importlib import import_module
 
     import lightning as L
     import torch
@@ -176,7 +193,7 @@ def _fit(job: Job) -> Run:
     from armature.tasks.base import Task
 
     class Samples(Dataset):
-        """Position p of the endless stream holds sample p % 64, so that batches are a function of the step alone."""
+        """Position p of the endless stream holds sample p % 64, so batches are a function of the step alone."""
 
         def __init__(self) -> None:
             generator = torch.Generator().manual_seed(1)
@@ -202,24 +219,26 @@ def _fit(job: Job) -> Run:
             return {"inputs": self.images[sample], "targets": self.labels[sample]}
 
     class Stream:
-        """Step k holds positions [k G, (k + 1) G). As long as the whole run, wherever it starts."""
+        """Step k holds positions [k G, (k + 1) G). The length is that of the whole run, wherever it starts."""
 
-        def __init__(self, trainer: L.Trainer) -> None:
+        def __init__(self, trainer: Any) -> None:
             self.trainer = trainer
 
         def __len__(self) -> int:
-            return STEPS_AN_EPOCH * job.accumulate
+            return STEPS_PER_EPOCH * job.accumulate
 
         def __iter__(self) -> Iterator[list[int]]:
             axis = self.trainer.strategy.distributed_sampler_kwargs
             size, rank = axis["num_replicas"], axis["rank"]
             m = job.global_batch // size // job.accumulate
-            for step in range(self.trainer.global_step, STEPS_AN_EPOCH):
+            for step in range(self.trainer.global_step, STEPS_PER_EPOCH):
                 for j in range(job.accumulate):
                     first = step * job.global_batch + j * m * size + rank * m
                     yield [position % 64 for position in range(first, first + m)]
 
     class Data(L.LightningDataModule):
+        trainer: Any
+
         def train_dataloader(self) -> DataLoader:
             return DataLoader(Samples(), batch_sampler=Stream(self.trainer))
 
@@ -233,7 +252,7 @@ def _fit(job: Job) -> Run:
             self.norms: list[float] = []
             self.sum = 0.0
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             loss = outputs["loss"].detach().clone().float()
             if trainer.strategy.target_weights.batch_targets is not None:
                 loss = loss * trainer.strategy.target_weights.batch_targets
@@ -245,17 +264,11 @@ def _fit(job: Job) -> Run:
                 self.norms.append(float(trainer.strategy.grad_norm))
                 self.sum = 0.0
 
-    def build(path: str) -> Any:
-        module, _, name = path.rpartition(".")
-        return getattr(import_module(module), name)
-
-    strategy = build(job.strategy if "." in job.strategy else f"armature.strategies.{job.strategy}")(
-        seed=job.seed, **job.options
-    )
+    strategy = import_object(STRATEGIES.get(job.strategy, job.strategy))(seed=job.seed, **job.options)
     record = Record()
     callbacks: list[Any] = [record]
     if job.ema is not None:
-        callbacks.append(build("armature.callbacks.ema.EMA")(decay=job.ema))
+        callbacks.append(import_object("armature.callbacks.ema.EMA")(decay=job.ema))
     trainer = L.Trainer(
         accelerator="cpu", devices=job.ranks, strategy=strategy, max_steps=job.steps, precision=job.precision,
         accumulate_grad_batches=job.accumulate, gradient_clip_val=job.clip, gradient_clip_algorithm=job.clip_algorithm,
@@ -265,8 +278,8 @@ def _fit(job: Job) -> Run:
         val_check_interval=job.steps * job.accumulate,
     )  # fmt: skip
     task = Task(
-        partial(build(job.model), **job.model_args),
-        optimizer=lambda groups: build(job.optimizer)(groups, **job.optimizer_args),
+        partial(import_object(job.model), **job.model_args),
+        optimizer=lambda groups: import_object(job.optimizer)(groups, **job.optimizer_args),
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
     facts = {
@@ -284,7 +297,7 @@ def _fit(job: Job) -> Run:
 
 
 def _bytes(strategy: Any) -> int:
-    """What this rank's weights, gradients and optimizer state take."""
+    """Return the bytes of this rank's weights, gradients and optimizer state."""
     import torch
 
     tensors = []
@@ -297,7 +310,7 @@ def _bytes(strategy: Any) -> int:
 
 
 def _whole(module: Any, strategy: Any) -> dict[str, Any]:
-    """The undivided weights, gathered from all ranks by their names."""
+    """Return the unsharded weights, gathered from all ranks by name."""
     from armature.parallel.process_group import all_gather_object
 
     if hasattr(strategy, "deepspeed_engine"):
@@ -312,11 +325,11 @@ def _whole(module: Any, strategy: Any) -> dict[str, Any]:
 
 
 def difference(run: Run, reference: Run) -> dict[str, float]:
-    """Largest relative differences: of losses, of gradient norms, and of the final weights' norm."""
+    """Return the largest relative differences of losses and gradient norms, and that of the final weights."""
     import numpy as np
 
     assert run.weights.keys() == reference.weights.keys(), run.weights.keys() ^ reference.weights.keys()
-    # over the whole model: a bias that the loss does not depend on moves by rounding noise alone
+    # over the whole model: a bias that does not affect the loss changes by rounding noise alone
     moved = sum(np.square(np.float64(run.weights[name]) - value).sum() for name, value in reference.weights.items())
     size = sum(np.square(np.float64(value)).sum() for value in reference.weights.values())
 

@@ -1,12 +1,12 @@
-"""Breaks runs in every way that is listed, under every strategy, and tells what became of them.
+"""Break runs in every listed way, under every strategy, and report how they end.
 
-    python scripts/faults.py                                     the whole table
-    python scripts/faults.py --only sigkill_rank,hang --strategy ddp,fsdp
-    python scripts/faults.py --write                             and puts it into docs/faults.md
-    python scripts/faults.py --parts FILE --strategy ddp         in parts: FILE keeps the cells for one table
-    python scripts/faults.py --kills 40 --sigterms 60 --layouts  random moments, and other numbers of ranks, instead
+    python -m benchmarks.faults                                     the whole table
+    python -m benchmarks.faults --only sigkill_rank,hang --strategy ddp,fsdp
+    python -m benchmarks.faults --write                             and write it to docs/faults.md
+    python -m benchmarks.faults --parts FILE --strategy ddp         in parts: FILE collects the cells of one table
+    python -m benchmarks.faults --kills 40 --sigterms 60 --layouts  random moments and other numbers of ranks
 
-Ends with exit code 1 where a cell of ours fails. What a stock Lightning script does is shown beside it, and not judged.
+The exit code is 1 if a cell of ours fails. A stock Lightning script is shown for comparison and not judged.
 """
 
 import argparse
@@ -23,19 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-try:
-    import pytest  # noqa: F401
-except ModuleNotFoundError:
-    sys.exit("This takes what the tests take: type `make faults ARGS='…'`, which installs it.")
-
-from tests.faults import matrix as local
-from tests.faults import over_network, report, trials, under_slurm
-from tests.faults.cells import COLUMNS, Column, Session
-from tests.faults.matrix import Cell, Fault, cell
+from benchmarks.faults import matrix as local
+from benchmarks.faults import over_network, report, trials, under_slurm
+from benchmarks.faults.cells import COLUMNS, Column, Session
+from benchmarks.faults.matrix import Cell, Fault, cell
 
 FAULTS = (*local.FAULTS, *under_slurm.FAULTS, *over_network.FAULTS)
 
@@ -59,12 +54,12 @@ def main() -> int:
     parser.add_argument("--layouts", action="store_true", help="resume on other numbers of ranks")
     parser.add_argument("--seed", type=int, default=None, help="of the random moments")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
-    parser.add_argument("--parts", type=Path, metavar="FILE", help="keep cells here, for a table made in parts")
+    parser.add_argument("--parts", type=Path, metavar="FILE", help="collect cells here, for a table in parts")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/faults.md")
     parser.add_argument("--tail", type=int, default=1500, help="characters of a failed cell's output to show")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave everything that the runs wrote there")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run here and keep all files")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell do not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C otherwise
     folder = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(folder)
@@ -78,7 +73,7 @@ def main() -> int:
 
 
 def random_moments(args: argparse.Namespace, session: Session) -> bool:
-    """Kills, signals and layouts, as far as they were asked for, and a look for secrets in what they wrote."""
+    """Run the chosen ones of kills, signals and layouts, and search their files for secrets."""
     seed = random.randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     asked = {
@@ -102,7 +97,7 @@ def random_moments(args: argparse.Namespace, session: Session) -> bool:
 
 
 def matrix(args: argparse.Namespace, session: Session) -> bool:
-    """The table."""
+    """Run and print the table; return whether every cell of ours held."""
     faults = [fault for fault in FAULTS if args.only is None or fault.name in args.only]
     columns = [column for name, column in COLUMNS.items() if args.strategy is None or name in args.strategy]
     started, lock, done = time.monotonic(), threading.Lock(), []
@@ -120,7 +115,7 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
                 print(textwrap.indent(result.output[-args.tail :], "     | "), flush=True)
         return result
 
-    # what waits for a scheduler or a cable has threads of its own, and runs beside the rest
+    # cells that wait for a scheduler or a cable have their own threads and run beside the others
     lanes = {"": args.jobs, "slurm": 2, "network": 1}
     with ExitStack() as stack:
         stack.callback(under_slurm.SLURM.close)
@@ -128,7 +123,7 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
         futures = [pools[fault.lane].submit(one, (fault, column)) for fault in faults for column in columns]
         try:
             cells = [future.result() for future in futures]
-        except BaseException:  # Ctrl-C above all: every cell under way still unmounts and unplugs what it has made
+        except BaseException:  # mainly Ctrl-C: running cells still remove their mounts and network namespaces
             for future in futures:
                 future.cancel()
             session.end()

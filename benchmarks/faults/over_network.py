@@ -1,20 +1,20 @@
-"""Cells on two machines, which are two network namespaces: the cable between them is pulled in the middle of a step."""
+"""Cells on two machines (network namespaces): the cable between them is cut in the middle of a step."""
 
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 
-from tests.faults.cells import STOCK_SCRIPT, Command, Run, wait_until
-from tests.faults.matrix import Cell, Fault, finished, judge
-from tests.multinode.test_namespaces import RUN, Host, ip, two_hosts
+from benchmarks.faults.cells import STOCK_SCRIPT, Command, Run, wait_until
+from benchmarks.faults.matrix import Cell, Fault, finished, judge
+from benchmarks.faults.two_hosts import RUN, Host, ip, two_hosts
 
 HANG_TIMEOUT = 10  # seconds that a collective may take
 PORT = 29512
 
 
 def cut(fault: Fault, run: Run) -> Cell:
-    """The ranks end, since nothing comes. The cable is put back, and the commands are typed again."""
+    """Cut the cable until the ranks have ended, reconnect it and start the commands again."""
     with ExitStack() as stack:
         try:
             hosts = stack.enter_context(two_hosts())
@@ -27,7 +27,7 @@ def cut(fault: Fault, run: Run) -> Cell:
         for host in hosts:
             ip("-netns", host.namespace, "link", "set", host.interface, "down")
         run.release()
-        # torchrun on the other machine cannot end yet: it asks the first one's store, with no time limit
+        # torchrun on the other machine cannot end yet: it queries the first one's store without a timeout
         remarks = []
         if not wait_until(lambda: not run.living_ranks() and sides[0].process.poll() is not None, run.column.limit):
             remarks.append(f"stuck, killed after {run.column.limit:.0f} s")
@@ -35,7 +35,7 @@ def cut(fault: Fault, run: Run) -> Cell:
         for host in hosts:
             ip("-netns", host.namespace, "link", "set", host.interface, "up")
         if sides[1].wait(run.column.limit) is None:
-            remarks.append("torchrun stuck with the cable back")
+            remarks.append("torchrun stuck after the cable was reconnected")
             run.kill()
         if not finished(run):
             sides = [start(run, host, hosts[0]) for host in hosts]
@@ -47,7 +47,7 @@ def cut(fault: Fault, run: Run) -> Cell:
 
 
 def start(run: Run, host: Host, head: Host) -> Command:
-    """One side, through torchrun."""
+    """Start one machine through torchrun."""
     inside = ["ip", "netns", "exec", host.namespace]
     variables = {"HEAD": f"{head.address}:{PORT}", "NODES": "2", "DEVICES": "1", "INTERFACE": host.interface}
     if not run.column.stock:

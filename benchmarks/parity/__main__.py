@@ -1,12 +1,12 @@
-"""Trains one tiny model in fp32 under every layout and tells how far each is from one process, on this machine's CPU.
+"""Train one tiny model in fp32 under every layout on this machine's CPU, and compare each with one process.
 
-    python scripts/parity.py                     every layout
-    python scripts/parity.py --resume            and checkpoints of each layout resumed under each other
-    python scripts/parity.py --resume distinct   without the layouts that hold what another one holds
-    python scripts/parity.py --only fsdp tensor  layouts whose name holds one of these words
+    python -m benchmarks.parity                     every layout
+    python -m benchmarks.parity --resume            also resume checkpoints of each layout under every other
+    python -m benchmarks.parity --resume distinct   without layouts whose ranks hold the same as another's
+    python -m benchmarks.parity --only fsdp tensor  layouts whose name contains one of these words
 
-Twelve optimizer steps of AdamW, with clipping and accumulation on. Figures are the largest relative differences of any
-step's loss and gradient norm, and of the final weights. Ends with exit code 1 where one is above the tolerance.
+Twelve optimizer steps of AdamW, with clipping and accumulation. The results are the largest relative differences of any
+step's loss and gradient norm, and of the final weights. The exit code is 1 if one is above the tolerance.
 """
 
 import argparse
@@ -17,16 +17,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from tests.parallel.harness import LAYOUTS, Job, Run, difference, fit
+from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit
 
 TOLERANCE = 1e-5
-ALIKE = (  # in what a rank holds: the schedule and the moment of reduction are no part of a checkpoint
+ALIKE = (  # ranks hold the same as in another layout: checkpoints do not depend on schedules and times of reduction
     "single, micro-batch 4",
     "fsdp 2, ZeRO-2",
     "fsdp 2, reduced once a step",
@@ -40,15 +40,15 @@ QUANTITIES = ("loss", "grad_norm", "weights")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="layouts whose name holds one of these words")
-    parser.add_argument("--resume", nargs="?", const="all", choices=("all", "distinct"), help="checkpoints, too")
-    parser.add_argument("--no-train", action="store_true", help="checkpoints alone")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="layouts whose name contains one of these words")
+    parser.add_argument("--resume", nargs="?", const="all", choices=("all", "distinct"), help="checkpoints too")
+    parser.add_argument("--no-train", action="store_true", help="compare only checkpoints")
     args = parser.parse_args()
     if args.no_train and not args.resume:
         parser.error("--no-train leaves nothing to compare: type --resume with it")
     layouts = {n: job for n, job in LAYOUTS.items() if args.only is None or any(word in n for word in args.only)}
     if not layouts:
-        parser.error(f"--only {' '.join(args.only or [])}: no layout has that in its name: {'; '.join(LAYOUTS)}")
+        parser.error(f"--only {' '.join(args.only or [])}: no such layout. Layouts: {'; '.join(LAYOUTS)}")
     reference = fit(LAYOUTS["single"])
     worst = 0.0 if args.no_train else train_all(layouts, reference)
     if args.resume == "distinct":
@@ -61,8 +61,8 @@ def main() -> int:
 
 
 def train_all(layouts: dict[str, Job], reference: Run) -> float:
-    """Print a row for each layout; the largest difference of all."""
-    print("| layout | processes | loss | gradient norm | final weights | elements a rank | seconds |")
+    """Print a row per layout; return the largest difference."""
+    print("| layout | processes | loss | gradient norm | final weights | elements per rank | seconds |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     worst = 0.0
     for name, job in layouts.items():
@@ -70,14 +70,14 @@ def train_all(layouts: dict[str, Job], reference: Run) -> float:
         run = fit(job)
         far = difference(run, reference)
         worst = max(worst, *far.values())
-        figures = " | ".join(f"{far[quantity]:.1e}" for quantity in QUANTITIES)
+        values = " | ".join(f"{far[quantity]:.1e}" for quantity in QUANTITIES)
         seconds = time.monotonic() - start
-        print(f"| {name} | {job.ranks} | {figures} | {run.facts['elements']:,} | {seconds:.1f} |", flush=True)
+        print(f"| {name} | {job.ranks} | {values} | {run.facts['elements']:,} | {seconds:.1f} |", flush=True)
     return worst
 
 
 def resume_all(layouts: dict[str, Job], reference: Run, folder: Path) -> float:
-    """Save in the middle under each row, go on under each column; cells hold the largest of the three differences."""
+    """Save in the middle under each row and resume under each column; cells hold the largest difference."""
     print("\n| saved under ↓, resumed under → | " + " | ".join(layouts) + " |")
     print("| --- |" + " ---: |" * len(layouts))
     worst = 0.0

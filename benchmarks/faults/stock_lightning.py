@@ -1,4 +1,4 @@
-"""The same model and text trained by a plain Lightning script, as a tutorial would write it; the table shows both.
+"""A plain Lightning script, as in a tutorial, with the same model and text: a column of the table of faults.
 
 Lightning's Trainer, ModelCheckpoint and signal handling, a DataLoader with shuffle=True, and ckpt_path="last".
 """
@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from armature.data.corpus import Corpus
 from armature.data.text import Windows
 from armature.models.decoder.model import Decoder
-from tests.faults.cells import EVERY, STEPS
-from tests.faults.inject import Inject
+from benchmarks.faults.cells import EVERY, STEPS
+from benchmarks.faults.inject import Inject
 
 CONTEXT, VOCABULARY, GLOBAL_BATCH = 16, 300, 8
 

@@ -1,7 +1,7 @@
-"""Breaks a run once, at an exact step, and keeps a journal of every step that was done. For plain Lightning, too.
+"""Break a run once, at an exact step, and keep a journal of every step. Works in plain Lightning too.
 
 The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and optimizer step.
-`struck` holds the time of the fault and the last checkpoint then; whoever finds it there does not strike again.
+`struck` holds the time of the fault and the last checkpoint at that time. If it exists, no fault strikes again.
 """
 
 import os
@@ -18,7 +18,7 @@ LONGEST_HOLD = 150.0  # seconds
 
 
 def note_strike(folder: Path, checkpoints: Path, *, seconds_ago: float = 0.0) -> None:
-    """Leaves the time and the name of the last checkpoint."""
+    """Write the time and the name of the last checkpoint."""
     pointer = checkpoints / "last"
     name = pointer.read_text().strip() if pointer.is_file() else "step=0"
     part = folder / f"struck.{os.getpid()}"
@@ -27,14 +27,14 @@ def note_strike(folder: Path, checkpoints: Path, *, seconds_ago: float = 0.0) ->
 
 
 class Inject(Callback):
-    """Keeps the journal, and does one thing from inside the run.
+    """Keep the journal, and strike once from inside the run.
 
     Args:
         fault: name of a method below; `none` keeps the journal only.
-        at_step: optimizer steps that are done when it strikes.
-        rank: whom it strikes; -1: every rank.
+        at_step: completed optimizer steps when it strikes.
+        rank: the rank that it strikes; -1: every rank.
         folder: of the cell.
-        pause: seconds that each step is made longer by, so that something from outside can meet it.
+        pause: seconds added to each step, so that a fault from outside can hit it.
     """
 
     def __init__(self, *, fault: str, at_step: int, rank: int, folder: str, pause: float = 0.0) -> None:
@@ -58,13 +58,13 @@ class Inject(Callback):
         step = trainer.global_step
         self._note(trainer, "step", step)
         if self._filler is not None and step > self.at_step + 1:
-            self._filler.unlink(missing_ok=True)  # somebody makes room
+            self._filler.unlink(missing_ok=True)  # free the disk
             self._filler = None
         if step == self.at_step and self._is_mine(trainer) and self.fault.startswith("at_"):
             getattr(self, self.fault)(trainer)
         time.sleep(self.pause)
 
-    # ------------------------------------------------------------ when a step is done
+    # ------------------------------------------------------------ after a step
     def at_kill(self, trainer: Trainer) -> None:
         self._strike(trainer)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,18 +78,18 @@ class Inject(Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
     def at_hang(self, trainer: Trainer) -> None:
-        """Never enters what the other ranks do together next."""
+        """Never enter the next collective."""
         self._strike(trainer)
         while True:
             time.sleep(1)
 
     def at_hold(self, trainer: Trainer) -> None:
-        """Waits until whoever strikes from outside has done so."""
+        """Wait until the fault from outside has struck."""
         self._strike(trainer)
         self._wait(lambda: (self.folder / "acted").exists())
 
     def at_signaled(self, trainer: Trainer) -> None:
-        """Waits until this process has got a scheduler's signal, or its time is up."""
+        """Wait until this process gets a scheduler's signal or reaches its deadline."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._listen(number)
         deadline = float(os.environ.get("ARMATURE_DEADLINE", "inf"))
@@ -98,7 +98,7 @@ class Inject(Callback):
         self._strike(trainer)
 
     def at_full_disk(self, trainer: Trainer) -> None:
-        """Fills the file system of the run directory, but for what a few lines of a log need."""
+        """Fill the file system of the run directory, except for a few lines of a log."""
         self._strike(trainer)
         root = Path(trainer.default_root_dir)
         status = os.statvfs(root)
@@ -119,27 +119,27 @@ class Inject(Callback):
         module.training_step = failing  # pyright: ignore[reportAttributeAccessIssue]
 
     def in_save(self, trainer: Trainer, module: LightningModule) -> None:
-        """Dies when all files are written, and the directory does not have its name yet."""
+        """Die when all files are written and the directory does not have its final name yet."""
         from armature.checkpoint import directory
 
-        directory.publish = self._dies_instead_of(directory.publish, trainer)
+        directory.publish = self._die_instead_of(directory.publish, trainer)
 
     def in_pointer(self, trainer: Trainer, module: LightningModule) -> None:
-        """Dies when the directory has its name, and `last` does not name it yet."""
+        """Die when the directory has its final name and `last` does not name it yet."""
         from armature.checkpoint import directory
 
-        directory.write_last = self._dies_instead_of(directory.write_last, trainer)
+        directory.write_last = self._die_instead_of(directory.write_last, trainer)
 
     def in_stock_save(self, trainer: Trainer, module: LightningModule) -> None:
-        """The same moment in Lightning's own saving: written aside, not moved to its name yet."""
+        """The same moment in Lightning's own saving: written to a temporary file, not renamed yet."""
         import fsspec.implementations.local as local
 
-        local.shutil.move = self._dies_instead_of(local.shutil.move, trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        local.shutil.move = self._die_instead_of(local.shutil.move, trainer)  # pyright: ignore[reportAttributeAccessIssue]
 
     def in_stock_pointer(self, trainer: Trainer, module: LightningModule) -> None:
-        """The same moment in Lightning's own saving: the step's file is there, last.ckpt is the one before."""
+        """The same moment in Lightning's own saving: the step's file exists, last.ckpt is the previous one."""
         callback: Any = trainer.checkpoint_callback
-        callback._save_last_checkpoint = self._dies_instead_of(callback._save_last_checkpoint, trainer)
+        callback._save_last_checkpoint = self._die_instead_of(callback._save_last_checkpoint, trainer)
 
     # ------------------------------------------------------------ parts
     def _is_mine(self, trainer: Trainer) -> bool:
@@ -167,7 +167,7 @@ class Inject(Callback):
 
         signal.signal(number, heard)
 
-    def _dies_instead_of(self, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+    def _die_instead_of(self, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
         def dying(*args: Any, **kwargs: Any) -> Any:
             if trainer.global_step == self.at_step and self._is_mine(trainer):
                 self._strike(trainer)
