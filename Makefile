@@ -1,4 +1,4 @@
-# `make help` lists what there is. ARGS passes overrides: make train ARGS="strategy=ddp trainer.devices=2"
+# `make help` lists the targets. ARGS passes overrides: make train ARGS="strategy=ddp trainer.devices=2"
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-# torch's build for CPUs is enough where no NVIDIA GPU is; its newest build would bring gigabytes of CUDA libraries
+# Without an NVIDIA GPU torch's CPU build is enough; the newest version would install gigabytes of CUDA libraries
 TORCH := $(if $(wildcard /dev/nvidia0),torch,torch==2.13.0)
 
 $(VENV)/bin/python:
@@ -24,9 +24,9 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.installed ## Make the environment in .venv
+setup: $(VENV)/.installed ## Create the environment in .venv
 
-train: $(VENV)/.installed ## Train: a small language model, or what ARGS say
+train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run all tests
@@ -35,28 +35,28 @@ test: $(VENV)/.installed-dev ## Run all tests
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-parity: $(VENV)/.installed ## Compare every layout with one process, and every checkpoint under every layout
+parity: $(VENV)/.installed ## Compare every layout with one process, and resume checkpoints under every layout
 	$(BIN)/python -m benchmarks.parity --resume $(ARGS)
 
-resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with the run that was not stopped
+resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
 
-# transformers would slow down every start of Lightning's in .venv, so what training is compared with lives beside it
+# transformers in .venv would slow down every start of Lightning, so alternatives have their own environment
 .venv-bench/.installed: requirements-bench.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv .venv-bench
 	@echo '*' > .venv-bench/.gitignore
 	.venv-bench/bin/pip install --quiet --requirement requirements-bench.txt "$(TORCH)"
 	@touch $@
 
-bench: $(VENV)/.installed .venv-bench/.installed ## Measure training beside a bare PyTorch loop and others (docs/benchmarks.md)
+bench: $(VENV)/.installed .venv-bench/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
-test-gpu: $(VENV)/.installed-dev ## With a GPU: its tests, then the benchmark of gpt2_124m
+test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, then benchmark gpt2_124m
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m benchmarks --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
 
-faults: $(VENV)/.installed ## Break runs in every way that is known, under every strategy (docs/faults.md)
+faults: $(VENV)/.installed ## Break runs in every listed way, under every strategy (docs/faults.md)
 	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts

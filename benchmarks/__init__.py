@@ -1,1 +1,1 @@
-"""How fast training is: the bare loop, ours, and what one would pick instead. `python -m benchmarks` measures them."""
+"""Training speed of a bare loop, of ours and of alternatives. `python -m benchmarks` measures them."""

@@ -1,13 +1,13 @@
-"""Measures training on this machine, beside a bare PyTorch loop and what one would pick instead.
+"""Measure training on this machine, compared with a bare PyTorch loop and with alternatives.
 
     python -m benchmarks                                   the default model: one process, and every strategy
     python -m benchmarks model=gpt2_124m data.context=1024 strategy.compile=block     overrides as for train.py
-    python -m benchmarks --overhead --startup --loss       a step's overhead, the way to the first step, the loss
+    python -m benchmarks --overhead --startup --loss       overhead per step, time to the first step, the loss
     python -m benchmarks --scale 1,2,4,8 strategy=fsdp     more ranks: weak and strong scaling, and a projection
-    python -m benchmarks --all --write                     all of it, and the tables of docs/benchmarks.md
+    python -m benchmarks --all --write                     everything, and write the tables of docs/benchmarks.md
 
-All contenders are started once and take turns in blocks of steps, so that a disturbed machine disturbs them alike.
-Figures are medians over the rounds, with quartiles. They go to outputs/benchmarks/DATE.json.
+All contenders are started once and take turns in blocks of steps, so that disturbances of the machine affect all alike.
+Results are medians over the rounds, with quartiles. They are written to outputs/benchmarks/DATE.json.
 """
 
 import argparse
@@ -53,25 +53,25 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="as for train.py; they hold for every contender")
-    parser.add_argument("--training", action="store_true", help="one process: bare loop, ours, and what is installed")
+    parser.add_argument("overrides", nargs="*", help="as for train.py; they apply to every contender")
+    parser.add_argument("--training", action="store_true", help="one process: bare loop, ours, alternatives")
     parser.add_argument("--strategies", action="store_true", help="ours and raw torch on several ranks")
-    parser.add_argument("--overhead", action="store_true", help="what a training loop adds to a step of 130 µs")
+    parser.add_argument("--overhead", action="store_true", help="time that a training loop adds to a step of 130 µs")
     parser.add_argument("--startup", action="store_true", help="from the command to the first optimizer step")
     parser.add_argument("--loss", action="store_true", help="memory and time of a large vocabulary's loss")
-    parser.add_argument("--data", action="store_true", help="whether data keep up with training")
+    parser.add_argument("--data", action="store_true", help="whether data loading keeps up with training")
     parser.add_argument("--scale", metavar="N,N,…", help="numbers of ranks; strategy= as for train.py")
     parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s that a rank can send, for the projection")
-    parser.add_argument("--all", action="store_true", help="every section; --scale only where it is given")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
-    parser.add_argument("--ranks", type=int, help="of --strategies; else the machine's GPUs, or two CPU processes")
+    parser.add_argument("--all", action="store_true", help="every section; --scale only if it is given")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name contains one of these words")
+    parser.add_argument("--ranks", type=int, help="for --strategies; default: all GPUs, or two CPU ranks")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a block")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
     parser.add_argument("--alone", action="store_true", help="one contender in memory at a time; slower")
     parser.add_argument("--python", default=str(report.rivals_python(ROOT)), help="that has transformers, accelerate")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks.md")
-    parser.add_argument("--out", type=Path, help="the JSON file; else outputs/benchmarks/DATE.json")
-    parser.add_argument("--keep", metavar="FOLDER", help="where run directories and logs stay; else they are removed")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: outputs/benchmarks/DATE.json")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep run directories and logs here; default: delete them")
     parser.add_argument("--quiet", action="store_true")
     args = parser.parse_args(arguments)
     chosen = [name for name in sections.NAMES if getattr(args, name)]

@@ -1,7 +1,7 @@
-"""The limit that every other contender is held against: a bare PyTorch loop, written plainly and to be fast.
+"""The reference for every other contender: a bare PyTorch loop, written to be plain and fast.
 
     python -m benchmarks.bare JOB            one process
-    torchrun … -m benchmarks.bare JOB ddp    raw DistributedDataParallel; or fsdp: raw fully_shard, a unit a block
+    torchrun … -m benchmarks.bare JOB ddp    raw DistributedDataParallel; or fsdp: raw fully_shard, one unit per block
 
 It logs nothing, shows nothing and saves nothing.
 """
@@ -28,7 +28,7 @@ def train(
     batches: Iterator[tuple[Tensor, Tensor]] | None = None,
     step_done: Callable[[Tensor], None],
 ) -> nn.Module:
-    """Trains until `batches` end, or for ever; calls `step_done` with each optimizer step's last loss."""
+    """Train until `batches` end, if they do; call `step_done` with the last loss of each optimizer step."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = parts.device_of(job)
     if device.type == "cuda":
@@ -72,7 +72,7 @@ def train(
 
 
 def shard(model: nn.Module, repeated: list[nn.Module], *, bf16: bool) -> None:
-    """fully_shard (FSDP2) as its documentation does it."""
+    """Apply fully_shard (FSDP2) as in its documentation."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()

@@ -1,4 +1,4 @@
-"""Starts contenders, which all stand at their gates, and lets one at a time run a block of steps."""
+"""Start contenders, which wait at their gates, and let one at a time run a block of steps."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _OUTSIDE = ("SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", 
 
 
 class ContenderFailed(Exception):
-    """It ended, or did not answer; the message ends with the last line that it wrote."""
+    """The contender ended or did not answer. The message ends with its last line of output."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Contender:
 
 @dataclass
 class Block:
-    """Seconds are the slowest rank's; CPU seconds, of all its threads, and peak bytes are the largest rank's."""
+    """Maxima over ranks: seconds, CPU seconds of all threads, and peak bytes."""
 
     steps: int
     seconds: float
@@ -56,19 +56,19 @@ class Block:
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what a launcher or a scheduler set, and with our packages on the path."""
+    """Return this process's variables without those of launchers and schedulers, and with our packages on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
     path = [str(ROOT), str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def file_name(name: str) -> str:
-    """A contender's name in letters, digits and dashes."""
+    """Return a contender's name in letters, digits and dashes."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
 
 
 class Running:
-    """A contender that was started. It draws its bar on a terminal of its own, as it would for a user.
+    """A started contender. It draws its progress bar on its own terminal, as it would for a user.
 
     Args:
         folder: where its output goes.
@@ -82,7 +82,7 @@ class Running:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{self._socket_folder.name}/s")
         self._listener.listen(contender.ranks)
-        self._connections: list[socket.socket] = []  # one a rank
+        self._connections: list[socket.socket] = []  # one per rank
         self._streams: list[Any] = []
         self._master, slave = pty.openpty()
         threading.Thread(target=self._copy_output, daemon=True).start()
@@ -95,10 +95,10 @@ class Running:
             for rank in range(contender.spawn)
         ]  # fmt: skip
         os.close(slave)
-        self.seconds_at_first_step = 0.0  # from the making of the gate to the first step's end
+        self.seconds_at_first_step = 0.0  # from the creation of the gate to the end of the first step
 
     def wait_for_first_step(self) -> float:
-        """Seconds from the command to the end of the first optimizer step, of the slowest rank."""
+        """Return the seconds from the command to the end of the slowest rank's first optimizer step."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while len(self._streams) < self.contender.ranks:
@@ -134,7 +134,7 @@ class Running:
         return json.loads(line)
 
     def stop(self) -> None:
-        """Its gates close, whereupon the ranks end; what is left after ten seconds is killed."""
+        """Close the gates, so that the ranks end. Kill what is alive after ten seconds."""
         for stream in self._streams:
             with suppress(OSError):
                 stream.close()
@@ -157,7 +157,7 @@ class Running:
             "HF_HUB_OFFLINE": "1",
         }
         if "OMP_WAIT_POLICY" not in kept:
-            kept.setdefault("GOMP_SPINCOUNT", "20000")  # what ours sets: a contender that waits leaves the CPUs alone
+            kept.setdefault("GOMP_SPINCOUNT", "20000")  # as ours sets it: a waiting contender uses no CPU
         if self.contender.spawn > 1:
             kept |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.contender.spawn)}
             kept |= {"LOCAL_WORLD_SIZE": str(self.contender.spawn), "MASTER_ADDR": "127.0.0.1"}

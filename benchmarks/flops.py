@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, and how much the machine can do, counted and measured as monitors do.
+"""FLOPs per step and the machine's rate, counted and measured as monitors do.
 
 python -m benchmarks.flops rate cuda bfloat16     this machine's matrix rate
 python -m benchmarks.flops step JOB               FLOPs of an optimizer step over all ranks, or null
@@ -20,7 +20,7 @@ SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 
 
 def measure(device: str, dtype_name: str) -> dict[str, Any]:
-    """The best rate of square matrix products on one device, or on all CPUs of this process, in FLOP/s."""
+    """Return the best rate of square matrix products on one device, or on all CPUs of this process, in FLOP/s."""
     torch.set_float32_matmul_precision("high")
     dtype, where = getattr(torch, dtype_name), torch.device(device)
     rates = {size: measured_peak(dtype, device=where, size=size, seconds=0.5) for size in SIZES[device]}
@@ -35,7 +35,7 @@ def measure(device: str, dtype_name: str) -> dict[str, Any]:
 
 
 def step(job: Job) -> float | None:
-    """None for a model that does not read tokens."""
+    """Return FLOPs per step, or None for a model that does not read tokens."""
     if job.tokens is None:
         return None
     tokens = torch.zeros(1, job.context, dtype=torch.long)

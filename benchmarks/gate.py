@@ -1,4 +1,4 @@
-"""Holds a contender at a step's end until the benchmark wants its next block of steps. Imports no torch."""
+"""Hold a contender at the end of a step until the benchmark requests its next block. Imports no torch."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from typing import Any
 
 from armature.hardware import peak_resident_memory
 
-SOCKET = "BENCHMARK_GATE"  # variable of the environment: the socket on which the benchmark listens
-COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file that `LightningGate` counts one step's collectives into
+SOCKET = "BENCHMARK_GATE"  # environment variable: the socket on which the benchmark listens
+COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file in which `LightningGate` counts one step's collectives
 
 
 class Gate:
-    """Its `step` is called after every optimizer step; between two blocks it blocks, without using a CPU.
+    """`step` is called after every optimizer step. Between two blocks it waits without using a CPU.
 
     Every rank has one. The first block is the first step, whose end the benchmark times from the command on. The
     process ends when the benchmark says so, or is gone.
@@ -54,14 +54,14 @@ class Gate:
 
 
 def synchronize() -> None:
-    """Waits for the GPU, where the process uses one: a block ends when its work is done, not when it is queued."""
+    """Wait for the GPU if the process uses one: a block ends when its work is done, not when it is queued."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def peak_memory() -> int:
-    """Peak bytes of this process: allocated on its GPU, or resident on a CPU."""
+    """Return the peak bytes of this process: allocated on its GPU, or resident on a CPU."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()

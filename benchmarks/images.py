@@ -1,4 +1,4 @@
-"""Data whose samples cost CPU time: images that are decompressed, cropped and made smaller, as JPEGs would be."""
+"""Data whose samples cost CPU time: images that are decompressed, cropped and reduced, like JPEGs."""
 
 import zlib
 
@@ -10,13 +10,13 @@ from torch.utils.data import Dataset
 
 from armature.data.base import Batch, DataModule, Split
 
-SIDE, SHOWN = 256, 32  # pixels a side, as stored and as shown
-KEPT = 64  # images in memory, which are served over and over
-SIZE = 100_000  # samples an epoch
+SIDE, SHOWN = 256, 32  # pixels per side, as stored and as returned
+KEPT = 64  # images in memory, which are returned repeatedly
+SIZE = 100_000  # samples per epoch
 
 
 class Images(Dataset[Batch]):
-    """A dozen milliseconds each: decompression without a lock, a crop, and a smaller image."""
+    """About a dozen milliseconds per sample: decompression without a lock, a crop, and a reduction."""
 
     def __init__(self) -> None:
         draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""From a command line's overrides to what all contenders train. Imports no torch."""
+"""Derive from overrides what all contenders train. Imports no torch."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.contender import ROOT, Contender, file_name
 
 FOREVER = 1_000_000  # optimizer steps: a benchmark ends when its blocks are measured
-CONFIGS = ROOT / "benchmarks" / "configs"  # groups that are only there to be measured
+CONFIGS = ROOT / "benchmarks" / "configs"  # groups only for benchmarks
 TINY = (
     f"hydra.searchpath=[file://{CONFIGS}]",
     "task=image_classification",
@@ -24,7 +24,7 @@ TINY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimizer step's work. Batch sizes are samples; `micro_batch_size` None is a rank's whole share.
+    """One optimizer step's work. Batch sizes are samples; `micro_batch_size` None means a rank's whole share.
 
     Attributes:
         tokens: file and dtype of the memory-mapped tokens; None for the tiny model, whose data are made up.
@@ -54,7 +54,7 @@ class Job:
         return file
 
     def micro(self, ranks: int) -> int:
-        """Samples that a rank puts through the model at once."""
+        """Return the samples per rank in one forward pass."""
         return self.micro_batch_size or self.global_batch_size // ranks
 
     def accumulate(self, ranks: int) -> int:
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured: the job file of the contenders, and the overrides that make ours the same.
+    """The measured work: the contenders' job, and the overrides that make ours equal.
 
     Attributes:
         allowed: launch.allowed_packages, with this folder's.
@@ -84,7 +84,7 @@ class Workload:
 
 
 def compose(overrides: Sequence[str]) -> Workload:
-    """The job that `python train.py OVERRIDES` would run; its data are prepared.
+    """Return the job that `python train.py OVERRIDES` would run, and prepare its data.
 
     Raises:
         ConfigError: for what training refuses, and for data that are no tokens.
@@ -149,7 +149,7 @@ def allowed(*packages: str) -> str:
 
 
 def ours(workload: Workload, folder: Path, *more: str, name: str = "ours", ranks: int | None = None) -> Contender:
-    """The command that a user types, with a gate: the default callbacks, loggers, display and checkpoints are on."""
+    """Return a user's command with a gate. The default callbacks, loggers, display and checkpoints are on."""
     ranks = ranks or workload.ranks
     command = [
         sys.executable, str(ROOT / "train.py"), *workload.overrides, *more, f"trainer.devices={ranks}",
@@ -161,7 +161,7 @@ def ours(workload: Workload, folder: Path, *more: str, name: str = "ours", ranks
 
 
 def bare(job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617) -> Contender:
-    """The plain loop, by itself or as ranks of raw ddp or fsdp."""
+    """Return the plain loop, in one process or as ranks of raw ddp or fsdp."""
     environment = {}
     if ranks > 1:
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -171,7 +171,7 @@ def bare(job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1
 
 
 def rival(which: str, job_file: Path, folder: Path, *, python: str) -> Contender:
-    """Lightning, fabric, accelerate or transformers, where that Python has it."""
+    """Return Lightning, Fabric, accelerate or transformers as a contender, run by `python`."""
     package = {"fabric": "lightning"}.get(which, which)
     missing = None if _has(python, package) else "not installed"
     command = [python, "-m", "benchmarks.rivals", which, str(job_file), str(folder / which)]

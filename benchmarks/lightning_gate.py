@@ -8,11 +8,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.gate import COUNT_INTO, Gate
 
-_COUNTED = 3  # the optimizer step whose collectives are counted: the first ones set things up
+_COUNTED = 3  # the optimizer step whose collectives are counted, after steps that initialize things
 
 
 class LightningGate(Callback):
-    """Puts the gate at the end of Lightning's step, and leaves: a callback that stays would cost each step some µs."""
+    """Put the gate at the end of Lightning's step and remove this callback, which would cost some µs per step."""
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         gate, loop, accumulate = Gate(), trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
@@ -33,7 +33,7 @@ class LightningGate(Callback):
 
 
 def _count_a_step(trainer: Trainer, file: Path) -> None:
-    """Counts what the batches of one optimizer step communicate."""
+    """Count the communication of the batches of one optimizer step."""
     from benchmarks.volume import CollectiveCounter
 
     loop, counter, accumulate = trainer.fit_loop.epoch_loop, CollectiveCounter(), trainer.accumulate_grad_batches

@@ -24,7 +24,7 @@ VARIANTS = {
 def run(
     variant: str, *, tokens: int, width: int, vocabulary: int, device: str, dtype: str, repeats: int = 7
 ) -> dict[str, Any]:
-    """One variant's figures, measured in a process of its own.
+    """Return one variant's results, measured in its own process.
 
     Raises:
         RuntimeError: where it fails, with the last line of what it wrote.
@@ -42,7 +42,7 @@ def run(
 def measure(
     variant: str, *, tokens: int, width: int, vocabulary: int, device: str, dtype: str, repeats: int
 ) -> dict[str, Any]:
-    """Extra bytes at the peak of forward and backward, seconds, and how far the gradients are from the plain ones'."""
+    """Measure peak bytes of forward and backward, seconds, and the distance of the gradients from the plain ones."""
     import torch
 
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def measure(
             loss = function(x, weight, targets)
         return list(torch.autograd.grad(loss, (x, weight)))
 
-    small = x[:8].detach(), weight, targets[:8]  # what is set up once is not the loss's: threads, kernels
+    small = x[:8].detach(), weight, targets[:8]  # warm up: threads and kernels are not part of the loss
     with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         torch.autograd.grad(loss_of(*small), (weight,))
     before = peak_begins(device)
@@ -91,14 +91,14 @@ def losses() -> dict[str, Callable[..., Any]]:
 
 
 def peak_begins(device: str) -> int:
-    """Bytes in use now, from which the peak is counted."""
+    """Return the bytes in use now, to subtract from the peak."""
     import torch
 
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident memory starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak of resident memory
     return _status("VmRSS")
 
 

@@ -1,4 +1,4 @@
-"""What all contenders train, from one job file: the same model, weights, data, optimizer and schedule, in plain torch.
+"""The model, weights, data, optimizer and schedule of all contenders, from one job file, in plain torch.
 
 Job files are made from a command line's overrides (`benchmarks.job`), so that contenders need neither Hydra nor
 Lightning.
@@ -26,14 +26,14 @@ def device_of(job: Job) -> torch.device:
 
 
 def call(node: dict[str, Any], *args: Any, **more: Any) -> Any:
-    """What Hydra would build of a node."""
+    """Build a node as Hydra would."""
     module, _, name = node["_target_"].rpartition(".")
     kwargs = {key: value for key, value in node.items() if not key.startswith("_")}
     return getattr(importlib.import_module(module), name)(*args, **kwargs, **more)
 
 
 def model_of(job: Job) -> nn.Module:
-    """On its device, with the weights that the same seed gives in training; compiled and the like where asked for."""
+    """Return the model on its device, with the initial weights of training, compiled and so on as configured."""
     torch.manual_seed(job.seed)
     model = call(job.model)
     if hasattr(model, "initialize_parameter"):
@@ -52,7 +52,7 @@ def model_of(job: Job) -> nn.Module:
 
 
 def _generator(name: str) -> torch.Generator:
-    """As in armature.parallel.initialization, whose import takes longer than a bare loop's first step."""
+    """Initialize as armature.parallel.initialization does, whose import takes longer than a bare loop's first step."""
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
 
@@ -71,7 +71,7 @@ def autocast(job: Job) -> torch.autocast:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Windows of the memory-mapped tokens, or made-up rows; serves a batch at once, which is what is fastest."""
+    """Windows of the memory-mapped tokens, or synthetic rows. Returns whole batches, which is fastest."""
 
     def __init__(self, job: Job) -> None:
         self.context, self.tokens = job.context, None
@@ -102,7 +102,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 def batches_of(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches on its device, in a random order, without end: as plain and fast as it gets."""
+    """Yield this rank's micro-batches on its device, in random order, without end."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     samples, device, micro = Samples(job), device_of(job), job.micro(ranks)
     random = np.random.default_rng(job.seed)
@@ -116,7 +116,7 @@ def batches_of(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loader_of(job: Job, *, ranks: int = 1) -> DataLoader[Any]:
-    """A DataLoader, for those who want one; it serves whole batches too."""
+    """Return a DataLoader of whole batches, for contenders that need one."""
     random = torch.Generator().manual_seed(job.seed)
     pin = job.device == "cuda"
     return DataLoader(
@@ -130,6 +130,6 @@ def same(batch: Any) -> Any:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks; the whole model is one where it has none."""
+    """Return the repeated blocks, or the whole model if it has none."""
     blocks = getattr(model, "blocks", None)
     return list(blocks.children()) if isinstance(blocks, nn.Module) else [model]

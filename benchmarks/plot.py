@@ -1,4 +1,4 @@
-"""Draws a benchmark's ratios: python benchmarks/plot.py RESULTS.json PICTURE.svg. Needs matplotlib and nothing else."""
+"""Draw a benchmark's ratios: python benchmarks/plot.py RESULTS.json CHART.svg. Needs only matplotlib."""
 
 # pyright: reportMissingImports=false
 import json
@@ -13,7 +13,7 @@ DRAWN = {
 
 
 def draw(results: dict, chart: Path) -> None:
-    """A bar a contender, with its quartiles.
+    """Draw one bar per contender, with quartiles.
 
     Raises:
         ValueError: where there is nothing to draw.

@@ -1,4 +1,4 @@
-"""From records to JSON, tables and a chart."""
+"""Turn records into JSON, tables and a chart."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ TITLES = {
 
 
 def rivals_python(root: Path) -> Path:
-    """`make bench`'s environment with transformers and accelerate; this one where there is none."""
+    """Return the Python of `make bench`'s environment with transformers and accelerate, or this one's."""
     made = root / ".venv-bench" / "bin" / "python"
     return made if made.exists() else Path(sys.executable)
 
@@ -39,11 +39,11 @@ def save(results: dict[str, Any], file: Path) -> None:
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{type(value).__name__} has no place in the JSON file")
+    raise TypeError(f"{type(value).__name__} cannot be written to the JSON file")
 
 
 def load(file: Path) -> dict[str, Any]:
-    """What `save` wrote."""
+    """Return what `save` wrote."""
     results = json.loads(file.read_text())
     for section in results["sections"].values():
         if "records" in section:
@@ -52,7 +52,7 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """All tables, with the machine and the date."""
+    """Return all tables, with the machine and the date."""
     machine, rate = results["machine"], results["rate"]
     lines = [
         f"{machine['device']}, {results['date']}, torch {machine['torch']}, Python {machine['python']}: "
@@ -74,13 +74,13 @@ def _training(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     tokens = section["context"] * section["global_batch_size"]
     lines = [
         f"{section['model']}, {section['precision']}, {section['optimizer']}, "
-        f"{section['global_batch_size']} × {section['context']} tokens a step"
+        f"{section['global_batch_size']} × {section['context']} tokens per step"
         + (f", compiled ({section['compile']})" if section["compile"] != "none" else "")
         + (", float8" if section["float8"] else "")
-        + f". Ratio: steps a second over the {reference.name}'s in the same round, median and quartiles of "
+        + f". Ratio: steps per second relative to the {reference.name} in the same round, median and quartiles of "
         f"{len(reference.seconds)} rounds.",
         "",
-        "| | ranks | steps/s | tokens/s | ratio | peak memory a rank | MFU, measured rate | MFU, published peak |",
+        "| | ranks | steps/s | tokens/s | ratio | peak memory per rank | MFU, measured rate | MFU, published peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in records:
@@ -104,10 +104,10 @@ def _overhead(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     records: list[Record] = section["records"]
     reference = records[0]
     lines = [
-        f"A model whose own step takes {spread(reference.seconds).median * 1e6:.0f} µs ({section['precision']}, "
-        f"{section['optimizer']}); what is added to it, median and quartiles of {len(reference.seconds)} rounds.",
+        f"A model whose step takes {spread(reference.seconds).median * 1e6:.0f} µs ({section['precision']}, "
+        f"{section['optimizer']}); time added to it, median and quartiles of {len(reference.seconds)} rounds.",
         "",
-        "| | a step | added | CPU time added |",
+        "| | per step | added | CPU time added |",
         "| --- | ---: | ---: | ---: |",
     ]
     for record in records:
@@ -128,7 +128,7 @@ def _added(seconds: list[float], reference: list[float]) -> str:
 def _startup(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     records: list[Record] = section["records"]
     lines = [
-        f"Data prepared, compiled Python files and page cache warm; medians and quartiles of {len(records[0].seconds)} "
+        f"Data prepared, Python files compiled, page cache warm; medians and quartiles of {len(records[0].seconds)} "
         "interleaved rounds.",
         "",
         "| | seconds |",
@@ -136,16 +136,16 @@ def _startup(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     ]
     lines += [f"| {record.name} | {spread(record.seconds)} |" for record in records]
     over = spread(section["over_the_limit"])
-    return [*lines, "", f"Ours over `{startup.IMPORTS}` and the bare loop's own part together: {over}."]
+    return [*lines, "", f"Ours relative to `{startup.IMPORTS}` plus the bare loop's own part: {over}."]
 
 
 def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     plain = section["rows"]["plain"]
     lines = [
-        f"{section['tokens']:,} tokens of width {section['width']} against {section['vocabulary']:,} words, "
-        f"{section['dtype']} products: what forward and backward add to the memory at their peak.",
+        f"{section['tokens']:,} tokens of width {section['width']}, a vocabulary of {section['vocabulary']:,}, "
+        f"{section['dtype']} products: peak memory added by forward and backward.",
         "",
-        "| | peak | of the plain one's | seconds | gradients differ by |",
+        "| | peak | relative to plain | seconds | gradients differ by |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for variant, row in section["rows"].items():
@@ -162,15 +162,15 @@ def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
 def _data(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     lines = []
     if section["tokens_per_second"] is not None:
-        served = f"The loader by itself serves {section['tokens_per_second'] / 1e6:,.1f} million tokens a second"
+        served = f"The loader by itself serves {section['tokens_per_second'] / 1e6:,.1f} million tokens per second"
         ours = [r for r in results["sections"].get("training", {}).get("records", []) if r.name == "ours" and r.seconds]
         if ours:
             training = results["sections"]["training"]
             taken = training["context"] * training["global_batch_size"] / statistics.median(ours[0].seconds)
-            served += f", {section['tokens_per_second'] / taken:,.0f} times what training takes"
+            served += f", {section['tokens_per_second'] / taken:,.0f} times what training consumes"
         lines += [f"{served} (memory-mapped, shuffled windows, no loader process).", ""]
     lines += [
-        "Images of 256 × 256 pixels are decompressed, cropped and made smaller while a small vision transformer "
+        "Images of 256 × 256 pixels are decompressed, cropped and reduced while a small vision transformer "
         "trains on one core; medians.",
         "",
         "| `data.num_workers=` | images/s | the step waits |",
@@ -186,7 +186,7 @@ def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     records: list[Record] = section["records"]
     base, first = records[0], section["points"][0]
     lines = [
-        f"{section['threads_per_rank']} CPU threads a rank. Efficiency: work a rank and second over that of "
+        f"{section['threads_per_rank']} CPU threads per rank. Efficiency: work per rank and second relative to "
         f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}.",
         "",
         "| scaling | ranks | batch | steps/s | efficiency |",
@@ -202,11 +202,11 @@ def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     if "projection" in section:
         lines += [
             "",
-            f"**Projection, not measured**, of weak scaling: from {len(section['collectives'])} counted collectives a "
-            f"step, {section['bandwidth'] / 1e9:g} GB/s that a rank can send, {scaling.LATENCY * 1e6:g} µs a hop, no "
-            "contention and no stragglers; between none and all of the communication hidden behind arithmetic.",
+            f"**Projection, not measured**, of weak scaling: from {len(section['collectives'])} counted collectives "
+            f"per step, {section['bandwidth'] / 1e9:g} GB/s per rank, {scaling.LATENCY * 1e6:g} µs per hop, no "
+            "contention, no stragglers; with none or all of the communication hidden behind arithmetic.",
             "",
-            "| ranks | sent a rank and step | communication | efficiency, none hidden | all hidden |",
+            "| ranks | sent per rank and step | communication | efficiency, none hidden | all hidden |",
             "| ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += [
@@ -235,7 +235,7 @@ def _short(note: str) -> str:
 
 
 def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
-    """Puts the tables, and the chart where there is one, between the markers of docs/benchmarks.md.
+    """Write the tables, and the chart if there is one, between the markers of docs/benchmarks.md.
 
     Raises:
         ValueError: where the file has no markers.
@@ -254,7 +254,7 @@ def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
 
 
 def plot(file: Path, chart: Path, *, python: str) -> str | None:
-    """Draws the chart with whichever Python has matplotlib; None when it is drawn, else why it is not."""
+    """Draw the chart with a Python that has matplotlib. Return None, or the reason why it was not drawn."""
     for interpreter in dict.fromkeys((sys.executable, python)):
         if subprocess.run([interpreter, "-c", "import matplotlib"], capture_output=True).returncode == 0:
             script = Path(__file__).with_name("plot.py")

@@ -1,4 +1,4 @@
-"""What one would pick instead, each as its own documentation writes it, with a bar and the loss logged.
+"""Alternatives, each written as in its documentation, with a progress bar and the loss logged.
 
     python -m benchmarks.rivals lightning|fabric|accelerate|transformers JOB FOLDER
 
@@ -50,7 +50,7 @@ def lightning(job: Job, folder: Path) -> None:
 
 
 def fabric(job: Job, folder: Path) -> None:
-    """Fabric, whose loop is one's own: bar and logger as in its guide."""
+    """Fabric with a hand-written loop; progress bar and logger as in its guide."""
     from lightning.fabric import Fabric
     from lightning.fabric.loggers.tensorboard import TensorBoardLogger
     from tqdm import tqdm
@@ -118,7 +118,7 @@ def accelerate(job: Job, folder: Path) -> None:
 
 
 class Named(nn.Module):
-    """The model in the form that transformers' Trainer takes: a dict with the loss comes back."""
+    """Wrap the model for transformers' Trainer: it returns a dict with the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

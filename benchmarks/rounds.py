@@ -1,4 +1,4 @@
-"""Interleaved blocks of steps: A B C, C B A, … so that what disturbs the machine disturbs all contenders alike."""
+"""Interleaved blocks of steps: A B C, C B A, … so that disturbances of the machine affect all contenders alike."""
 
 import statistics
 import time
@@ -44,7 +44,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one value.
+    """Return median and quartiles of at least one value.
 
     Raises:
         ValueError: of none.
@@ -58,12 +58,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(record: Record, reference: Record) -> list[float]:
-    """Steps a second over the reference's, of each round: both were measured within seconds of each other."""
+    """Return steps per second relative to the reference, per round. Both were measured within seconds of each other."""
     return [b / a for a, b in zip(record.seconds, reference.seconds, strict=False)]
 
 
 class Rounds:
-    """Measures contenders round by round; one that fails has a note instead of figures, and the others go on.
+    """Measure contenders round by round. One that fails gets a note instead of results, and the others continue.
 
     Args:
         block_seconds: what a block should take; its steps are a multiple of `multiple`, the logging interval.
@@ -86,7 +86,7 @@ class Rounds:
         self._steps: dict[str, int] = {}
 
     def together(self, rounds: int) -> list[Record]:
-        """All are alive at once and take turns."""
+        """Measure contenders that are all alive at once and take turns."""
         try:
             for contender in self.contenders:
                 self._start(contender)
@@ -101,7 +101,7 @@ class Rounds:
         return list(self.records.values())
 
     def alone(self, rounds: int) -> list[Record]:
-        """Each is started for its block and ended again, where all at once do not fit into the memory."""
+        """Start each contender for its block and end it again, if not all fit into memory at once."""
         for number in range(rounds):
             for contender in _turn(self.contenders, number):
                 self._start(contender)
@@ -124,7 +124,7 @@ class Rounds:
             self._failed(name, error)
 
     def _calibrated(self, entrant: Running) -> int:
-        """Steps of a block. The steps that find this out are the warm-up, of at least half a block's time."""
+        """Return the steps of a block. The steps that determine it are the warm-up, of at least half a block's time."""
         end = time.monotonic() + self.block_seconds / 2
         entrant.block(self.multiple)
         block = entrant.block(self.multiple)
@@ -152,5 +152,5 @@ class Rounds:
 
 
 def _turn(items: Sequence[T], number: int) -> Sequence[T]:
-    """Every second round runs backwards, so that nobody always follows the same one."""
+    """Reverse every second round, so that no contender always follows the same one."""
     return items if number % 2 == 0 else items[::-1]

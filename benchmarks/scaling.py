@@ -1,4 +1,4 @@
-"""More ranks, measured; and many more, projected from what they would have to send."""
+"""Scaling: measured for a few ranks, and projected to many from the bytes that they would send."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from benchmarks.gate import COUNT_INTO
 from benchmarks.job import Workload, ours
 from benchmarks.rounds import Record, Rounds
 
-LATENCY = 10e-6  # seconds of a hop
+LATENCY = 10e-6  # seconds per hop
 PROJECTED = (8, 64, 512, 1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks. Strong scaling divides the batch, weak scaling gives each rank as much as one had."""
+    """One number of ranks. Strong scaling splits the batch; weak scaling gives each rank the batch of one."""
 
     kind: str
     ranks: int
@@ -32,7 +32,7 @@ class Point:
 
 
 def points(ranks: Sequence[int], global_batch_size: int) -> Iterator[Point]:
-    """The first number of ranks is the reference of both kinds, and one point.
+    """Return the points. The first number of ranks is the reference of both kinds of scaling, and a single point.
 
     Raises:
         ValueError: where a number of ranks does not divide the batch.
@@ -56,7 +56,7 @@ def measure(
     block_seconds: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Steps a second of every point, and the efficiency: what is left of n times one rank's work."""
+    """Measure steps per second of every point, and the efficiency relative to n times one rank's work."""
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(ranks))))
     all_points = list(points(ranks, workload.job.global_batch_size))
     contenders = [
@@ -74,14 +74,14 @@ def measure(
 
 
 def efficiencies(point: dict[str, Any], record: Record, base_ranks: int, base: Record) -> list[float]:
-    """Work a rank and second over the base's, of each round."""
+    """Return work per rank and second relative to the base, per round."""
     more = point["ranks"] / base_ranks
     work = 1.0 if point["kind"] == "strong" else more
     return [work * b / (more * a) for a, b in zip(record.seconds, base.seconds, strict=False)]
 
 
 def count(workload: Workload, folder: Path) -> list[dict[str, Any]]:
-    """The collectives of one optimizer step of ours on two ranks.
+    """Return the collectives of one optimizer step of ours on two ranks.
 
     Raises:
         ContenderFailed: where it does not run.
@@ -101,7 +101,7 @@ def count(workload: Workload, folder: Path) -> list[dict[str, Any]]:
 
 
 def sent_per_rank(collectives: Sequence[dict[str, Any]], ranks: int) -> float:
-    """Bytes that a rank sends in ring algorithms: twice a share of what is all-reduced, once of the others."""
+    """Return the bytes that a rank sends in ring algorithms: twice a share for an all-reduce, once for the others."""
     share = (ranks - 1) / ranks
     return sum(share * c["bytes"] * (2 if c["kind"] == "all_reduce" else 1) for c in collectives)
 
@@ -109,7 +109,7 @@ def sent_per_rank(collectives: Sequence[dict[str, Any]], ranks: int) -> float:
 def project(
     collectives: Sequence[dict[str, Any]], *, compute_seconds: float, bandwidth: float, latency: float = LATENCY
 ) -> list[dict[str, float]]:
-    """Weak-scaling efficiency at many ranks, between all communication hidden behind arithmetic and none of it.
+    """Project weak-scaling efficiency to many ranks, with all communication hidden behind arithmetic and with none.
 
     A projection, not a measurement: links without contention, ranks without stragglers.
 

@@ -1,4 +1,4 @@
-"""The sections of a benchmark: which contenders take part in each, and what is worked out of their records."""
+"""The sections of a benchmark: the contenders of each, and what is computed from their records."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from benchmarks.job import TINY, Workload, bare, compose, ours, rival
 from benchmarks.rounds import Record, Rounds
 
 NAMES = ("training", "strategies", "overhead", "startup", "loss", "data")
-STRATEGIES = {  # by what is shown: overrides, and the fewest ranks
+STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
     "ddp": (("strategy=ddp",), 2),
     "fsdp": (("strategy=fsdp",), 2),
     "fsdp, ZeRO-2": (("strategy=fsdp", "strategy.reshard_after_forward=false"), 2),
@@ -34,11 +34,11 @@ TINY_MULTIPLE = 200
 
 
 class Benchmark:
-    """Runs the sections that `args` name (benchmarks/__main__.py).
+    """Run the sections that `args` name (benchmarks/__main__.py).
 
     Args:
-        folder: of job files, run directories and logs.
-        say: takes lines of progress.
+        folder: for job files, run directories and logs.
+        say: receives lines of progress.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path, *, say: Callable[[str], None]) -> None:
@@ -46,7 +46,7 @@ class Benchmark:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """All sections' results; `save` is called after each, so that a later failure loses nothing."""
+        """Return the results of all sections. `save` is called after each, so that a later failure loses nothing."""
         results: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
             "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
@@ -65,7 +65,7 @@ class Benchmark:
             self.say(f"--- {name}")
             results["sections"][name] = getattr(self, name)()
             save(results)
-        again = self.matrix_rate()  # the better one: whoever disturbed the first may be gone
+        again = self.matrix_rate()  # keep the better one, because the first may have been disturbed
         results["rate"] = max(results["rate"], again, key=lambda rate: rate["rate"])
         save(results)
         return results
@@ -76,7 +76,7 @@ class Benchmark:
         return counted("rate", job.device, dtype)
 
     def training(self) -> dict[str, Any]:
-        """One process: the bare loop, ours, and what is installed beside."""
+        """One process: the bare loop, ours, and installed alternatives."""
         workload = replace(self.workload, ranks=1)
         job_file = workload.job.save(self.folder / "job.json")
         contenders = [bare(job_file), ours(workload, self.folder)]
@@ -84,7 +84,7 @@ class Benchmark:
         return self.section(workload, contenders)
 
     def strategies(self) -> dict[str, Any] | None:
-        """Several ranks, with the bare loop on one process beside them; on a CPU they share its cores."""
+        """Several ranks, compared with the bare loop in one process; on a CPU they share its cores."""
         ranks = self.args.ranks or max(hardware.gpu_count() if self.workload.accelerator == "gpu" else 2, 1)
         if ranks == 1:
             return {"records": [], "note": "one GPU: no strategy of several ranks can run"}
@@ -101,7 +101,7 @@ class Benchmark:
         return self.section(workload, contenders)
 
     def overhead(self) -> dict[str, Any]:
-        """A tiny model, whose step is mostly the training loop's."""
+        """A tiny model, whose step time is mostly that of the training loop."""
         workload = compose([*TINY, f"trainer.accelerator={self.workload.accelerator}"])
         job_file = workload.job.save(self.folder / "tiny.json")
         contenders = [bare(job_file), ours(workload, self.folder, name="ours")]
@@ -127,13 +127,13 @@ class Benchmark:
         return {**LOSS, "dtype": dtype, "rows": rows}
 
     def data(self) -> dict[str, Any]:
-        """The loader beside what training takes from it, and samples that cost time."""
+        """Speed of the loader compared with training, and samples that cost CPU time."""
         job_file = self.workload.job.save(self.folder / "job.json")
         images = serving.images(self.folder, rounds=max(3, self.args.rounds // 3), say=self.say)
         return {**serving.serve(job_file), "images": images}
 
     def scale(self) -> dict[str, Any]:
-        """Weak and strong scaling of ours, and a projection where there is more than one rank to count on."""
+        """Weak and strong scaling of ours, and a projection if there is more than one rank."""
         args = self.args
         result = scaling.measure(
             self.workload, self.folder, ranks=args.scale, rounds=args.rounds, block_seconds=args.seconds, say=self.say

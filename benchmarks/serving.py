@@ -1,6 +1,6 @@
-"""Whether data keep up: how fast memory-mapped tokens are served, and what loader processes do for costly samples.
+"""Speed of data loading: of memory-mapped tokens, and of loader processes with costly samples.
 
-python -m benchmarks.serving JOB     the loader alone: tokens a second
+python -m benchmarks.serving JOB     the loader alone: tokens per second
 """
 
 import json
@@ -19,7 +19,7 @@ STEPS = 60
 
 
 def served(job: Job, *, seconds: float = 2.0) -> float:
-    """Tokens a second that the loader of a run gives when nobody trains: shuffled windows, as int64 tensors."""
+    """Return tokens per second of a run's loader without training: shuffled windows, as int64 tensors."""
     import numpy as np
 
     from armature.data.base import DataModule
@@ -43,7 +43,7 @@ def served(job: Job, *, seconds: float = 2.0) -> float:
 
 
 def images(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int, list[dict[str, float]]]:
-    """By number of loader processes, a round each: `samples_per_second` and `data_wait` of short runs of train.py."""
+    """Return `samples_per_second` and `data_wait` of short runs of train.py, by number of loader processes."""
     found: dict[int, list[dict[str, float]]] = {workers: [] for workers in WORKERS}
     for number in range(1, rounds + 1):
         for workers in WORKERS:
@@ -57,7 +57,7 @@ def images(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int
                 f"data.num_workers={workers}", f"run.root={folder / 'runs'}", f"run.name={name}",
                 allowed("armature", "benchmarks", "torch", "lightning.pytorch"),
             ]  # fmt: skip
-            # a core for the model, the other one for loading
+            # one core for the model, the other one for loading
             done = subprocess.run(
                 command, cwd=ROOT, env=environment() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
             )
@@ -70,7 +70,7 @@ def images(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int
 
 
 def serve(job_file: Path) -> dict[str, Any]:
-    """What this module prints of a job, in a process of its own."""
+    """Run this module in its own process and return what it prints."""
     command = [sys.executable, "-m", "benchmarks.serving", str(job_file)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""From the command to the end of the first optimizer step, interleaved with what nobody can avoid."""
+"""Time from the command to the end of the first optimizer step, interleaved with unavoidable imports."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ INSIDE = "bare loop, after its imports"
 
 
 def measure(contenders: list[Contender], folder: Path, *, rounds: int, say: Callable[[str], None]) -> list[Record]:
-    """A record each: the two imports alone, each contender from its command on, and the bare loop's own part.
+    """Return records of the two imports alone, of each contender from its command on, and of the bare loop's own part.
 
     The first round is not counted: it writes compiled Python files, and fills the page cache.
 
@@ -49,7 +49,7 @@ def _imports() -> float:
 
 
 def over_the_limit(records: list[Record], name: str) -> list[float]:
-    """Of each round: the contender's time over the imports' and the bare loop's first step together."""
+    """Return per round the contender's time relative to the imports plus the bare loop's first step."""
     by_name = {record.name: record.seconds for record in records}
     rows = zip(by_name[name], by_name[IMPORTS], by_name[INSIDE], strict=True)
     return [ours / (imports + inside) for ours, imports, inside in rows]

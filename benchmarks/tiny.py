@@ -1,4 +1,4 @@
-"""A model whose own step takes a small part of a millisecond, to show what a training loop adds to each step."""
+"""A model whose step takes a fraction of a millisecond, to show the overhead of a training loop per step."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 FEATURES, CLASSES = 16, 4
-SIZE = 50_000_000  # samples an epoch, so that none ends while steps are counted
+SIZE = 50_000_000  # samples per epoch, so that none ends during a measurement
 
 
 class TinyClassifier(nn.Module):
-    """One layer; `forward(inputs, targets)` gives the loss."""
+    """One layer; `forward(inputs, targets)` returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class TinyClassifier(nn.Module):
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Random inputs and a target that they decide."""
+    """Return random inputs and targets that depend on them."""
     inputs = torch.randn(4096, FEATURES, generator=torch.Generator().manual_seed(0))
     return inputs, inputs[:, :CLASSES].argmax(dim=1)
 

@@ -5,7 +5,7 @@ from benchmarks.tiny import TinyRows
 
 
 class TinyData(DataModule):
-    """Made-up rows, the same for every split."""
+    """Synthetic rows, the same for every split."""
 
     def dataset(self, split: Split) -> TinyRows:
         return TinyRows()

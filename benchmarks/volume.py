@@ -1,4 +1,4 @@
-"""What a rank sends in one optimizer step, counted from the collectives themselves."""
+"""Bytes that a rank sends in one optimizer step, counted from its collectives."""
 
 # pyright: reportPrivateImportUsage=false
 import json
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = {  # by how an operator is called
+KINDS = {  # by the start of an operator's name
     "reduce_scatter": "reduce_scatter",
     "allgather": "all_gather",
     "all_gather": "all_gather",
@@ -21,7 +21,7 @@ KINDS = {  # by how an operator is called
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While entered, notes each collective's kind and bytes: of all that is reduced, or of what is whole afterwards."""
+    """Record the kind and bytes of each collective: bytes of the reduced tensor, or of the gathered one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as the collectives that it is made of
+            return NotImplemented  # dispatched again as its collectives
         result = func(*args, **(kwargs or {}))
         if "c10d" in func.namespace:
             name = func.__name__.lstrip("_")

@@ -1,4 +1,4 @@
-"""A checkpoint, saved under whatever layout, as one safetensors file, and back; and the weights of a Lightning .ckpt.
+"""Convert a checkpoint of any layout to one safetensors file and back, or read the weights of a Lightning .ckpt.
 
 python scripts/convert.py outputs/<run.name> model.safetensors
 python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.safetensors --average

@@ -1,11 +1,11 @@
-"""Does your own experiment go on after a stop exactly as if it had not been stopped?
+"""Test whether your experiment resumes after a stop exactly as if it had not been stopped.
 
 python scripts/resume_proof.py experiment=mine
 python scripts/resume_proof.py --steps 20 --at 7,13 experiment=mine strategy=ddp trainer.devices=2
 
-It trains the experiment for a few steps without a stop. Then it does so again, in another run directory, where it sends
-the run a SIGTERM, and after the resume a SIGKILL, and resumes again. metrics.csv, weights, optimizer state and random
-state must be the same, bit for bit. The first difference is printed in words, with what may have caused it.
+It trains the experiment for a few steps without a stop. Then it trains again in another run directory, sends SIGTERM,
+resumes, sends SIGKILL, and resumes again. metrics.csv, weights, optimizer state and random state must be equal bit
+for bit. The first difference is printed with its possible causes.
 """
 
 import argparse
@@ -22,24 +22,24 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-OURS = ("run.name", "run.root", "logger")  # what the proof sets itself: its runs go to no logger of yours
+OURS = ("run.name", "run.root", "logger")  # set by this script; its runs use no logger
 CAUSES = """\
-What may have caused it:
-  - A value that your code keeps from step to step and that is in no checkpoint. Of a LightningModule: register_buffer,
-    or on_save_checkpoint and on_load_checkpoint. Of a callback or a data module: state_dict and load_state_dict.
-  - Random numbers from a generator of your own, such as numpy.random.default_rng() or torch.Generator(). Use those of
-    random, numpy.random or torch, whose state is kept; or, in a data set, `augment(sample, generator)`.
-  - Something done at the start of each process: in __init__, setup, on_fit_start or on_train_start, which run again.
-  - Data that change, or a data set whose length or order differs from start to start (a set, os.listdir)."""
+Possible causes:
+  - A value that your code keeps between steps but not in checkpoints. In a LightningModule use register_buffer, or
+    on_save_checkpoint and on_load_checkpoint. In a callback or data module use state_dict and load_state_dict.
+  - Random numbers from your own generator, such as numpy.random.default_rng() or torch.Generator(). Use the generators
+    of random, numpy.random or torch, whose state is saved; or, in a data set, `augment(sample, generator)`.
+  - Work done at the start of each process: in __init__, setup, on_fit_start or on_train_start, which run again.
+  - Data that change, or a data set whose length or order differs between starts (a set, os.listdir)."""
 UNSTABLE = """\
-It is not the stop: the same run, made twice without one, differs from itself as well, {difference}.
-Kernels that add up in another order each time do that on GPUs, and so does a seed taken from the clock. Type
-trainer.deterministic=true, which refuses such kernels by name."""
+The stop is not the cause: two runs without a stop differ too, {difference}.
+Causes are GPU kernels that sum in a different order each time, or a seed taken from the clock. Type
+trainer.deterministic=true, which raises an error that names such kernels."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part: in words, and the step, if it is known."""
+    """First difference of two runs: its description, and the step if it is known."""
 
     text: str
     step: int | None = None
@@ -49,19 +49,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the short run (8)")
     parser.add_argument("--at", help="the steps to stop at: SIGTERM at the first, SIGKILL at the second (the middle)")
-    parser.add_argument("--keep", action="store_true", help="leave the run directories, also where all is equal")
-    parser.add_argument("--config-dir", help="a folder with configurations of yours, as train.py takes it")
+    parser.add_argument("--keep", action="store_true", help="keep the run directories even if all is equal")
+    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
     args, overrides = parser.parse_known_args()
     wrong = [o for o in overrides if o.startswith("-") or "=" not in o]
     if wrong:
-        parser.error(f"{' '.join(wrong)}: only KEY=VALUE can follow, as for train.py")
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py")
     stops = stop_steps(args.at, args.steps, parser)
     root = Path("outputs") / time.strftime("resume-proof-%Y%m%d-%H%M%S")
     try:
         folder = ["--config-dir", args.config_dir] if args.config_dir else []
         equal = prove(root, overrides, folder, steps=args.steps, stops=stops)
     except KeyboardInterrupt:
-        print(f"Stopped. What there is lies in {root}.", file=sys.stderr)
+        print(f"Stopped. The runs so far are in {root}.", file=sys.stderr)
         sys.exit(130)
     if equal and not args.keep:
         shutil.rmtree(root)
@@ -71,9 +71,9 @@ def main() -> None:
 
 
 def stop_steps(typed: str | None, steps: int, parser: argparse.ArgumentParser) -> dict[str, int]:
-    """The step of each signal."""
+    """Return the step of each signal."""
     if steps < 3:
-        parser.error(f"--steps {steps}: at least 3 steps are needed to stop twice and go on")
+        parser.error(f"--steps {steps}: at least 3 steps are needed to stop twice and resume")
     if typed is None:
         at = [steps // 2, min(max(steps * 3 // 4, steps // 2 + 1), steps - 1)]
     elif re.fullmatch(r"\d+(,\d+)?", typed):
@@ -86,7 +86,7 @@ def stop_steps(typed: str | None, steps: int, parser: argparse.ArgumentParser) -
 
 
 def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, stops: dict[str, int]) -> bool:
-    """Makes the runs, compares them and says what came of it."""
+    """Make the runs, compare them and print the result; return whether they are equal."""
     short = [o for o in overrides if o.lstrip("+~").split("=")[0].split(".")[0] != "logger"]
     short = [*options, *(o for o in short if o.split("=")[0] not in OURS)]
     short += [
@@ -114,7 +114,7 @@ def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, s
 
 
 def train(root: Path, name: str, overrides: list[str], *, what: str, stop: int | None = None) -> None:
-    """One start of train.py. Its output goes to a file, and is shown where it ends in another way than it should.
+    """Start train.py once. Its output goes to a file and is shown if the run ends in an unexpected way.
 
     Args:
         stop: the step at which it signals itself.
@@ -139,7 +139,7 @@ def train(root: Path, name: str, overrides: list[str], *, what: str, stop: int |
 
 
 def compare(straight: Path, resumed: Path) -> tuple[Difference | None, str]:
-    """The first difference, and what was compared."""
+    """Return the first difference or None, and a description of what was compared."""
     found = compare_rows(read(straight / "metrics.csv"), read(resumed / "metrics.csv"))
     columns, rows = read(straight / "metrics.csv")
     if found is not None:
@@ -156,7 +156,7 @@ def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def compare_rows(straight: tuple[list[str], list[dict]], resumed: tuple[list[str], list[dict]]) -> Difference | None:
-    """The first step that is missing or twice, else the first value that differs, else the columns."""
+    """Return the first missing or repeated step, else the first differing value, else differing columns, else None."""
     (columns, rows), (other_columns, others) = straight, resumed
     steps, other_steps = [row["step"] for row in rows], [row["step"] for row in others]
     for step in dict.fromkeys([*steps, *other_steps]):
@@ -180,7 +180,7 @@ def _times(count: int) -> str:
 
 
 def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | None, str]:
-    """Weights, optimizer state, what callbacks keep, and the state of the random number generators."""
+    """Compare weights, optimizer state, the state of callbacks and of random number generators."""
     import torch
 
     from armature.checkpoint import resume, storage
@@ -188,7 +188,7 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
 
     paths = [resume.last_checkpoint(run) for run in (straight, resumed)]
     if None in paths:
-        return Difference("one of the runs left no checkpoint at its end"), ""
+        return Difference("one of the runs has no checkpoint at its end"), ""
     contents: list[dict[str, Any]] = []
     for path in paths:
         assert path is not None
@@ -196,7 +196,7 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
         contents.append(checkpoint.load_tensors(path, saved, saved))
     one, other = contents
     if one.keys() != other.keys():
-        return Difference(f"the checkpoints hold other tensors: {sorted(one.keys() ^ other.keys())[:5]}"), ""
+        return Difference(f"the checkpoints hold different tensors: {sorted(one.keys() ^ other.keys())[:5]}"), ""
     weights = [name for name in one if not name.startswith(checkpoint.RESERVED)]
     for name in [*weights, *(name for name in one if name not in weights)]:
         value, its = one[name], other[name]
@@ -216,7 +216,7 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
 
 
 def compare_state(states: list[Any], path: str = "") -> Difference | None:
-    """The first place at which two trees of plain values and tensors differ."""
+    """Return the first place at which two trees of plain values and tensors differ, or None."""
     import torch
 
     one, other = states
@@ -233,7 +233,7 @@ def compare_state(states: list[Any], path: str = "") -> Difference | None:
             return None
         if path.startswith("random"):
             kind = next((kind for kind in ("python", "numpy", "torch", "cuda") if f".{kind}" in path), "")
-            return Difference(f"the state of {kind}'s random numbers at the end: other numbers were drawn")
+            return Difference(f"the state of {kind}'s random numbers at the end: different numbers were drawn")
         return Difference(f"{path} at the end: {one} straight, {other} resumed")
     return next((found for name, pair in items if (found := compare_state(pair, name)) is not None), None)
 

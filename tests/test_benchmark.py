@@ -182,7 +182,7 @@ def test_data_are_held_against_what_training_takes():
     made = results()
     made["sections"]["data"] = data
     text = report.markdown(made)
-    assert "serves 2.4 million tokens a second, 205 times what training takes" in text
+    assert "serves 2.4 million tokens per second, 205 times what training consumes" in text
     assert "| 0 | 80 | 50.0% |" in text
 
 

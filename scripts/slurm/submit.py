@@ -1,10 +1,10 @@
-"""Submit a run to Slurm: a file in scripts/slurm/clusters/ says how a job looks there, overrides say what is trained.
+"""Submit a run to Slurm: a file in scripts/slurm/clusters/ describes the job, overrides the training.
 
     python scripts/slurm/submit.py slurm=gpu slurm.nodes=2 model=llama3_1b strategy=fsdp
     python scripts/slurm/submit.py slurm=cpu slurm.array=0-4 experiment=digits
     python scripts/slurm/submit.py slurm=gpu slurm.tasks_per_node=1 strategy=fsdp --dry-run
 
-The script is train.sbatch with these values. A mistake in them, or in an override, is told here and not in the queue.
+The batch script is train.sbatch with these values. Mistakes in them or in an override are reported before submission.
 """
 
 import argparse
@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def prepare(typed: list[str]) -> str:
-    """The batch script.
+    """Return the batch script.
 
     Raises:
-        ConfigError: for a misspelt key, and for nodes and tasks that would wait for each other for ever.
+        ConfigError: for a misspelt key, and for numbers of nodes and tasks that would wait for each other forever.
     """
     job = cluster([override for override in typed if re.match(r"slurm[.=]", override)])
     overrides = [override for override in typed if not re.match(r"slurm[.=]", override)]
@@ -66,7 +66,7 @@ def prepare(typed: list[str]) -> str:
 
 
 def cluster(typed: list[str]) -> DictConfig:
-    """The file that `slurm=` names, with every `slurm.KEY=VALUE` laid over it."""
+    """Return the file that `slurm=` names, changed by every `slurm.KEY=VALUE`."""
     files = {file.stem: file for file in sorted((HERE / "clusters").glob("*.yaml"))}
     name = next((override[6:] for override in typed if override.startswith("slurm=")), None)
     if name not in files:
@@ -95,7 +95,7 @@ def cluster(typed: list[str]) -> DictConfig:
 
 
 def geometry_problems(job: DictConfig, typed: dict[str, str]) -> list[str]:
-    """What would leave ranks waiting for others that nobody starts, or end when the job is brought back."""
+    """Return settings that make ranks wait for others that are never started, or that fail after a requeue."""
     problems = []
     nodes, tasks, gpus = job.nodes, job.tasks_per_node, job.gpus_per_node
     if (asked := typed.get("trainer.num_nodes", str(nodes))) != str(nodes):
@@ -103,7 +103,7 @@ def geometry_problems(job: DictConfig, typed: dict[str, str]) -> list[str]:
     devices = typed.get("trainer.devices", "auto")
     if tasks > 1 and devices not in ("auto", str(tasks)):
         problems.append(
-            f"trainer.devices={devices}, but slurm.tasks_per_node={tasks}: srun would start {tasks} ranks a node. "
+            f"trainer.devices={devices}, but slurm.tasks_per_node={tasks}: srun would start {tasks} ranks per node. "
             f"Type slurm.tasks_per_node={devices} alone, or slurm.tasks_per_node=1 to have the agent start {devices}."
         )
     elif tasks > 1 and devices == "auto" and "trainer.devices" in typed:
@@ -119,14 +119,14 @@ def geometry_problems(job: DictConfig, typed: dict[str, str]) -> list[str]:
     if "launch.rdzv_endpoint" in typed:
         problems.append("launch.rdzv_endpoint: under Slurm it is the job's first node. Leave it out.")
     if typed.get("resume") == "never":
-        problems.append("resume=never: the job would be refused when it is brought back. Type resume=auto.")
+        problems.append("resume=never: the job would be refused when it is restarted. Type resume=auto.")
     if job.array is not None and "seed" in typed:
         problems.append(f"seed={typed['seed']}, but slurm.array={job.array} gives each task its seed. Leave seed out.")
     return problems
 
 
 def config_problems(overrides: list[str]) -> list[str]:
-    """Misspelt keys and options. What depends on the machine is checked when the job runs."""
+    """Return misspelt keys and options. Checks that depend on the machine run with the job."""
     config.register()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
@@ -137,7 +137,7 @@ def config_problems(overrides: list[str]) -> list[str]:
 
 
 def render(job: DictConfig, overrides: list[str]) -> str:
-    """train.sbatch, with the job's options for its own and the overrides for its arguments."""
+    """Return train.sbatch with the options of the job and the overrides as arguments."""
     options: dict[str, object] = {"nodes": job.nodes, "ntasks-per-node": job.tasks_per_node, "time": job.time}
     options |= {"gpus-per-node": job.gpus_per_node, "cpus-per-task": job.cpus_per_task, "array": job.array}
     options |= {"partition": job.partition, "account": job.account, "qos": job.qos}
