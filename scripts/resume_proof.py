@@ -4,8 +4,8 @@ python scripts/resume_proof.py experiment=mine
 python scripts/resume_proof.py --steps 20 --at 7,13 experiment=mine strategy=ddp trainer.devices=2
 
 It trains the experiment for a few steps without a stop. Then it trains again in another run directory, sends SIGTERM,
-resumes, sends SIGKILL, and resumes again. metrics.csv, weights, optimizer state and random state must be equal bit for
-bit. The first difference is printed with its possible causes.
+resumes, sends SIGKILL, and resumes again. metrics.csv, weights, optimizer state and random state must be equal bit
+for bit. The first difference is printed with its possible causes.
 """
 
 import argparse
