@@ -255,7 +255,7 @@ def damaged(harm: Callable[[Path, bool], None]) -> Callable[[Fault, Run], Cell]:
             if run.column.stock:
                 return Cell(fault.name, run.column.name, f"crash at load: {last_line(command, run)}", ok=False)
             remarks.append(f"exit code {code}, {last_line(command, run)}")
-        elif not run.column.stock and f"{newest.name} is passed over" not in run.output():
+        elif not run.column.stock and f"{newest.name} is skipped" not in run.output():
             remarks.append(f"did not say that it passed {newest.name} over")
         return judge(fault, run, remarks)
 

@@ -16,6 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
     "armature.callbacks.tensorboard.TensorBoard": "armature.loggers.tensorboard.TensorBoard",
+    "armature.strategies.auto": "armature.strategies.auto.auto",
     "armature.strategies.SingleDevice": "armature.strategies.single.SingleDevice",
     "armature.strategies.DDP": "armature.strategies.ddp.DDP",
     "armature.strategies.MeshStrategy": "armature.strategies.mesh.MeshStrategy",

@@ -176,8 +176,7 @@ def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS.parent)):
         cfg = compose("train", overrides=[f"strategy={file.stem}"])
-    strategy = {**cfg.strategy, **({"shard": "auto"} if "shard" in cfg.strategy else {})}
-    assert Layout.resolve(strategy, world_size=2).kind != "other"
+    assert Layout.resolve({"_target_": cfg.strategy["_target_"], "shard": "auto"}, world_size=2).kind != "other"
 
 
 def test_checks_need_no_torch() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -16,9 +17,12 @@ from typing_extensions import override
 
 from armature.parallel import gradients
 from armature.parallel.targets import TargetWeights
+from armature.strategies import hooks
+from armature.strategies.hooks import call_callbacks, call_module
 from armature.strategies.layout import LayoutMixin
 
 HOOK = "on_before_optimizer_step"
+CLIPPING_HOOKS = ("configure_gradient_clipping", "clip_gradients")
 
 
 class GradientMixin(LayoutMixin):
@@ -81,9 +85,22 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        micro_batches = self._trainer.accumulate_grad_batches
+        trainer, plugin = self._trainer, self.precision_plugin
+        micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
-        return super().backward(loss, *args, **kwargs)
+        if any(
+            getattr(type(plugin), name) is not getattr(Precision, name) for name in ("pre_backward", "post_backward")
+        ):
+            return super().backward(loss, *args, **kwargs)  # a loss scaler
+        self.pre_backward(loss)
+        call_callbacks(trainer, "on_before_backward", loss)
+        call_module(trainer, "on_before_backward", loss)
+        plugin.backward(loss, self.module, *args, **kwargs)
+        loss = loss.detach()
+        call_callbacks(trainer, "on_after_backward")
+        call_module(trainer, "on_after_backward")
+        self.post_backward(loss)
+        return loss
 
     def gradient_scale(self) -> Tensor | None:
         """Return the factor to apply to this step's gradients before clipping (0-dim tensor), or None.
@@ -94,12 +111,18 @@ class GradientMixin(LayoutMixin):
         return self.target_weights.gradient_scale(micro_batches=micro_batches, ranks=self.world_size)
 
     # ------------------------------------------------------------ scaling and clipping
-    def _after_closure(
-        self, lightnings_own: Callable[..., None], module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._hooks_read_gradients:
             self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
-        lightnings_own(module, optimizer)
+        trainer = self._trainer
+        own_clipping = any(hooks.is_overridden(module, name, L.LightningModule) for name in CLIPPING_HOOKS)
+        if own_clipping or not module.automatic_optimization or lightnings_own.func is not Precision._after_closure:
+            lightnings_own(module, optimizer)
+        else:
+            call_callbacks(trainer, HOOK, optimizer)
+            call_module(trainer, HOOK, optimizer)
+            algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+            self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.strategies.base import StrategyMixin
-from armature.training.hooks import call_callbacks, call_module, call_strategy, is_overridden
+from armature.strategies.hooks import call_callbacks, call_module, call_strategy, is_overridden
 from armature.training.timings import DataWait
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -40,10 +40,11 @@ def call_callbacks(trainer: L.Trainer, name: str, *args: Any) -> None:
     state = vars(module)
     before, state["_current_fx_name"] = state["_current_fx_name"], name  # `self.log` asks which hook it is called in
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if getattr(type(callback), name, None) is not default or name in vars(callback):
-            hook = getattr(callback, name)
-            if callable(hook):
-                hook(trainer, module, *args)
+        if getattr(type(callback), name, None) is default and name not in callback.__dict__:
+            continue
+        hook = getattr(callback, name)
+        if callable(hook):
+            hook(trainer, module, *args)
     state["_current_fx_name"] = before
 
 
