@@ -17,7 +17,6 @@ from armature.strategies.base import StrategyMixin
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
-from armature.training.trainer import validates_now
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +97,16 @@ class Checkpointing(Checkpoint):
             random_state = StrategyMixin.of(trainer).random_state
             random_state.restore()
             self.step_log.resume(trainer)
-            trainer.validate_now()
+            trainer.fit_loop.epoch_loop.validate()
             random_state.hold()
 
-    def step_ended(self, trainer: Trainer) -> None:
+    def step_ended(self, trainer: OurTrainer) -> None:
         """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
         step = trainer.global_step
         self._due = (
             self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
         )
-        if self._due and not validates_now(trainer):
+        if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,7 +133,9 @@ class Checkpointing(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
-            self._owes_validation = self._validated_step != trainer.global_step and validates_now(trainer)
+            assert isinstance(trainer, OurTrainer)
+            due = trainer.fit_loop.epoch_loop.validation_is_due
+            self._owes_validation = due and self._validated_step != trainer.global_step
             self._save(trainer)
             self.writer.finish()
         else:

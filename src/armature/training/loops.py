@@ -39,6 +39,7 @@ class EpochLoop(_TrainingEpochLoop):
     SIGTERM is handled by training/stop.py instead of a broadcast before each batch.
 
     Args:
+        limits: Lightning's loop, whose limits this one takes over.
         step_ended: called after each optimizer step, when every hook of its last micro-batch has run and its values are
             logged, before validation. A checkpoint saved here holds the whole step.
 
@@ -46,15 +47,8 @@ class EpochLoop(_TrainingEpochLoop):
         data_wait: measures how long the loader's `next` takes, if set.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        *,
-        min_steps: int | None,
-        max_steps: int,
-        step_ended: list[Callable[[], None]],
-    ) -> None:
-        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+    def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, step_ended: list[Callable[[], None]]) -> None:
+        super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
         self.step_ended = step_ended
         self.data_wait: DataWait | None = None
         self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
@@ -94,8 +88,9 @@ class EpochLoop(_TrainingEpochLoop):
                 progress.increment_by(0, is_last_batch=True)
             else:
                 progress.increment_started()
-                arguments = OrderedDict()
-                arguments = OrderedDict(any=fetched) if takes_iterator else self._build_kwargs(arguments, batch, index)
+                arguments = OrderedDict(any=fetched)
+                if not takes_iterator:
+                    arguments = self._build_kwargs(OrderedDict(), batch, index)
                 with trainer.profiler.profile("run_training_batch"):  # pyright: ignore[reportAttributeAccessIssue]
                     if trainer.lightning_module.automatic_optimization:
                         outputs = self._optimize(trainer.optimizers[0], index, arguments)
@@ -305,20 +300,12 @@ class FitLoop(_FitLoop):
     Args:
         before_training: called once, when everything is set up and restored and no batch has been fetched; also if a
             resumed run has no step left.
-        epoch_loop: runs the steps of each epoch.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        *,
-        min_epochs: int | None,
-        max_epochs: int | None,
-        before_training: list[Callable[[], None]],
-        epoch_loop: EpochLoop,
-    ) -> None:
-        super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
-        self.epoch_loop: EpochLoop = epoch_loop
+    epoch_loop: EpochLoop
+
+    def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
+        super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
         self._before_training = before_training
 
     @override
@@ -339,12 +326,7 @@ class FitLoop(_FitLoop):
         super().on_advance_start()
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:
-        """Set the counters of a resumed run.
-
-        Args:
-            epoch: epochs that are complete.
-            started: some batches of the next one are done.
-        """
+        """Set the counters of a resumed run: complete epochs, and whether some batches of the next one are done."""
         progress: Any = self.epoch_progress
         for count in (progress.total, progress.current):
             count.ready = count.started = epoch + started

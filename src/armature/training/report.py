@@ -81,18 +81,9 @@ def _peak_memory(trainer: Trainer) -> int:
 
 
 def finish(
-    cfg: DictConfig,
-    trainer: Trainer,
-    step_log: StepLog,
-    display: Display,
-    *,
-    reason: str,
-    metrics: dict[str, float],
-    best: Path | None,
-    seconds: float,
-    preview: str | None,
-    baselines: list[str],
-) -> None:
+    cfg: DictConfig, trainer: Trainer, step_log: StepLog, display: Display, *, reason: str, metrics: dict[str, float],
+    best: Path | None, seconds: float, preview: str | None, baselines: list[str],
+) -> None:  # fmt: skip
     """Write summary.json and print the last lines: on rank 0.
 
     Args:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armature.loggers.tensorboard import TensorBoard
+from armature.loggers import RowWriter
 from armature.strategies.base import StrategyMixin
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
@@ -64,19 +64,12 @@ class StepLog(Callback):
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(
-        self,
-        csv: MetricsCSV,
-        *,
-        every_n_steps: int,
-        global_batch_size: int,
-        train_size: int,
+        self, csv: MetricsCSV, *, every_n_steps: int, global_batch_size: int, train_size: int,
         tokens_per_sample: int | None,
-    ) -> None:
-        self.csv = csv
-        self.timings = TimingsCSV(csv.file.parent)
+    ) -> None:  # fmt: skip
+        self.csv, self.timings = csv, TimingsCSV(csv.file.parent)
         self.every_n_steps = every_n_steps
-        self.global_batch_size = global_batch_size
-        self.train_size = train_size
+        self.global_batch_size, self.train_size = global_batch_size, train_size
         self.tokens_per_sample = tokens_per_sample
         self.samples_seen = 0
         self.last: dict[str, float] = {}
@@ -239,7 +232,7 @@ class StepLog(Callback):
 
     def _log(self, logger: Logger, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
         rows = [*rows[:-1], rows[-1] | timing]
-        if isinstance(logger, TensorBoard):
+        if isinstance(logger, RowWriter):
             logger.write_rows(rows)
             return
         for row in rows:

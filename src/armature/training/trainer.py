@@ -66,22 +66,11 @@ class Trainer(L.Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        lightnings = self.fit_loop  # its limits may have been changed by fast_dev_run
-        steps = EpochLoop(
-            self, min_steps=lightnings.min_steps, max_steps=lightnings.max_steps, step_ended=_bind(step_ended, self)
-        )
-        self.fit_loop: FitLoop = FitLoop(
-            self,
-            min_epochs=lightnings.min_epochs,
-            max_epochs=lightnings.max_epochs,
-            before_training=_bind(before_training, self),
-            epoch_loop=steps,
-        )
+        limits = self.fit_loop  # fast_dev_run may have changed them
+        self.fit_loop: FitLoop = FitLoop(self, limits, before_training=[partial(f, self) for f in before_training])
+        self.fit_loop.epoch_loop = EpochLoop(self, limits, step_ended=[partial(f, self) for f in step_ended])
         self._logger_connector = LoggerConnector(self)
         self._signal_connector = NoSignals()
-
-    def validate_now(self) -> None:
-        self.fit_loop.epoch_loop.validate()
 
     @property
     def parameter_count(self) -> int:
@@ -90,11 +79,3 @@ class Trainer(L.Trainer):
         if strategy is not None:
             return strategy.parameter_count
         return sum(param.numel() for param in self.lightning_module.parameters())
-
-
-def _bind(functions: Iterable[Callable[[Trainer], None]], trainer: Trainer) -> list[Callable[[], None]]:
-    return [partial(function, trainer) for function in functions]
-
-
-def validates_now(trainer: Any) -> bool:
-    return trainer.fit_loop.epoch_loop.validation_is_due
