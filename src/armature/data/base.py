@@ -44,15 +44,9 @@ class DataModule(L.LightningDataModule):
     tokens_per_sample: int | None = None  # None for data that are not tokens
 
     def __init__(
-        self,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int | str = "auto",
-        eval_batch_size: int = 32,
-        num_workers: int = 0,
-        seed: int = 0,
-        train_limit: int | None = None,
-    ) -> None:
+        self, *, global_batch_size: int, micro_batch_size: int | str = "auto", eval_batch_size: int = 32,
+        num_workers: int = 0, seed: int = 0, train_limit: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
@@ -64,12 +58,11 @@ class DataModule(L.LightningDataModule):
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
         """Return a map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once per split.
 
-        Return None if there is no such split ("val", "test").
-
-        The dataset may define `batch(indices) -> {"inputs", "targets"}`, which serves a whole batch at once and must
-        draw no random numbers. It may define `augment(sample, generator) -> sample`, which is called on training
-        samples. The generator depends on (seed, epoch, index) alone, so augmentation is the same under any number of
-        ranks and workers, and after any resume. The same holds for what `__getitem__` draws from the global generators.
+        Return None if there is no such split ("val", "test"). The dataset may define `batch(indices) -> {"inputs",
+        "targets"}`, which serves a whole batch at once and must draw no random numbers. It may define `augment(sample,
+        generator) -> sample`, which is called on training samples. The generator depends on (seed, epoch, index) alone,
+        so augmentation is the same under any number of ranks and workers, and after any resume. The same holds for what
+        `__getitem__` draws from the global generators.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
 
@@ -84,11 +77,7 @@ class DataModule(L.LightningDataModule):
 
     @property
     def batches(self) -> Batches:
-        """The batch arithmetic of this run.
-
-        Raises:
-            ConfigError: if the sizes do not divide.
-        """
+        """The batch arithmetic of this run. Raises ConfigError if the sizes do not divide."""
         return plan_batches(self.global_batch_size, self.micro_batch_size, self._rank_and_ranks()[1])
 
     @property
@@ -125,39 +114,30 @@ class DataModule(L.LightningDataModule):
             log.warning(
                 "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the run continues in "
                 "another sample order than without the change.",
-                state_dict["samples_seen"],
-                state_dict["train_size"],
-                self.train_size,
-            )
+                state_dict["samples_seen"], state_dict["train_size"], self.train_size,
+            )  # fmt: skip
         if state_dict.get("seed", self.seed) != self.seed:
             log.warning(
                 "The checkpoint's samples were in the order of data.seed=%s, and continue in that of data.seed=%s: "
                 "until the epoch ends, some samples come twice and some not at all.",
-                state_dict["seed"],
-                self.seed,
-            )
+                state_dict["seed"], self.seed,
+            )  # fmt: skip
 
     @override
     def train_dataloader(self) -> DataLoader[Any] | PrefetchLoader:
         """Return the same loader at each call (its workers stay alive), for the epoch that holds the position."""
-        rank, ranks = self._rank_and_ranks()
         batches = self.batches
         if self.trainer is not None and self.trainer.accumulate_grad_batches != batches.accumulate:
             raise ConfigError(
                 f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches}), but a global batch of "
                 f"{self.global_batch_size} is {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
-                f"{ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
+                f"{batches.data_ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
             )
         sampler = TrainSampler(
-            self.train_size,
-            seed=self.seed,
-            batches=batches,
-            rank=rank,
-            position=lambda: self.samples_seen,
-            epoch=self._epoch,
-            shuffled=not isinstance(self._dataset("train"), Stream),
-        )
-        return self._loader("train", sampler, key=(rank, ranks))
+            self.train_size, seed=self.seed, batches=batches, rank=self._rank_and_ranks()[0], epoch=self._epoch,
+            position=lambda: self.samples_seen, shuffled=not isinstance(self._dataset("train"), Stream),
+        )  # fmt: skip
+        return self._loader("train", sampler)
 
     @override
     def val_dataloader(self) -> DataLoader[Any] | PrefetchLoader:
@@ -171,18 +151,17 @@ class DataModule(L.LightningDataModule):
         rank, ranks = self._rank_and_ranks()
         size = len(cast(Sized, self._dataset(split)))
         sampler = EvalSampler(size, batch_size=self.eval_batch_size, rank=rank, ranks=ranks)
-        return self._loader(split, sampler, key=(rank, ranks))
+        return self._loader(split, sampler)
 
-    def _loader(
-        self, split: Split, sampler: TrainSampler | EvalSampler, *, key: tuple[int, int]
-    ) -> DataLoader[Any] | PrefetchLoader:
+    def _loader(self, split: Split, sampler: TrainSampler | EvalSampler) -> DataLoader[Any] | PrefetchLoader:
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         pin = device.type == "cuda"
-        if (split, *key, pin) not in self._loaders:
+        key = (split, *self._rank_and_ranks(), pin)
+        if key not in self._loaders:
             if pin and self.num_workers:
                 # DataLoader warns about loaders that are made anew each epoch. Ours is made once.
                 warnings.filterwarnings("ignore", message="The combination of `DataLoader")
-            self._loaders[split, *key, pin] = DataLoader(
+            self._loaders[key] = DataLoader(
                 Samples(self._dataset(split), size=sampler.size, seed=self.seed, training=split == "train"),
                 batch_sampler=sampler,
                 num_workers=self.num_workers,
@@ -192,8 +171,7 @@ class DataModule(L.LightningDataModule):
                 pin_memory=pin,
                 persistent_workers=self.num_workers > 0,
             )
-        loader = self._loaders[split, *key, pin]
-        return PrefetchLoader(loader, device) if pin else loader
+        return PrefetchLoader(self._loaders[key], device) if pin else self._loaders[key]
 
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:

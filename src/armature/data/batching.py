@@ -18,13 +18,8 @@ class Batches:
 def plan_batches(global_batch_size: int, micro_batch_size: int | str, data_ranks: int) -> Batches:
     """Return the batch sizes, with the accumulation that follows from them and the size of the data axis.
 
-    Args:
-        global_batch_size: samples per optimizer step.
-        micro_batch_size: samples that one data rank puts through the model at once, or "auto": its whole share.
-        data_ranks: size of the data axis; tensor and pipeline ranks see the same samples and do not count.
-
-    Raises:
-        ConfigError: if global is not a multiple of micro × data ranks, with the nearest values that are.
+    Tensor and pipeline ranks see the same samples and do not count. "auto" makes a rank's whole share one micro-batch.
+    Raises ConfigError if global is not a multiple of micro × data ranks, with the nearest values that are.
     """
     problems = []
     if global_batch_size < 1:

@@ -29,13 +29,8 @@ def root(cache_dir: str | None) -> Path:
 def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Return the header of the cache at `folder`. If it is absent or damaged, `build` makes it first.
 
-    Any number of processes may call this at once: one builds, the others wait and open the result.
-
-    Args:
-        build: writes the files to the empty folder that it is given, and returns the header's content.
-
-    Raises:
-        ConfigError: if the cache folder cannot be written.
+    Any number of processes may call this at once: one builds, the others wait and open the result. `build` writes the
+    files to the empty folder that it is given, and returns the header's content.
     """
     if (header := _sound(folder)) is not None:
         return header
@@ -43,14 +38,12 @@ def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.with_name(f"{folder.name}.lock"))
         try:
-            lock.acquire(timeout=1.0)
+            held = lock.acquire(timeout=1.0)
         except Timeout:
             log.info("Another process prepares %s; waiting for it.", folder)
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with held:
             return _sound(folder) or _build(folder, build)
-        finally:
-            lock.release()
     except OSError as error:
         raise ConfigError(
             f"data.source.cache_dir: {folder.parent} cannot be written ({error.strerror or error}). Set "
@@ -91,9 +84,8 @@ def _sound(folder: Path) -> dict[str, Any] | None:
         header = json.loads((folder / HEADER).read_text())
         if header["checksum"] != _checksum(header):
             raise ValueError(f"{HEADER} is damaged")
-        known = (
-            _known(folder) if sum(file["bytes"] for file in header["files"].values()) > _ALWAYS_CHECKED_BYTES else {}
-        )
+        large = sum(file["bytes"] for file in header["files"].values()) > _ALWAYS_CHECKED_BYTES
+        known = _known(folder) if large else {}
         for name, file in header["files"].items():
             stat = (folder / name).stat()
             if stat.st_size != file["bytes"]:

@@ -55,84 +55,41 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        path: str | Sequence[str] | None = None,
-        *,
-        field: str = "text",
-        vocab_size: int = 4096,
-        context: int | None = None,
-        val_fraction: float = 0.05,
-        test_fraction: float = 0.05,
-        tokenizer: str | None = None,
-        tokenizer_bytes: int = 200_000_000,
-        cache_dir: str | None = None,
-    ) -> None:
+        self, path: str | Sequence[str] | None = None, *, field: str = "text", vocab_size: int = 4096,
+        context: int | None = None, val_fraction: float = 0.05, test_fraction: float = 0.05,
+        tokenizer: str | None = None, tokenizer_bytes: int = 200_000_000, cache_dir: str | None = None,
+    ) -> None:  # fmt: skip
         self.path = path if path is None or isinstance(path, str) else list(path)
         self.field, self.vocab_size, self.context = field, vocab_size, context
         self.val_fraction, self.test_fraction, self.tokenizer_bytes = val_fraction, test_fraction, tokenizer_bytes
         self.tokenizer_path, self.cache_dir = tokenizer, cache_dir
-        self._opened: tuple[Path, dict[str, Any]] | None = None
 
     def prepare(self) -> None:
         """Open the cache, and build it first if it is absent or damaged. Several processes may call this at once.
 
-        Raises:
-            ConfigError: for a path that names nothing, files that are not text, an impossible vocabulary or split, or
-                a context longer than the train split.
+        Raises ConfigError for a path that names nothing, files that are not text, an impossible vocabulary or split, or
+        a context longer than the train split.
         """
-        if self._opened is None:
-            files = self.check()
-            folder = cache.root(self.cache_dir) / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
-            self._opened = folder, cache.open_or_build(folder, lambda part: self._build(part, files))
-        targets = self.header["splits"]["train"]["tokens"] - 1
+        _ = self._opened
+
+    @cached_property
+    def _opened(self) -> tuple[Path, dict[str, Any]]:
+        files = self.check()
+        folder = cache.root(self.cache_dir) / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
+        header = cache.open_or_build(folder, lambda part: self._build(part, files))
+        targets = header["splits"]["train"]["tokens"] - 1
         if self.context is not None and targets < self.context:
             raise ConfigError(
                 f"data.context={self.context} is longer than the corpus: its train split has {targets + 1:,} tokens. "
                 f"Type data.context={max(targets // 16, 1)} or less, or name more text."
             )
+        return folder, header
 
     def check(self) -> list[SourceFile]:
         """Return the files of the corpus. This is the fast part of `prepare`: it checks settings and finds files.
 
-        Raises:
-            ConfigError: for a path that names nothing or only empty files, or settings out of range.
+        Raises ConfigError for a path that names nothing or only empty files, or settings out of range.
         """
-        self._check_settings()
-        files = sources.standard_library() if self.path is None else sources.find(self.path)
-        if not any(file.size for file in files):
-            raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
-        return files
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the cache."""
-        return self._open()[0]
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """Description of the cache: vocabulary, dtype, source, and tokens, bytes and documents of each split."""
-        return self._open()[1]
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash that is the same for the same tokens and tokenizer, wherever and whenever they were prepared."""
-        return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return tokenizer.load(self.folder / TOKENIZER_FILE)
-
-    def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
-        """Return the split's token ids, memory-mapped, shape (tokens,)."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=self.header["dtype"], mode="r")
-
-    def _open(self) -> tuple[Path, dict[str, Any]]:
-        if self._opened is None:
-            self.prepare()
-        assert self._opened is not None
-        return self._opened
-
-    def _check_settings(self) -> None:
         problems = []
         if self.vocab_size < tokenizer.SMALLEST_VOCABULARY:
             problems.append(
@@ -155,6 +112,33 @@ class Corpus:
             )
         if problems:
             raise ConfigError(problems)
+        files = sources.standard_library() if self.path is None else sources.find(self.path)
+        if not any(file.size for file in files):
+            raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
+        return files
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the cache."""
+        return self._opened[0]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Description of the cache: vocabulary, dtype, source, and tokens, bytes and documents of each split."""
+        return self._opened[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash that is the same for the same tokens and tokenizer, wherever and whenever they were prepared."""
+        return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer.load(self.folder / TOKENIZER_FILE)
+
+    def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
+        """Return the split's token ids, memory-mapped, shape (tokens,)."""
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.header["dtype"], mode="r")
 
     def _key(self, files: list[SourceFile]) -> str:
         """Return a hash of every file's name, size and time, and of every setting that the tokens depend on."""
@@ -175,7 +159,10 @@ class Corpus:
         sources.check_heads(files)
         split = Splitter.choose(files, val_fraction=self.val_fraction, test_fraction=self.test_fraction)
         with tokenizer.all_cores():
-            bpe = self._tokenizer(files, split)
+            if self.tokenizer_path is not None:
+                bpe = tokenizer.load_external(self.tokenizer_path)
+            else:
+                bpe = tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
             bpe.save(str(part / TOKENIZER_FILE))
             statistics = self._encode(part, files, split, bpe)
         empty = [name for name, counts in statistics.items() if not counts["bytes"]]
@@ -190,21 +177,10 @@ class Corpus:
             log.info("%s: %s tokens, %s bytes.", name, f"{counts['tokens']:,}", f"{counts['bytes']:,}")
         log.info("Prepared in %.1f s.", seconds)
         return {
-            "version": _VERSION,
-            "source": source,
-            "source_files": len(files),
-            "split_by": split.by,
-            "vocab_size": self.vocab_size,
-            "tokenizer_vocab_size": bpe.get_vocab_size(),
-            "dtype": self._dtype().str,
-            "splits": statistics,
-            "prepared_in_seconds": round(seconds, 2),
-        }
-
-    def _tokenizer(self, files: list[SourceFile], split: Splitter) -> Tokenizer:
-        if self.tokenizer_path is not None:
-            return tokenizer.load_external(self.tokenizer_path)
-        return tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
+            "version": _VERSION, "source": source, "source_files": len(files), "split_by": split.by,
+            "vocab_size": self.vocab_size, "tokenizer_vocab_size": bpe.get_vocab_size(), "dtype": self._dtype().str,
+            "splits": statistics, "prepared_in_seconds": round(seconds, 2),
+        }  # fmt: skip
 
     def _train_text(self, files: list[SourceFile], split: Splitter) -> Iterator[str]:
         """Yield the first `tokenizer_bytes` of the train split's text."""
@@ -218,7 +194,6 @@ class Corpus:
                 return
 
     def _encode(self, part: Path, files: list[SourceFile], split: Splitter, bpe: Tokenizer) -> dict[str, Any]:
-        """Write the token files, and return the statistics of each split."""
         writers = {name: _Writer(part / f"{name}.bin", self._dtype(), bpe, name != "train") for name in SPLITS}
         waiting: list[tuple[SourceFile, Piece]] = []
         size = 0

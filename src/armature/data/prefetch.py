@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_leaves
 class PrefetchLoader:
     """Iterates over a loader one batch ahead, and copies that batch on a separate stream while the step computes.
 
-    Args:
-        loader: yields batches in pinned memory; from other memory, the copies would block the CPU.
-        device: where the batches are copied.
+    The loader must yield batches in pinned memory: from other memory, the copies would block the CPU.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:

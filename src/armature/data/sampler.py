@@ -26,26 +26,15 @@ class TrainSampler:
     Data rank r of R takes, in micro-batch j of a step that starts at p, the positions p + j·mR + r·m + [0, m).
 
     Args:
-        size: N.
-        seed: seed of the permutations.
-        batches: G, m, accumulation and R.
-        rank: r.
         position: returns the position in the stream, in samples. Called at each `iter`: a resume may set it late.
         epoch: returns the epoch to serve, for a caller that counts epochs itself; None: the one of `position`.
         shuffled: False for a stream, whose samples come in the order in which they are read.
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        seed: int,
-        batches: Batches,
-        rank: int,
-        position: Callable[[], int],
-        epoch: Callable[[], int] | None = None,
-        shuffled: bool = True,
-    ) -> None:
+        self, size: int, *, seed: int, batches: Batches, rank: int, position: Callable[[], int],
+        epoch: Callable[[], int] | None = None, shuffled: bool = True,
+    ) -> None:  # fmt: skip
         self.size, self.seed, self.batches, self.rank, self.shuffled = size, seed, batches, rank, shuffled
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
         self._position = position
@@ -100,9 +89,7 @@ class EvalSampler:
         full, end = self.batch_size * self.ranks, 0
         for left in range(len(self), 0, -1):
             start, rest = end, self.size - end
-            even = (
-                left == 2 and rest - full < self.ranks and self.batch_size > 1
-            )  # otherwise the last would be too small
+            even = left == 2 and rest - full < self.ranks and self.batch_size > 1  # or the last would be too small
             end = start + (rest // 2 if even else min(full, rest))
             lower, upper = (start + (end - start) * r // self.ranks for r in (self.rank, self.rank + 1))
             yield list(range(lower, upper)) or [PADDING]

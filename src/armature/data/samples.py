@@ -6,7 +6,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +19,7 @@ from armature.data.stream import Reader, Stream
 from armature.models.loss import IGNORED
 
 Batch = dict[str, Tensor]
+_SPARE = np.random.MT19937(0)  # NumPy's global generator while the training process makes samples
 
 
 class Samples(Dataset[Batch]):
@@ -27,22 +27,16 @@ class Samples(Dataset[Batch]):
 
     A sample's random numbers depend on (seed, epoch, index) alone, whether they come from the generator that `augment`
     gets, or from the global generators of Python, NumPy and torch, which are seeded for each sample. So they are the
-    same under any number of ranks and workers, and after any resume.
-
-    Args:
-        dataset: map-style, or a Stream.
-        size: samples per epoch.
-        seed: seed of all randomness.
-        training: augment samples, and shuffle a stream's blocks.
+    same under any number of ranks and workers, and after any resume. Only in training are samples augmented, and a
+    stream's blocks shuffled.
     """
 
     def __init__(self, dataset: Any, *, size: int, seed: int, training: bool) -> None:
         self.dataset, self.size, self.training = dataset, size, training
         self.seed = f"{seed}" if training else f"{seed}/evaluation"
         self.augment = getattr(dataset, "augment", None) if training else None
-        self.reader = None
-        if isinstance(dataset, Stream):
-            self.reader = Reader(dataset, size=size, seed=seed if training else None)
+        shuffle_seed = seed if training else None
+        self.reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
 
     def __len__(self) -> int:
         return self.size
@@ -52,10 +46,8 @@ class Samples(Dataset[Batch]):
         return self.__getitems__([index])
 
     def __getitems__(self, keys: list[int]) -> Batch:
-        last = max(0, *keys)
-        filled = [
-            last if key == PADDING else key for key in keys
-        ]  # the last key, since a stream would have to be read again for another
+        last = max(0, *keys)  # fills padding: for another key, a stream would have to be read again
+        filled = [last if key == PADDING else key for key in keys]
         if self.augment is None and hasattr(self.dataset, "batch"):
             if get_worker_info() is not None:
                 _seed(self._seed_of(filled[0]))
@@ -70,13 +62,9 @@ class Samples(Dataset[Batch]):
 
     def _sample(self, key: int, generator: torch.Generator) -> Any:
         seed = self._seed_of(key)
-        if self.reader is None:
-            _seed(seed)
-            sample = self.dataset[key % self.size]
-        else:
-            record = self.reader.record(*divmod(key, self.size))
-            _seed(seed)
-            sample = self.dataset.sample(record)
+        source = key % self.size if self.reader is None else self.reader.record(*divmod(key, self.size))
+        _seed(seed)
+        sample = self.dataset[source] if self.reader is None else self.dataset.sample(source)
         return sample if self.augment is None else self.augment(sample, generator.manual_seed(seed))
 
     def _seed_of(self, key: int) -> int:
@@ -99,17 +87,10 @@ def _preserved_generators() -> Iterator[None]:
         return
     global_numpy: Any = np.random
     python, numpy, pytorch = random.getstate(), global_numpy.get_bit_generator(), torch.get_rng_state()
-    global_numpy.set_bit_generator(
-        _spare_bit_generator()
-    )  # swapped, since NumPy takes ten times as long to copy its state
+    global_numpy.set_bit_generator(_SPARE)  # swapped, since NumPy takes ten times as long to copy its state
     try:
         yield
     finally:
         random.setstate(python)
         global_numpy.set_bit_generator(numpy)
         torch.set_rng_state(pytorch)
-
-
-@cache
-def _spare_bit_generator() -> np.random.BitGenerator:
-    return np.random.MT19937(0)

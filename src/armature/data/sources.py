@@ -11,6 +11,7 @@ import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
@@ -54,20 +55,18 @@ def standard_library() -> list[SourceFile]:
 def find(path: str | list[str]) -> list[SourceFile]:
     """Return the files named by a path, a folder, a pattern (`**` descends folders) or a list of these, sorted by name.
 
-    Raises:
-        ConfigError: if one of them names nothing, with the nearest existing name.
+    Raises ConfigError if one of them names nothing, with the nearest existing name.
     """
     found: dict[Path, SourceFile] = {}
     problems = []
     for pattern in [path] if isinstance(path, str) else path:
         expanded = Path(pattern).expanduser()
-        if expanded.is_dir():
-            root, paths = expanded, [p for p in glob.glob(str(expanded / "**"), recursive=True) if os.path.isfile(p)]
-        elif expanded.is_file():
+        if expanded.is_file():
             root, paths = expanded.parent, [str(expanded)]
         else:
-            root = _fixed_part(expanded)
-            paths = [p for p in glob.glob(str(expanded), recursive=True) if os.path.isfile(p)]
+            fixed = itertools.takewhile(lambda part: not glob.has_magic(part), expanded.parts[:-1])
+            root, matched = (expanded, expanded / "**") if expanded.is_dir() else (Path(*fixed), expanded)
+            paths = [p for p in glob.glob(str(matched), recursive=True) if os.path.isfile(p)]
         if not paths:
             problems.append(_nothing_found(pattern, expanded, root))
         for name in paths:
@@ -85,17 +84,7 @@ def _source(path: Path, root: Path) -> SourceFile:
     return SourceFile(path, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
 
 
-def _fixed_part(pattern: Path) -> Path:
-    parts = []
-    for part in pattern.parts[:-1]:
-        if glob.has_magic(part):
-            break
-        parts.append(part)
-    return Path(*parts)
-
-
 def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
-    """Return the problem: what is missing, and the nearest existing name."""
     is_pattern = glob.has_magic(str(pattern))
     problem = f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
     wanted = root if is_pattern else pattern.parent
@@ -109,9 +98,7 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
         return f"{problem} {there.absolute()} has no folder '{missing}'.{hint}"
     if not is_pattern:
         near = difflib.get_close_matches(pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5)
-        return (
-            f"{problem} Did you mean {there / near[0]}?" if near else f"{problem} {there.absolute()} has none like it."
-        )
+        return f"{problem} {f'Did you mean {there / near[0]}?' if near else f'{there.absolute()} has none like it.'}"
     below = [p for p in itertools.islice(there.rglob("*"), 10_000) if p.is_file()]
     kinds = Counter(p.suffix or "without a suffix" for p in below).most_common(4)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
@@ -119,15 +106,11 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
 
 
 def check_heads(files: list[SourceFile]) -> None:
-    """Check the first bytes of each file.
-
-    Raises:
-        ConfigError: with the names of the files that are not text.
-    """
+    """Check the first bytes of each file. Raises ConfigError with the names of the files that are not text."""
     problems = []
     for file in files:
         with _open(file) as stream:
-            head = _read(file, stream, 4096)
+            head = stream.read(4096)
         try:
             _decode(file, head[: _whole_characters(head)] if len(head) == 4096 else head, 0)
         except ConfigError as error:
@@ -138,19 +121,17 @@ def check_heads(files: list[SourceFile]) -> None:
         raise ConfigError(problems)
 
 
-def pieces(file: SourceFile, *, field: str, piece_bytes: int) -> Iterator[Piece]:
+def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Yield the text of a file: pieces of a plain file, cut at line ends if there are any, or the records of JSONL.
 
-    Raises:
-        ConfigError: with the file and the byte or line, if it is not UTF-8 or not JSONL with that field.
+    Raises ConfigError with the file and the byte or line, if it is not UTF-8 or not JSONL with that field.
     """
     with _open(file) as stream:
         if file.path.name.removesuffix(".gz").endswith(".jsonl"):
             yield from _records(file, stream, field)
             return
-        rest, offset = b"", 0
-        number = 0
-        while block := _read(file, stream, piece_bytes):
+        rest, offset, number = b"", 0, 0
+        while block := stream.read(piece_bytes):
             rest += block
             cut = rest.rfind(b"\n") + 1 or _whole_characters(rest)
             if cut:
@@ -162,7 +143,7 @@ def pieces(file: SourceFile, *, field: str, piece_bytes: int) -> Iterator[Piece]
 
 def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
     number = 0
-    for line_number, line in enumerate(_lines(file, stream), start=1):
+    for line_number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
         where = f"data.path: {file.path}, line {line_number}"
@@ -171,11 +152,9 @@ def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
         except ValueError as error:  # not JSON, or not UTF-8
             raise ConfigError(f"{where}: not a line of JSON ({error}).") from error
         if not isinstance(record, dict) or field not in record:
-            there = (
-                ", ".join(sorted(record)) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
-            )
+            got = ", ".join(sorted(record)) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
             raise ConfigError(
-                f"{where}: no field '{field}' (there: {there}). Name the one with the text: data.source.field=…."
+                f"{where}: no field '{field}' (there: {got}). Name the one with the text: data.source.field=…."
             )
         text = record[field]
         try:
@@ -190,25 +169,14 @@ def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
         number += 1
 
 
-def _open(file: SourceFile) -> BinaryIO:
+@contextmanager
+def _open(file: SourceFile) -> Iterator[BinaryIO]:
     try:
-        return cast(BinaryIO, gzip.open(file.path) if file.path.suffix == ".gz" else file.path.open("rb"))
-    except OSError as error:
-        raise ConfigError(f"data.path: {file.path} cannot be read ({error.strerror}).") from error
-
-
-def _read(file: SourceFile, stream: BinaryIO, size: int) -> bytes:
-    try:
-        return stream.read(size)
-    except (OSError, EOFError, zlib.error) as error:  # not a gzip file, or a truncated one
-        raise ConfigError(f"data.path: {file.path} cannot be read ({error}).") from error
-
-
-def _lines(file: SourceFile, stream: BinaryIO) -> Iterator[bytes]:
-    try:
-        yield from stream
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"data.path: {file.path} cannot be read ({error}).") from error
+        with gzip.open(file.path) if file.path.suffix == ".gz" else file.path.open("rb") as stream:
+            yield cast(BinaryIO, stream)
+    except (OSError, EOFError, zlib.error) as error:  # cannot be opened, is not a gzip file, or is a truncated one
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"data.path: {file.path} cannot be read ({reason}).") from error
 
 
 def _decode(file: SourceFile, data: bytes, offset: int) -> str:

@@ -42,9 +42,8 @@ class Stream:
 class Reader:
     """Fetches a stream's records by (epoch, place). Cheap if places are requested in rising order.
 
-    Args:
-        size: samples per epoch. If that is not the whole stream, each epoch has the first epoch's samples.
-        seed: seed of the order within blocks; None: no shuffling.
+    If `size`, the samples per epoch, is not the whole stream, each epoch has the first epoch's samples. `seed` decides
+    the order within blocks; None: no shuffling.
     """
 
     def __init__(self, stream: Stream, *, size: int, seed: int | None) -> None:
@@ -61,12 +60,10 @@ class Reader:
         if self._held_at != (epoch, start):
             self._seek(epoch, start)
             self._held, self._held_at = [self._read() for _ in range(size)], (epoch, start)
-        return self._held[self._shuffled(epoch, place, start, size)]
-
-    def _shuffled(self, epoch: int, place: int, start: int, size: int) -> int:
         if size == 1:
-            return 0
-        return int(permuted(np.array([place - start]), size=size, seed=f"{self.seed}/{start}", epoch=epoch)[0])
+            return self._held[0]
+        (number,) = permuted(np.array([place - start]), size=size, seed=f"{self.seed}/{start}", epoch=epoch).tolist()
+        return self._held[number]
 
     def _seek(self, epoch: int, place: int) -> None:
         if self._next[0] != epoch or not 0 <= self._next[1] <= place:

@@ -60,27 +60,16 @@ class Shards:
     """
 
     def __init__(
-        self,
-        path: str | Sequence[str],
-        *,
-        context: int,
-        field: str = "text",
-        vocab_size: int = tokenizer.SMALLEST_VOCABULARY,
-        held_out: int = 64,
-        block: int = 1024,
+        self, path: str | Sequence[str], *, context: int, field: str = "text",
+        vocab_size: int = tokenizer.SMALLEST_VOCABULARY, held_out: int = 64, block: int = 1024,
         cache_dir: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.path = path if isinstance(path, str) else list(path)
         self.context, self.field, self.vocab_size = context, field, vocab_size
         self.held_out, self.block, self.cache_dir = held_out, block, cache_dir
-        self._index: list[Part] | None = None
 
     def check(self) -> list[SourceFile]:
-        """The part of `prepare` that takes no time.
-
-        Raises:
-            ConfigError: for a path that names nothing, or settings out of range.
-        """
+        """Check the settings and find the files: the part of `prepare` that takes no time. Raises ConfigError."""
         least = {"context": 1, "held_out": 1, "block": 1, "vocab_size": tokenizer.SMALLEST_VOCABULARY}
         problems = [
             f"data.source.{name}={getattr(self, name)}: at least {smallest} is needed."
@@ -92,13 +81,12 @@ class Shards:
         return sources.find(self.path)
 
     def prepare(self) -> None:
-        """Count the windows of each file, once. Several processes may call this at once.
+        """Count the windows of each file, once. Several processes may call this at once."""
+        _ = self.index
 
-        Raises:
-            ConfigError: for files that are not text, or too little text.
-        """
-        if self._index is not None:
-            return
+    @cached_property
+    def index(self) -> list[Part]:
+        """All windows of each file. Raises ConfigError for files that are not text, or too little text."""
         files = self.check()
         key = hashlib.sha256(json.dumps([_VERSION, self.field, self.context]).encode())
         for file in files:
@@ -111,13 +99,7 @@ class Shards:
                 f"data.source.held_out={self.held_out} are for val and as many for test. Name more text, or lower "
                 "held_out or context."
             )
-        self._index = [Part(file, 0, count) for file, count in zip(files, counts, strict=True)]
-
-    @property
-    def index(self) -> list[Part]:
-        self.prepare()
-        assert self._index is not None
-        return self._index
+        return [Part(file, 0, count) for file, count in zip(files, counts, strict=True)]
 
     @property
     def fingerprint(self) -> str:
@@ -160,7 +142,7 @@ class Shards:
 
     def _tokens(self, file: SourceFile) -> Iterator[Window]:
         end = np.zeros(1, np.uint16)  # END_OF_TEXT
-        for piece in sources.pieces(file, field=self.field, piece_bytes=sources.PIECE_BYTES):
+        for piece in sources.pieces(file, field=self.field):
             tokens = self._ids[np.frombuffer(piece.text.encode(), np.uint8)]
             yield np.concatenate([end, tokens]) if piece.starts else tokens
 
@@ -176,13 +158,7 @@ class Shards:
     def _count(self, files: list[SourceFile]) -> dict[str, Any]:
         log.info("Counting the samples of %d files in %s.", len(files), self.path)
         sources.check_heads(files)
-        sizes = [
-            sum(
-                len(piece.text.encode()) + piece.starts
-                for piece in sources.pieces(file, field=self.field, piece_bytes=sources.PIECE_BYTES)
-            )
-            for file in files
-        ]
+        sizes = [sum(p.size + p.starts for p in sources.pieces(file, field=self.field)) for file in files]
         return {"windows": [max(size - 1, 0) // self.context for size in sizes]}
 
 

@@ -85,26 +85,17 @@ class TextData(TokenData):
         statistics = self.source.header["splits"][split]
         return statistics["bytes"] / (statistics["tokens"] - 1)
 
-    def zlib_bits_per_byte(self, split: str) -> float:
-        """Return the bits per byte of a held-out split under zlib at level 9, each file by itself: a baseline."""
-        return self.source.header["splits"][split]["zlib_bits_per_byte"]
-
     def baselines(self) -> list[str]:
         """Return baselines to compare the model's metrics with, one line each."""
-        return [
-            f"{split}: zlib level 9 needs {self.zlib_bits_per_byte(split):.3f} bits per byte for the same files"
-            for split in ("val", "test")
-        ]
+        bits = {split: self.source.header["splits"][split]["zlib_bits_per_byte"] for split in ("val", "test")}
+        return [f"{split}: zlib level 9 needs {b:.3f} bits per byte for the same files" for split, b in bits.items()]
 
 
 class Windows(Dataset[Batch]):
-    """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T tokens one place before each.
+    """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T = `context` tokens one place before each.
 
-    Args:
-        tokens: token ids, shape (tokens,), usually memory-mapped.
-        context: T.
-        whole: serve the incomplete window at the end too, with -100 for its missing targets. Each token but the first
-            is then a target exactly once.
+    `tokens` has the shape (tokens,) and is usually memory-mapped. `whole` serves the incomplete window at the end too,
+    with -100 for its missing targets: each token but the first is then a target exactly once.
     """
 
     def __init__(self, tokens: NDArray[np.unsignedinteger[Any]], *, context: int, whole: bool) -> None:
@@ -114,7 +105,9 @@ class Windows(Dataset[Batch]):
         self.windows = np.lib.stride_tricks.as_strided(
             tokens, (complete, context + 1), (context * stride, stride), writeable=False
         )
-        self.tail = tokens[complete * context :] if whole and len(tokens) > complete * context + 1 else None
+        rest = tokens[complete * context :].astype(np.int64)
+        padded = np.pad(rest, (0, context + 1 - len(rest)), constant_values=IGNORED)
+        self.tail = padded if whole and len(rest) > 1 else None
 
     def __len__(self) -> int:
         return len(self.windows) + (self.tail is not None)
@@ -129,13 +122,7 @@ class Windows(Dataset[Batch]):
         if self.tail is None or max(indices) < complete:
             windows = self.windows[indices]
         else:
-            windows = np.stack([self.windows[i] if i < complete else self._padded_tail() for i in indices])
+            windows = np.stack([self.windows[i] if i < complete else self.tail for i in indices])
         inputs, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
         inputs[inputs == IGNORED] = 0
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-
-    def _padded_tail(self) -> NDArray[np.int64]:
-        assert self.tail is not None
-        padded = np.full(self.context + 1, IGNORED, np.int64)
-        padded[: len(self.tail)] = self.tail
-        return padded

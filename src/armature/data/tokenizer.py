@@ -28,11 +28,9 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -52,11 +50,7 @@ def document_token(tokenizer: Tokenizer) -> int | None:
 
 
 def load_external(path: str) -> Tokenizer:
-    """Return a tokenizer that was trained elsewhere: by another run, or Hugging Face's.
-
-    Raises:
-        ConfigError: for a file that is not a tokenizer, or that has no token between documents.
-    """
+    """Return a tokenizer that was trained elsewhere, by another run or by Hugging Face. Raises ConfigError."""
     if not Path(path).is_file():
         raise ConfigError(
             f"data.source.tokenizer={path}: no such file. Name a tokenizer.json: a run directory has one, and so has a "

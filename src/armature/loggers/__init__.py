@@ -10,4 +10,3 @@ class RowWriter(Protocol):
 
     def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows of numbers by name; each has the `step` that it belongs to."""
-        ...

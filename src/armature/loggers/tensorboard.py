@@ -19,6 +19,24 @@ from typing_extensions import override
 log = logging.getLogger(__name__)
 
 
+def _guarded(write: Callable[..., object]) -> Any:
+    """Return a method of TensorBoard that writes on rank 0 only, and no more after a write has failed."""
+
+    @rank_zero_only
+    def guarded(self: TensorBoard, *args: Any, **kwargs: Any) -> None:
+        try:
+            if not self._failed:
+                write(self, *args, **kwargs)
+        except OSError as error:
+            self._failed = True
+            log.error(
+                "TensorBoard's events could not be written (%s). The run continues without them; metrics.csv has "
+                "the same numbers.", error,
+            )  # fmt: skip
+
+    return guarded
+
+
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, with the same arguments and the same display in TensorBoard.
 
@@ -32,17 +50,16 @@ class TensorBoard(TensorBoardLogger):
         self._failed = False
 
     @override
-    @rank_zero_only
+    @_guarded
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if any(isinstance(value, dict) for value in metrics.values()):  # several curves in one chart
-            self._guarded(lambda: TensorBoardLogger.log_metrics(self, metrics, step))
+            super().log_metrics(metrics, step)
         elif metrics:
             self.write_rows([{**metrics, "step": step or 0}])
 
-    @rank_zero_only
+    @_guarded
     def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows of numbers by name; each has the `step` that it belongs to."""
-        self._guarded(lambda: self._event_writer().add_rows(rows, prefix=self.prefix))
+        self._event_writer().add_rows(rows, prefix=self.prefix)
 
     def _event_writer(self) -> EventWriter:
         writer = self.experiment._get_file_writer()  # a new one after the logger was closed
@@ -51,33 +68,13 @@ class TensorBoard(TensorBoardLogger):
         return writer.event_writer
 
     @override
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self._guarded(lambda: TensorBoardLogger.log_hyperparams(self, *args, **kwargs))
-
-    @override
-    @rank_zero_only
+    @_guarded
     def save(self) -> None:
         """Flush the events. The hyperparameters are in the run's config.yaml."""
-        self._guarded(lambda: self.experiment.flush())
+        self.experiment.flush()
 
-    @override
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        self._guarded(lambda: TensorBoardLogger.finalize(self, status))
-
-    def _guarded(self, write: Callable[[], object]) -> None:
-        if self._failed:
-            return
-        try:
-            write()
-        except OSError as error:
-            self._failed = True
-            log.error(
-                "TensorBoard's events could not be written (%s). The run continues without them; metrics.csv has "
-                "the same numbers.",
-                error,
-            )
+    log_hyperparams = _guarded(TensorBoardLogger.log_hyperparams)
+    finalize = _guarded(TensorBoardLogger.finalize)
 
 
 class EventWriter:
@@ -89,11 +86,12 @@ class EventWriter:
 
         self._folder: str = replaced.get_logdir()
         self._file: Any = replaced  # stays so for an object store
-        self._records: Any = None
+        self._append: Callable[[Any], object] = replaced.add_event
         if "://" not in self._folder:
             replaced.close()
             self._file = Path(replaced._file_name).open("ab")  # noqa: SIM115 (until `close`)
             self._records = RecordWriter(self._file)
+            self._append = lambda event: self._records.write(event.SerializeToString())
         self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -116,9 +114,3 @@ class EventWriter:
 
     def close(self) -> None:
         self._file.close()
-
-    def _append(self, event: Any) -> None:
-        if self._records is None:
-            self._file.add_event(event)
-        else:
-            self._records.write(event.SerializeToString())

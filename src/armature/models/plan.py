@@ -52,11 +52,7 @@ class Plan:
 
 
 def module_beside(module: str, name: str) -> ModuleType | None:
-    """Return the module `name` (a model's plan or check) in the package of `module`, or None if there is none.
-
-    Args:
-        module: the module that defines the model's class.
-    """
+    """Return `name` (a model's plan or check) in the package of `module`, which defines the model's class, or None."""
     package = module.rpartition(".")[0]
     if not package or package.split(".")[0] in ("torch", "lightning"):
         return None
@@ -68,6 +64,6 @@ def module_beside(module: str, name: str) -> ModuleType | None:
 
 
 def plan_beside(module: str) -> Plan | None:
-    """Return `PLAN` of the module `plan` next to the one that defines a model's class, or None if there is none."""
+    """Return `PLAN` of the module `plan` next to `module`, which defines the model's class, or None."""
     found = module_beside(module, "plan")
     return found.PLAN if found is not None else None

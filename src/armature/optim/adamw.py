@@ -11,15 +11,9 @@ from armature.optim.groups import transferred_rates
 
 
 def adamw(
-    params: Iterable[dict[str, Any]],
-    *,
-    lr: float = 3e-3,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    fused: bool = True,
-    base_width: int | None = None,
-) -> torch.optim.AdamW:
+    params: Iterable[dict[str, Any]], *, lr: float = 3e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+    weight_decay: float = 0.1, fused: bool = True, base_width: int | None = None,
+) -> torch.optim.AdamW:  # fmt: skip
     """Return AdamW for the groups of `parameter_groups`.
 
     With `base_width`, `lr` is the rate of a model of that width, and hidden matrices of this model get

@@ -41,27 +41,14 @@ class Muon(Optimizer):
     }
 
     def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        lr: float = 2e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        newton_schulz_steps: int = 5,
-        precision: str = "32-true",
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        base_width: int | None = None,
-    ) -> None:
+        self, params: Iterable[dict[str, Any]], *, lr: float = 2e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        newton_schulz_steps: int = 5, precision: str = "32-true", betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8, base_width: int | None = None,
+    ) -> None:  # fmt: skip
         defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "newton_schulz_steps": newton_schulz_steps,
-            "betas": tuple(betas),
-            "eps": eps,
-            "hidden": False,
-        }
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "newton_schulz_steps": newton_schulz_steps,
+            "betas": tuple(betas), "eps": eps, "hidden": False,
+        }  # fmt: skip
         params = transferred_rates(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
         super().__init__(params, defaults)
         self.matrix_work: Any = LocalMatrices()
@@ -118,15 +105,9 @@ class Muon(Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+            fused=True, amsgrad=False, maximize=False, lr=group["lr"], weight_decay=group["weight_decay"],
+            beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
+        )  # fmt: skip
 
 
 class LocalMatrices:

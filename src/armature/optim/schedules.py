@@ -57,12 +57,7 @@ def linear(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02
 
 
 def wsd(
-    optimizer: Optimizer,
-    total_steps: int,
-    *,
-    warmup: int | float = 0.02,
-    decay: int | float = 0.4,
-    final: float = 0.0,
+    optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, decay: int | float = 0.4, final: float = 0.0
 ) -> Schedule:
     """Return warm-up, a stable phase, and a linear decay at the end (MiniCPM, arXiv:2404.06395).
 

@@ -27,11 +27,7 @@ def mean_metric() -> MeanMetric:
 
 
 def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the batch's inputs and targets.
-
-    Raises:
-        TypeError: for a batch of another form.
-    """
+    """Return the batch's inputs and targets. Raises TypeError for a batch of another form."""
     try:
         return batch["inputs"], batch["targets"]
     except (KeyError, TypeError, IndexError):
@@ -56,12 +52,9 @@ class Task(L.LightningModule):
     mean_over_targets = True
 
     def __init__(
-        self,
-        model: Callable[[], nn.Module],
-        *,
-        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
         scheduler: Callable[..., LRScheduler] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model: nn.Module | None = None
         self._make_model, self._make_optimizer, self._make_scheduler = model, optimizer, scheduler
@@ -94,8 +87,7 @@ class Task(L.LightningModule):
         that holds the model's last part.
         """
         assert self.model is not None
-        inputs, targets = inputs_and_targets(batch)
-        return self.model(inputs, targets)
+        return self.model(*inputs_and_targets(batch))
 
     def metrics(self) -> dict[str, Metric]:
         """Return the metrics of one evaluation, by name. Each is a sum over samples and ranks, so it is exact."""

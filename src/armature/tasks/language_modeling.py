@@ -26,25 +26,21 @@ class LanguageModeling(Task):
     modality = "tokens"
 
     def __init__(
-        self,
-        model: Callable[[], nn.Module],
-        *,
-        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None,
-        preview_prompt: str = "def",
-        preview_tokens: int = 120,
+        self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None, preview_prompt: str = "def", preview_tokens: int = 120,
         preview_temperature: float = 0.6,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model, optimizer=optimizer, scheduler=scheduler)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
 
     @override
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
-        metrics = {**values, "perplexity": _exp_or_inf(values["loss"])}
+        loss = values["loss"]
+        metrics = {**values, "perplexity": math.inf if loss > 700.0 else math.exp(loss)}
         bytes_per_token = getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
         if bytes_per_token is not None:
-            metrics["bits_per_byte"] = values["loss"] / math.log(2) / bytes_per_token(split)
+            metrics["bits_per_byte"] = loss / math.log(2) / bytes_per_token(split)
         return metrics
 
     @override
@@ -55,14 +51,7 @@ class LanguageModeling(Task):
             return None
         prompt = torch.tensor([tokenizer.encode(self.preview_prompt).ids], device=self.device)
         ids = generate(
-            self.model,
-            prompt,
-            max_new_tokens=self.preview_tokens,
-            temperature=self.preview_temperature,
+            self.model, prompt, max_new_tokens=self.preview_tokens, temperature=self.preview_temperature,
             generator=torch.Generator(self.device).manual_seed(0),
-        )
+        )  # fmt: skip
         return tokenizer.decode(ids[0].tolist())
-
-
-def _exp_or_inf(value: float) -> float:
-    return math.inf if value > 700.0 else math.exp(value)

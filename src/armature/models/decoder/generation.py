@@ -11,16 +11,9 @@ from armature.models.decoder.model import KeyValueCache
 @torch.inference_mode()
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be recompiled for each length of the cache
 def generate(
-    model: nn.Module,
-    prompt_BT: Tensor,
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    eot: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+    model: nn.Module, prompt_BT: Tensor, *, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+    top_p: float | None = None, eot: int | None = None, generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
     """Return the prompt (B, T) of token ids and up to `max_new_tokens` more. End early once every row has met `eot`.
 
     Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it is read again and
@@ -56,13 +49,9 @@ def generate(
 
 
 def sample(
-    logits_BV: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    logits_BV: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return one token id per row (B, 1), from the `top_k` likeliest and the fewest that together reach `top_p`."""
     logits_BV = logits_BV.float()
     if temperature == 0:

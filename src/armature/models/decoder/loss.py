@@ -47,9 +47,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # computing it
         rows = min(tokens, max(1, (2**23 if device.type == "cpu" else 2**27) // vocabulary))
         # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
-        logits_all, p_all = (
-            torch.empty(rows, vocabulary, dtype=kind, device=device) for kind in (dtype, torch.float32)
-        )
+        logits_all, p_all = (torch.empty(rows, vocabulary, dtype=d, device=device) for d in (dtype, torch.float32))
         part_VD = torch.empty_like(weight_low_VD) if needs_weight else None
         for start in range(0, tokens, rows):
             chunk = slice(start, min(start + rows, tokens))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +61,9 @@ class Attention(nn.Module):
         self.o = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rotary_C2K: Tensor,
-        mask: Tensor | BlockMask | None = None,
-        cache: KeyValueCache | None = None,
-        name: str = "",
-    ) -> Tensor:
+        self, x_BTD: Tensor, rotary_C2K: Tensor, mask: Tensor | BlockMask | None = None,
+        cache: KeyValueCache | None = None, name: str = "",
+    ) -> Tensor:  # fmt: skip
         # -1: under tensor parallelism a rank holds only some of the heads, and projections gather a sequence shard
         q_BHTK, k_BGTK, v_BGTK = (
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -85,13 +82,9 @@ class Attention(nn.Module):
             a_BHTK = documents.attend(q_BHTK, k_BGTK, v_BGTK, mask)
         else:
             a_BHTK = F.scaled_dot_product_attention(
-                q_BHTK,
-                k_BGTK,
-                v_BGTK,
-                attn_mask=mask,
+                q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
                 is_causal=mask is None and q_BHTK.shape[2] == k_BGTK.shape[2],
-                enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
-            )
+            )  # fmt: skip
         return self.o(a_BHTK.transpose(1, 2).flatten(2))
 
 
@@ -122,13 +115,9 @@ class Block(nn.Module):
         self.ffn = FeedForward(width, hidden=ffn_hidden)
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rotary_C2K: Tensor,
-        mask: Tensor | BlockMask | None = None,
-        cache: KeyValueCache | None = None,
-        name: str = "",
-    ) -> Tensor:
+        self, x_BTD: Tensor, rotary_C2K: Tensor, mask: Tensor | BlockMask | None = None,
+        cache: KeyValueCache | None = None, name: str = "",
+    ) -> Tensor:  # fmt: skip
         attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_C2K, mask, cache, name)
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
         return x_BTD + F.dropout(self.ffn(self.ffn_norm(x_BTD)), self.dropout, self.training)
@@ -146,23 +135,11 @@ class Decoder(nn.Module):
     modality = "tokens"
 
     def __init__(
-        self,
-        *,
-        vocab_size: int,
-        context: int,
-        width: int,
-        layers: int,
-        heads: int,
-        kv_heads: int | None = None,
-        ffn_hidden: int | None = None,
-        rope_theta: float = 10_000.0,
-        rope_scaling: Mapping[str, float] | None = None,
-        norm_eps: float = 1e-5,
-        qk_norm: bool = False,
-        tied: bool = False,
-        dropout: float = 0.0,
+        self, *, vocab_size: int, context: int, width: int, layers: int, heads: int, kv_heads: int | None = None,
+        ffn_hidden: int | None = None, rope_theta: float = 10_000.0, rope_scaling: Mapping[str, float] | None = None,
+        norm_eps: float = 1e-5, qk_norm: bool = False, tied: bool = False, dropout: float = 0.0,
         document_token: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if found := problems({k: v for k, v in locals().items() if k not in ("self", "__class__")}):
             raise ValueError("; ".join(found))
         super().__init__()
@@ -170,20 +147,11 @@ class Decoder(nn.Module):
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.tied, self.document_token = tied, document_token
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, width)
-        self.blocks = nn.ModuleDict(
-            {
-                str(i): Block(
-                    width,
-                    heads=heads,
-                    kv_heads=kv_heads or heads,
-                    ffn_hidden=ffn_hidden or -(-8 * width // 3 // 64) * 64,
-                    norm_eps=norm_eps,
-                    qk_norm=qk_norm,
-                    dropout=dropout,
-                )
-                for i in range(layers)
-            }
-        )
+        block = partial(
+            Block, width, heads=heads, kv_heads=kv_heads or heads, norm_eps=norm_eps, qk_norm=qk_norm, dropout=dropout,
+            ffn_hidden=ffn_hidden or -(-8 * width // 3 // 64) * 64,
+        )  # fmt: skip
+        self.blocks = nn.ModuleDict({str(i): block() for i in range(layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(width, eps=norm_eps)
         self.head: nn.Linear | None = nn.Linear(width, vocab_size, bias=False)
         self._tie()

@@ -1,7 +1,4 @@
-"""Rules for a vision transformer's sizes: one list for the constructor and for the check before launch.
-
-Torch-free, so that a mistake in a config is found before torch is imported.
-"""
+"""Rules for a vision transformer's sizes, for the constructor and, torch-free, for the check before launch."""
 
 from __future__ import annotations
 

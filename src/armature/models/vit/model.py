@@ -6,6 +6,7 @@ Shapes: B batch, C channels, I image side, P patches, E pixels of a patch, D wid
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,6 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of every patch to every other."""
-
     def __init__(self, width: int, *, heads: int) -> None:
         super().__init__()
         self.head_dim = width // heads
@@ -78,19 +77,9 @@ class VisionTransformer(nn.Module):
     modality = "images"
 
     def __init__(
-        self,
-        *,
-        image_size: int,
-        patch_size: int,
-        channels: int,
-        classes: int,
-        width: int,
-        layers: int,
-        heads: int,
-        ffn_hidden: int | None = None,
-        dropout: float = 0.0,
-        label_smoothing: float = 0.0,
-    ) -> None:
+        self, *, image_size: int, patch_size: int, channels: int, classes: int, width: int, layers: int, heads: int,
+        ffn_hidden: int | None = None, dropout: float = 0.0, label_smoothing: float = 0.0,
+    ) -> None:  # fmt: skip
         if found := problems({k: v for k, v in locals().items() if k not in ("self", "__class__")}):
             raise ValueError("; ".join(found))
         super().__init__()
@@ -98,12 +87,8 @@ class VisionTransformer(nn.Module):
         self.embed: PatchEmbedding | None = PatchEmbedding(
             width, image_size=image_size, patch_size=patch_size, channels=channels
         )
-        self.blocks = nn.ModuleDict(
-            {
-                str(i): Block(width, heads=heads, ffn_hidden=ffn_hidden or 4 * width, dropout=dropout)
-                for i in range(layers)
-            }
-        )
+        block = partial(Block, width, heads=heads, ffn_hidden=ffn_hidden or 4 * width, dropout=dropout)
+        self.blocks = nn.ModuleDict({str(i): block() for i in range(layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(width)
         self.head: nn.Linear | None = nn.Linear(width, classes)
 
