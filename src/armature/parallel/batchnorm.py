@@ -14,10 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SynchronizedBatchNorm(_BatchNorm):
-    """BatchNorm of inputs (B, C, …) whose mean and variance are those of all ranks of `group`.
-
-    It is plain BatchNorm in evaluation with tracked statistics.
-    """
+    """BatchNorm of inputs (B, C, …) over all ranks of `group`. Evaluation with tracked statistics is torch's own."""
 
     group: dist.ProcessGroup
 
@@ -27,11 +24,10 @@ class SynchronizedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training or self.running_mean is None):
             return super().forward(input)
-        x = input.float()
+        x, channels = input.float(), input.shape[1]
         dims = [0, *range(2, x.ndim)]
-        count = torch.full_like(x[:1].flatten()[:1], x.numel() / x.shape[1])
+        count = torch.full_like(x[:1].flatten()[:1], x.numel() / channels)
         sums = all_reduce(torch.cat([x.sum(dims), x.square().sum(dims), count]), group=self.group)
-        channels = x.shape[1]
         total = sums[-1].detach()
         mean, square = sums[:channels] / total, sums[channels:-1] / total
         variance = (square - mean.square()).clamp(min=0)
@@ -54,11 +50,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
 
 def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
-    """Let every BatchNorm inside use the batches of all ranks of `group`; SyncBatchNorms stay as they are.
-
-    Args:
-        group: None: the default process group.
-    """
+    """Let every BatchNorm inside use the batches of all ranks of `group`; SyncBatchNorms stay as they are."""
     for child in module.modules():
         if isinstance(child, _BatchNorm) and not isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
             child.__class__ = type(type(child).__name__, (SynchronizedBatchNorm,), {"group": group})

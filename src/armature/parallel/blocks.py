@@ -27,10 +27,7 @@ def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> No
     """Let the Linears inside multiply in float8, forward and backward; weights and the optimizer keep their type.
 
     torchao scales each tensor by its largest value, anew in every step. The hardware needs sizes that are multiples of
-    16: a Linear with other sizes is not converted.
-
-    Args:
-        float8: False; True; or "emulate", which rounds as float8 would and multiplies in the tensors' own type.
+    16: a Linear with other sizes is not converted. "emulate" rounds to float8 and multiplies in the tensors' own type.
     """
     if not float8:
         return
@@ -39,18 +36,16 @@ def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> No
     def fits(module: nn.Module, _: str) -> bool:
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
 
+    config = Float8LinearConfig(emulate=float8 == "emulate")
     for module in modules:
-        convert_to_float8_training(
-            module, module_filter_fn=fits, config=Float8LinearConfig(emulate=float8 == "emulate")
-        )
+        convert_to_float8_training(module, module_filter_fn=fits, config=config)
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
     """Store less of the forward pass, and compute it again in backward.
 
-    Args:
-        mode: `none`; `every` block; a number n for every n-th block; `selective`, which stores the results of matrix
-            products, attention and communication in every block, and recomputes the rest.
+    That is for `every` block, or every n-th if the mode is a number. `selective` stores the results of matrix products,
+    attention and communication in every block, and recomputes the rest.
     """
     if mode == "none":
         return
@@ -71,11 +66,7 @@ def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> None:
-    """Compile each module's forward, inside the hooks that sharding registers on the module.
-
-    Args:
-        mode: torch.compile's.
-    """
+    """Compile each module's forward, inside the hooks that sharding registers on the module."""
     set_compile_cache_dir()
     for module in modules:
         module.forward = torch.compile(module.forward, mode=mode)

@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the same shape and dtype
 MAX_ROUND_ELEMENTS = 2**28
 
 
 class DistributedMatrices:
     """Replaces `optim.muon.LocalMatrices`. Every rank must pass the same matrices in the same order.
 
-    Args:
-        group: ranks that all hold the same unsharded matrices and share the work on them; None: every rank works on
-            all of them. Sharded matrices bring their own group.
+    The ranks of `group` hold the same unsharded matrices and share the work on them. Without a group every rank works
+    on all of them. Sharded matrices bring their own group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -34,28 +33,21 @@ class DistributedMatrices:
 
     def rounds(self, matrices: Sequence[Tensor]) -> list[list[int]]:
         """Return lists of indices of the matrices, each list for one call of `map`."""
-        alike: dict[Any, list[int]] = {}
+        alike: dict[Any, tuple[dist.ProcessGroup | None, int | None, list[int]]] = {}
         for i, matrix in enumerate(matrices):
             group, dim = self._held(matrix)
             key = (i,) if group is None else (group.group_name, dim, *matrix.shape)
-            alike.setdefault(key, []).append(i)
+            alike.setdefault(key, (group, dim, []))[2].append(i)
         rounds = []
-        for indices in alike.values():
-            first = matrices[indices[0]]
-            group, dim = self._held(first)
+        for group, dim, indices in alike.values():
             size = 1 if group is None else group.size()
             if dim is None:  # all results of a round are in memory at once
-                size = max(1, min(size, MAX_ROUND_ELEMENTS // first.numel()))
+                size = max(1, min(size, MAX_ROUND_ELEMENTS // matrices[indices[0]].numel()))
             rounds += [indices[i : i + size] for i in range(0, len(indices), size)]
         return rounds
 
     def map(self, matrices: list[Tensor], function: Function) -> list[Tensor]:
-        """Return `function` of each unsharded matrix, sharded as the matrix is.
-
-        Args:
-            matrices: those of one of the `rounds`.
-            function: takes and returns an unsharded matrix of the same shape and dtype.
-        """
+        """Return `function` of each unsharded matrix of one of the `rounds`, sharded as the matrix is."""
         group, dim = self._held(matrices[0])
         if group is None:
             return [_replicated(matrix, function) for matrix in matrices]
@@ -64,10 +56,7 @@ class DistributedMatrices:
         return _exchanged(matrices, function, dim=dim, group=group)  # pyright: ignore[reportArgumentType]
 
     def _held(self, matrix: Tensor) -> tuple[dist.ProcessGroup | None, int | None]:
-        """Return the ranks that share the work on a matrix, and its sharded dim.
-
-        The dim is None if every rank holds the whole matrix. Both are None if every rank works on the matrix.
-        """
+        """Return the ranks that share the work on a matrix (None: all do it), and its sharded dim (None: unsharded)."""
         if not isinstance(matrix, DTensor):
             return self.group, None
         mesh = matrix.device_mesh
@@ -81,7 +70,6 @@ class DistributedMatrices:
 
 
 def _replicated(matrix: Tensor, function: Function) -> Tensor:
-    """Do the same work on every rank, on the gathered matrix if it is sharded."""
     if not isinstance(matrix, DTensor):
         return function(matrix)
     result = DTensor.from_local(function(matrix.full_tensor()), matrix.device_mesh, run_check=False)
@@ -111,15 +99,12 @@ def _exchanged(matrices: list[DTensor], function: Function, *, dim: int, group: 
     has_matrix = rank < len(matrices)
     sent = [shards[0].numel() if i < len(matrices) else 0 for i in range(ranks)]  # elements, to each rank
     received = [length * (shape.numel() // shape[dim]) if has_matrix else 0 for length in lengths]
-
     outgoing = torch.cat([shard.reshape(-1) for shard in shards])
     own = outgoing.new_empty(sum(received))
     dist.all_to_all_single(own, outgoing, received, sent, group=group)
     if has_matrix:
-        shards_of_own = [
-            piece.view(*shape[:dim], length, *shape[dim + 1 :])
-            for piece, length in zip(own.split(received), lengths, strict=True)
-        ]
+        pieces = zip(own.split(received), lengths, strict=True)
+        shards_of_own = [piece.view(*shape[:dim], length, *shape[dim + 1 :]) for piece, length in pieces]
         result = function(torch.cat(shards_of_own, dim))
         own = torch.cat([shard.reshape(-1) for shard in result.split(lengths, dim)])
     returned = torch.empty_like(outgoing)

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 Part = tuple[Tensor, int]  # this rank's part of a tensor, and the number of different parts of that tensor
-
 _PIECE_ELEMENTS = 1 << 15
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be a DTensor; it shares memory with the tensor.
+    """Return this rank's part of a tensor; it shares memory with the tensor.
 
     Sums, and products with a number, need only the parts, even if the parts are sums that are not reduced yet.
     """
@@ -30,7 +29,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return this rank's part of each tensor, detached, and the number of parts that the tensor is sharded into."""
     return [(local_part(tensor).detach(), _part_count(tensor)) for tensor in tensors]
 
 
@@ -59,10 +57,8 @@ def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torc
     """Return the 2-norm of the unsharded model's gradient, a 0-dim fp32 tensor, the same on every rank.
 
     Args:
-        parts: from `local_gradients`.
         ranks: the number of ranks that together hold this rank's pipeline stage.
         sharded: whether ranks hold different parts, whose squares must be added up. The same on every rank.
-        device: the device of the collective.
     """
     pieces = [piece for part in parts for piece in _pieces(*part)]
     total = _squares(pieces, ranks=ranks, sharded=sharded, device=device).sum()
@@ -75,25 +71,16 @@ def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torc
 def norms(
     parts: Sequence[Part], groups: Sequence[int], *, count: int, ranks: int, sharded: bool, device: torch.device
 ) -> Tensor:
-    """Return the 2-norm of each group of unsharded tensors and of all of them, the same on every rank.
-
-    Args:
-        parts: from `local_parts` or `local_gradients`.
-        groups: index of each part's group, from 0 to count - 1.
-        count: the number of groups.
-        ranks, sharded, device: as for `total_norm`.
+    """Return the 2-norm of each group (0 to count - 1) of unsharded tensors and of all, the same on every rank.
 
     Returns:
         (count + 1,) in fp32; the last one is the norm of all groups together.
     """
-    pieces, owners = [], []
-    for part, group in zip(parts, groups, strict=True):
-        cut = _pieces(*part)
-        pieces += cut
-        owners += [group] * len(cut)
+    pieces = [(piece, group) for part, group in zip(parts, groups, strict=True) for piece in _pieces(*part)]
     squares = torch.zeros(count, dtype=torch.float32, device=device)
-    index = torch.tensor(owners, dtype=torch.long, device=device)
-    squares.index_add_(0, index, _squares(pieces, ranks=ranks, sharded=sharded, device=device))
+    index = torch.tensor([group for _, group in pieces], dtype=torch.long, device=device)
+    added = _squares([piece for piece, _ in pieces], ranks=ranks, sharded=sharded, device=device)
+    squares.index_add_(0, index, added)
     if sharded:
         dist.all_reduce(squares)
     return torch.cat([squares, squares.sum()[None]]).sqrt()

@@ -10,35 +10,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """Return a CPU generator that depends only on the seed and the parameter's name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def assign(param: Tensor, full: Tensor) -> None:
-    """Copy an unsharded value into a parameter, or this rank's part of it into the parameter's shard.
-
-    Args:
-        full: of the parameter's unsharded shape, with the same values on every rank.
-    """
-    if isinstance(param, DTensor):
-        # src_data_rank=None: no communication, since every rank has the same `full`
-        full = distribute_tensor(
-            full.to(param.device, param.dtype), param.device_mesh, param.placements, src_data_rank=None
-        )
-    with torch.no_grad():
-        param.copy_(full)
-
-
 def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
-    """Allocate meta parameters on `device`, and move the other ones there. Tied parameters stay tied.
-
-    Returns:
-        The names of the parameters that were on the meta device, whose values are not initialized yet.
-
-    Raises:
-        ValueError: if a buffer is on the meta device, since nothing would initialize it.
-    """
+    """Allocate meta parameters on `device`, and move the others there. Return the names of those that were meta."""
     meta_names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
     if buffers := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise ValueError(f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward instead.")
@@ -60,13 +37,9 @@ def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
     Only one unsharded parameter, in fp32 on the CPU, is in memory at a time.
 
     Args:
-        module: a model, or anything that holds models, such as a LightningModule.
         names: the parameters of `module` to initialize; None: all.
         prefix: prefix of `module`'s parameter names in the names that seed the generators. A LightningModule's `model`
             has the prefix "model.", so that the same seed gives the same weights in a bare loop and under a strategy.
-
-    Raises:
-        ValueError: if no model initializes one of the parameters.
     """
     owners = {name: owner for name, owner in module.named_modules() if hasattr(owner, "initialize_parameter")}
     done: set[Tensor] = set()
@@ -80,7 +53,12 @@ def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
                 "param, generator) to fill it: add one, or build the model on a real device."
             )
         full = torch.empty(param.shape, dtype=torch.float32)
-        relative = name.removeprefix(f"{owner}.") if owner else name
-        owners[owner].initialize_parameter(relative, full, generator_for(seed, prefix + name))  # pyright: ignore[reportCallIssue]
-        assign(param, full)
+        relative, generator = name.removeprefix(f"{owner}."), generator_for(seed, prefix + name)
+        owners[owner].initialize_parameter(relative, full, generator)  # pyright: ignore[reportCallIssue]
+        if isinstance(param, DTensor):
+            # src_data_rank=None: no communication, since every rank has the same `full`
+            full = full.to(param.device, param.dtype)
+            full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+        with torch.no_grad():
+            param.copy_(full)
         done.add(param)

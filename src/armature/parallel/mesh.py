@@ -14,11 +14,7 @@ AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a
 
 
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
-    """Return the axes' sizes; the one that is `auto` takes the remaining processes.
-
-    Raises:
-        ValueError: if they do not multiply to the number of processes; the message names sizes that do.
-    """
+    """Return the axes' sizes; the one that is `auto` takes the remaining processes."""
     asked = ", ".join(f"strategy.{axis}={sizes[axis]}" for axis in AXES)
     known = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     if bad := [f"strategy.{axis}={size}" for axis, size in known.items() if size < 1]:

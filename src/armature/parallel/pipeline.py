@@ -16,13 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
@@ -32,27 +26,20 @@ from armature.parallel.split import SCHEDULES, balance_blocks, stage_ownership_p
 from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights
 
 SCHEDULE_CLASSES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleZBVZeroBubble,
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
 
 
-# ---------------------------------------------------------------- split
 @dataclass
 class Stages:
-    """The stages that this rank holds.
+    """The stages that this rank holds."""
 
-    Attributes:
-        indices: of this rank's stages among all stages.
-        count: the number of stages of all ranks.
-        parts: one view of the model per stage that this rank holds, with only that stage's blocks and ends.
-    """
-
-    indices: list[int]
-    count: int
-    parts: list[nn.Module]
+    indices: list[int]  # among the stages of all ranks
+    count: int  # of the stages of all ranks
+    parts: list[nn.Module]  # for each of this rank's stages, a view of the model with only its blocks and ends
 
 
 def split(
@@ -61,12 +48,7 @@ def split(
     """Delete what this rank does not hold from the model, and make a view of the model for each of its stages.
 
     Names never change: the names of deleted blocks are missing, and an end that this rank does not hold is None.
-
-    Args:
-        block_counts: the number of blocks in each stage; None: balanced by parameter count, including the ends.
-
-    Raises:
-        ConfigError: if the model holds parameters itself, which belong to no stage.
+    Without `block_counts`, stages are balanced by parameter count, including the ends.
     """
     if problems := stage_ownership_problems(model):
         raise ConfigError(problems)
@@ -109,20 +91,18 @@ def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, 
     return view
 
 
-# ---------------------------------------------------------------- schedule
 class ScheduledLoss(torch.autograd.Function):
     """The loss of one step of the schedule, whose backward adds the gradients that the schedule computed.
 
-    Args:
-        grads: the gradients of `params`, for the loss multiplied by `target_count`.
-        target_count: 0-dim; None: 1.
+    `grads` are those of the loss multiplied by `target_count` (0-dim; None: 1).
     """
 
     @staticmethod
     def forward(
         ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], target_count: Tensor | None
     ) -> Tensor:
-        ctx.pairs, ctx.target_count = list(zip(params, grads, strict=True)), target_count
+        ctx.pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+        ctx.target_count = target_count
         return loss.clone()
 
     @staticmethod
@@ -130,8 +110,6 @@ class ScheduledLoss(torch.autograd.Function):
         (scale,) = grad_outputs
         scale = scale if ctx.target_count is None else scale / ctx.target_count
         for param, grad in ctx.pairs:
-            if grad is None:
-                continue
             local_part(grad).mul_(scale)
             if param.grad is None:
                 param.grad = grad
@@ -155,16 +133,7 @@ def without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
 
 @dataclass
 class Runner:
-    """Runs this rank's stages. A call with inputs and targets returns the loss, one with inputs alone the outputs.
-
-    Attributes:
-        unshard_outputs: all-gathers the last stage's outputs if the tensor axis shards them.
-        target_weights: the strategy's; None: each batch's loss is the mean over its own targets.
-        schedules: torch's schedule objects, by the inputs' shape and dtype.
-        activation_shapes: shape and dtype of what a stage receives, by (stage, shape of the micro-batch).
-        loss_divisor: the number of targets that a micro-batch's summed loss is divided by, 0-dim; None: the targets
-            are no classes, and the mean over micro-batches is the loss.
-    """
+    """Runs this rank's stages. A call with inputs and targets returns the loss, one with inputs alone the outputs."""
 
     model: nn.Module
     stages: Stages
@@ -172,11 +141,13 @@ class Runner:
     device: torch.device
     schedule: str
     microbatches: int
-    unshard_outputs: Callable[[Tensor], Tensor]
-    target_weights: TargetWeights | None = None
-    schedules: dict[Any, Any] = field(default_factory=dict)
+    unshard_outputs: Callable[[Tensor], Tensor]  # all-gathers the last stage's outputs if the tensor axis shards them
+    target_weights: TargetWeights | None = None  # None: each batch's loss is the mean over its own targets
+    schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
+    # shape and dtype of what a stage receives, by (stage, shape of the micro-batch)
     activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    loss_divisor: Tensor | None = None
+    # number of targets that divides a micro-batch's summed loss, 0-dim
+    loss_divisor: Tensor | None = None  # None: the targets are no classes, and the mean over micro-batches is the loss
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         for part in self.stages.parts:
@@ -197,10 +168,8 @@ class Runner:
 
     @property
     def holds_last(self) -> bool:
-        """Whether this rank holds the last stage."""
         return self.stages.count - 1 in self.stages.indices
 
-    # ------------------------------------------------------------ training
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
 
@@ -217,11 +186,9 @@ class Runner:
             self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
         with without_gradients(params):
             schedule.step(
-                *((inputs,) if 0 in self.stages.indices else ()),
-                target=targets if self.holds_last else None,
-                losses=losses if self.holds_last else None,
-                return_outputs=False,
-            )
+                *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
+                losses=losses if self.holds_last else None, return_outputs=False,
+            )  # fmt: skip
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
         loss = self._broadcast_from_last(mean, scalar=True)
@@ -241,17 +208,15 @@ class Runner:
         key = (inputs.shape, inputs.dtype)
         if key not in self.schedules:
             stages = [
-                PipelineStage(part, index, self.stages.count, self.device, group=self.group)
+                pipelining.PipelineStage(part, index, self.stages.count, self.device, group=self.group)
                 for part, index in zip(self.stages.parts, self.stages.indices, strict=True)
             ]
             self.schedules[key] = SCHEDULE_CLASSES[self.schedule](
                 stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0],
-                n_microbatches=self.microbatches,
-                loss_fn=self._weighted_loss,
-            )
+                n_microbatches=self.microbatches, loss_fn=self._weighted_loss,
+            )  # fmt: skip
         return self.schedules[key]
 
-    # ------------------------------------------------------------ evaluation
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Return the outputs on the ranks of the last stage, None on others. A small batch has fewer micro-batches."""
@@ -272,7 +237,6 @@ class Runner:
         return torch.cat(outputs) if self.holds_last else None
 
     def _rank_of(self, stage: int) -> int:
-        """Return the global rank that holds a stage."""
         ranks = self.group.size()
         holder = next(r for r in range(ranks) if stage in stages_of_rank(r, ranks=ranks, schedule=self.schedule))
         return dist.get_global_rank(self.group, holder)
@@ -288,7 +252,6 @@ class Runner:
         return [(work, y)]
 
     def _receive(self, stage: int, *, key: Any) -> Tensor:
-        """Receive a stage's input from the stage before it."""
         source = self._rank_of(stage - 1)
         if key not in self.activation_shapes:
             box: list[Any] = [None]
@@ -300,12 +263,7 @@ class Runner:
         return x
 
     def _broadcast_from_last(self, value: Tensor | None, *, scalar: bool) -> Tensor:
-        """Return the last stage's value on every stage, in fp32.
-
-        Args:
-            value: None on the ranks of other stages.
-            scalar: whether the value is 0-dim; if not, its shape is sent first.
-        """
+        """Return the last stage's value (None elsewhere) on all stages, in fp32. A scalar's shape is not sent."""
         source, shape = self._rank_of(self.stages.count - 1), ()
         if not scalar:
             box: list[Any] = [tuple(value.shape) if value is not None else None]

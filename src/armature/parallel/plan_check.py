@@ -15,12 +15,7 @@ from armature.parallel.tensor import match_styles
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
-    """Return where a plan does not fit its model: names that do not exist, matrices that an axis does not divide.
-
-    Args:
-        make: builds the model.
-        sizes: sizes of the mesh's axes.
-    """
+    """Return where a plan does not fit its model: names that do not exist, matrices that an axis does not divide."""
     with torch.device("meta"):
         model = make()
     name = type(model).__name__
@@ -38,9 +33,10 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
     ]
     if sizes["pipe"] > 1:
         found += stage_ownership_problems(model)
-        crossing = [names for names in ties.find(model) if len({_stage_part(n, plan) for n in names}) > 1]
         found += [
-            f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share." for names in crossing
+            f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share."
+            for names in ties.find(model)
+            if len({_stage_part(name, plan) for name in names}) > 1
         ]
     if sizes["tensor"] > 1:
         try:
@@ -62,8 +58,7 @@ def _indivisible(model: nn.Module, styles: dict[str, str], *, tensor: int) -> li
     for name, style in styles.items():
         weight = getattr(model.get_submodule(name), "weight", None)
         if style in dims and weight is not None and weight.shape[dims[style]] % tensor:
-            shape = tuple(weight.shape)
-            found[style, shape] = (
-                f"strategy.tensor={tensor} does not divide dim {dims[style]} of {name}.weight {shape}, a {style}."
-            )
+            dim, shape = dims[style], tuple(weight.shape)
+            message = f"strategy.tensor={tensor} does not divide dim {dim} of {name}.weight {shape}, a {style}."
+            found[style, shape] = message
     return list(found.values())

@@ -33,22 +33,13 @@ class RankEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         return environment.main_port()
 
-    @staticmethod
-    def detect() -> bool:
-        return environment.is_joined()
+    detect = staticmethod(environment.is_joined)
 
     def world_size(self) -> int:
         return environment.world_size()
 
-    def set_world_size(self, size: int) -> None:
-        if size != self.world_size():
-            raise RuntimeError(f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}")
-
     def global_rank(self) -> int:
         return environment.rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
 
     def local_rank(self) -> int:
         return environment.local_rank()
@@ -56,14 +47,19 @@ class RankEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return environment.node_rank()
 
+    def set_world_size(self, size: int) -> None:
+        if size != self.world_size():
+            raise RuntimeError(f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}")
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
 
 def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None) -> None:
     """Join the default process group, unless there is only one process or the group exists already.
 
-    Args:
-        backend: `auto` (gloo on CPU, NCCL on GPU) or a backend's name.
-        accelerator: `cpu` or `gpu`. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
-        timeout: of a collective, in this group and in all groups that are created later; None: torch's.
+    `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
+    The timeout is that of a collective, in this group and in all groups that are created later; None: torch's.
     """
     if dist.is_initialized() or environment.world_size() == 1:
         return
@@ -71,10 +67,8 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
     device = torch.device("cuda", environment.local_rank()) if on_gpu else None
     if device is not None:
         torch.cuda.set_device(device)
-    if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    elif backend == "nccl":
-        backend = "cpu:gloo,cuda:nccl"
+    both = "cpu:gloo,cuda:nccl"
+    backend = {"auto": both if on_gpu else "gloo", "nccl": both}.get(backend, backend)
     if timeout is not None:  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)

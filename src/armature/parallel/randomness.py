@@ -44,17 +44,15 @@ def begin(*, seed: int, stream: int, step: int = 0) -> None:
 
 
 class RankRandomState:
-    """A random state of this rank that is held until `restore`, while set-up or a validation draws."""
+    """A random state of this rank that is held until `restore`: what is drawn until then has no later effect."""
 
     def __init__(self) -> None:
         self._held: dict[str, Any] | None = None
 
     def hold(self) -> None:
-        """Hold the current state: what is drawn from here to `restore` has no effect on later draws."""
         self._held = capture()
 
     def restore(self) -> None:
-        """Continue from the held state, if there is one. It is held no longer."""
         if self._held is not None:
             restore(self._held)
             self._held = None
@@ -64,12 +62,9 @@ class RankRandomState:
         return {"layout": layout, "ranks": process_group.all_gather_object(capture())}
 
     def load(self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int) -> None:
-        """Hold this rank's state from a checkpoint.
+        """Hold this rank's state from a checkpoint, if it has any.
 
         Under another layout ranks draw different numbers anyway. They then begin new streams at the checkpoint's step.
-
-        Args:
-            saved: from `gather`; None if the checkpoint has no random states.
         """
         if saved is not None and saved["layout"] == layout and len(saved["ranks"]) == process_group.ranks():
             self._held = saved["ranks"][process_group.rank()]

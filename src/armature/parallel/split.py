@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -11,15 +11,10 @@ if TYPE_CHECKING:
 
 
 class Schedule(NamedTuple):
-    """How a schedule assigns stages to ranks.
-
-    Attributes:
-        stages_per_rank: the number of stages that each rank holds.
-        v_shaped: the second stages run back along the ranks, so that the first rank holds the last stage too.
-    """
+    """How a schedule assigns stages to ranks."""
 
     stages_per_rank: int
-    v_shaped: bool
+    v_shaped: bool  # the second stages run back along the ranks, so that the first rank holds the last stage too
 
 
 SCHEDULES = {
@@ -33,19 +28,12 @@ SCHEDULES = {
 def balance_blocks(costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0) -> list[int]:
     """Return how many consecutive blocks each stage takes, so that the most expensive stage is as cheap as possible.
 
-    Args:
-        costs: the cost of each block, in parameters.
-        first, last: the cost of what only the first and only the last stage hold, in parameters.
-
-    Raises:
-        ValueError: if there are fewer blocks than stages, since each stage holds at least one.
+    `costs` are those of the blocks; `first` and `last` of what only the first and only the last stage hold.
     """
     n = len(costs)
     if n < stages:
         raise ValueError(f"{n} blocks cannot fill {stages} stages")
-    sums = [0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = [0, *accumulate(costs)]
 
     def price(stage: int, start: int, end: int) -> int:
         return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
@@ -68,23 +56,17 @@ def balance_blocks(costs: Sequence[int], *, stages: int, first: int = 0, last: i
 def stages_of_rank(rank: int, *, ranks: int, schedule: str) -> list[int]:
     """Return the indices of the stages that a rank of the pipeline axis holds, in the order of the model."""
     stages_per_rank, v_shaped = SCHEDULES[schedule]
-    if v_shaped:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank + ranks * i for i in range(stages_per_rank)]
+    return [rank, 2 * ranks - 1 - rank] if v_shaped else [rank + ranks * i for i in range(stages_per_rank)]
 
 
 def stage_ownership_problems(model: nn.Module) -> list[str]:
-    """Return the problem that a model holds parameters itself, outside of its submodules; an empty list if it has none.
-
-    Stages are made of submodules, so no stage owns such a parameter.
-    """
-    names = [name for name, _ in model.named_parameters(recurse=False)]
-    if not names:
-        return []
-    return [
-        f"{type(model).__name__} holds {', '.join(names)} itself, so no pipeline stage owns it. Put it into a "
-        "submodule that the plan names in first or last."
-    ]
+    """Return the problem that a model holds parameters itself: stages are made of submodules, so none owns them."""
+    names = ", ".join(name for name, _ in model.named_parameters(recurse=False))
+    problem = (
+        f"{type(model).__name__} holds {names} itself, so no pipeline stage owns it. Put it into a submodule that the "
+        "plan names in first or last."
+    )
+    return [problem] if names else []
 
 
 def bubble_share(schedule: str, *, ranks: int, microbatches: int) -> float:

@@ -1,10 +1,9 @@
 """Each target of an optimizer step has the same weight, whatever micro-batch it is in.
 
-A model's loss is the mean over the targets that count in one micro-batch. Micro-batches may have different numbers of
-them, since prompts and padding do not count. The mean of their means would then give a target more weight in a
-micro-batch with few targets, and the result would depend on the number of ranks and on accumulation. So each
-micro-batch's loss is multiplied by its number of targets, and the gradients and the logged loss are divided by the mean
-number per micro-batch, which is known at the end of the step.
+A model's loss is the mean over one micro-batch's targets, whose number varies, since prompts and padding do not count.
+A mean of such means would depend on the number of ranks and on accumulation. So each micro-batch's loss is multiplied
+by its number of targets, and the gradients and the logged loss are divided by the mean number per micro-batch, which is
+known at the end of the step.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ class TargetWeights:
     Attributes:
         batch_targets: the number of targets in the newest batch, in units of `TARGETS_PER_UNIT`; a 0-dim fp32 tensor,
             or None if its targets are not counted.
-        step_targets: the number of targets in this step so far, in the same units: on this rank, and once the step's
-            micro-batches are complete, on all ranks. None if no targets were counted.
+        step_targets: the same of this step so far on this rank; on all ranks once its micro-batches are complete.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step without any counted targets."""
         self.batch_targets: Tensor | None = None
         self.step_targets: Tensor | None = None
         self._micro_batches = 0
@@ -43,10 +40,7 @@ class TargetWeights:
         self._gradient_scale: Tensor | None = None
 
     def count_batch(self, batch: Any) -> None:
-        """Count the targets of a batch, before `training_step` gets it.
-
-        Only a dictionary whose "targets" are whole numbers is counted.
-        """
+        """Count the targets of a batch if it is a dictionary whose "targets" are whole numbers."""
         if self._gradient_scale is not None:
             self.reset()
         self.batch_targets = None
@@ -62,10 +56,8 @@ class TargetWeights:
         """
         if self.batch_targets is None:
             return loss
-        if self.step_targets is None:
-            self.step_targets = self.batch_targets.clone()
-        else:
-            self.step_targets = self.step_targets + self.batch_targets
+        so_far = self.step_targets
+        self.step_targets = self.batch_targets.clone() if so_far is None else so_far + self.batch_targets
         self._micro_batches += 1
         if self._micro_batches == micro_batches and ranks > 1:
             self._all_reduce = dist.all_reduce(self.step_targets, async_op=True)

@@ -46,10 +46,9 @@ class ReplicatedParameters(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = [name for name, param in module._parameters.items() if param is not None]
-        for name in names:
-            param = module._parameters[name]
-            assert param is not None
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+        names = list(params)
+        for name, param in params.items():
             replicated = distribute_tensor(param, device_mesh, [Replicate()], src_data_rank=None)
             module._parameters[name] = nn.Parameter(replicated, requires_grad=param.requires_grad)
         replaced: list[dict[str, nn.Parameter]] = []
@@ -83,14 +82,9 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 
 def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the tensor style of each module that a pattern of the plan names; the last matching pattern wins.
-
-    Raises:
-        ConfigError: if a pattern matches no module.
-    """
+    """Return the tensor style of each module that a pattern of the plan names; the last matching pattern wins."""
     names = [name for name, _ in model.named_modules()]
-    styles: dict[str, str] = {}
-    problems = []
+    styles, problems = {}, []
     for pattern, style in plan.tensor.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
         styles |= dict.fromkeys(matching, style)
@@ -104,13 +98,8 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
 
 
 def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shard the modules that this rank holds, and replicate every parameter that no style names.
-
-    Args:
-        styles: from `match_styles`; names of modules that this rank does not hold are skipped.
-    """
-    tied = ties.find(model)
-    by_name = torch_styles(sequence_parallel=sequence_parallel)
+    """Shard the modules that this rank holds, and replicate every parameter that no style names."""
+    tied, by_name = ties.find(model), torch_styles(sequence_parallel=sequence_parallel)
     for name, module in model.named_modules():
         if name in styles:
             parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
@@ -123,8 +112,7 @@ def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh,
 def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     """Let the model's loss take outputs whose classes (the last dim) are sharded, through torch's loss_parallel.
 
-    Returns:
-        A function that all-gathers such outputs: (…, classes / ranks) to (…, classes).
+    Return a function that all-gathers such outputs: (…, classes / ranks) to (…, classes).
     """
     loss: Callable[[Tensor, Tensor], Tensor] = model.loss  # pyright: ignore[reportAssignmentType]
 
@@ -140,11 +128,7 @@ def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tens
 
 
 def gather_outputs(model: nn.Module, unshard: Callable[[Tensor], Tensor]) -> None:
-    """Return unsharded outputs from calls of the model without targets; calls with targets return the loss as it is.
-
-    Args:
-        unshard: from `shard_loss`.
-    """
+    """Return unsharded outputs from calls of the model without targets; calls with targets return the loss as it is."""
 
     def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         has_targets = (len(args) > 1 and args[1] is not None) or kwargs.get("targets") is not None

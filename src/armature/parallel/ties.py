@@ -14,14 +14,7 @@ def find(module: nn.Module) -> list[list[str]]:
 
 
 def restore(module: nn.Module, groups: list[list[str]]) -> None:
-    """Tie the parameters again that became separate ones when they were replaced.
-
-    Args:
-        groups: from `find`, before the replacement.
-
-    Raises:
-        ValueError: if the names' tensor styles shard the parameter in different ways.
-    """
+    """Tie parameters again that became separate when they were replaced. `groups`: from `find`, before."""
     for first, *others in groups:
         shared = module.get_parameter(first)
         for other in others:
