@@ -100,8 +100,8 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     )
     (checkpoints / "last").write_text("step=000002\n")
     assert (
-        resume.newest_complete(tmp_path)
-        == resume.newest_complete(checkpoints / "step=000002")
+        resume.last_checkpoint(tmp_path)
+        == resume.last_checkpoint(checkpoints / "step=000002")
         == checkpoints / "step=000002"
     )
     (checkpoints / "last").write_text("step=000004\n")

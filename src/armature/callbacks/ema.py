@@ -70,23 +70,8 @@ class EMA(L.Callback):
         torch._foreach_lerp_([local(average) for average in self.average.values()], weights, 1 - decay)
 
     @override
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._swap_in(trainer)
-
-    @override
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._swap_out(trainer)
-
-    @override
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._swap_in(trainer)
-
-    @override
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._swap_out(trainer)
-
     @torch.no_grad()
-    def _swap_in(self, trainer: L.Trainer) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.evaluate or self.steps == 0:
             return
         strategy = strategy_of(trainer, self)
@@ -94,17 +79,20 @@ class EMA(L.Callback):
             self._replaced[name] = strategy.local(param).clone()
             strategy.local(param).copy_(strategy.local(self.average[name]))
 
+    @override
     @torch.no_grad()
-    def _swap_out(self, trainer: L.Trainer) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._replaced:
             return
         strategy = strategy_of(trainer, self)
         for name, param in strategy.weights().items():
             strategy.local(param).copy_(self._replaced.pop(name))
 
+    on_test_start, on_test_end = on_validation_start, on_validation_end
+
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._swap_out(trainer)  # a checkpoint that is saved after this hook must hold the weights
+        self.on_validation_end(trainer, pl_module)  # a checkpoint that is saved after this hook must hold the weights
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -43,28 +43,18 @@ class Monitors(L.Callback):
     reads_unscaled_gradients = True  # the norms are multiplied by the scale
 
     def __init__(
-        self,
-        *,
-        phases: bool = True,
-        mfu: bool = True,
-        peak_tflops: float | None = None,
-        memory: bool = True,
-        norms_every_n_steps: int | None = 50,
-        norms_by_part: bool = False,
-        update_ratio: bool = False,
-    ) -> None:
+        self, *, phases: bool = True, mfu: bool = True, peak_tflops: float | None = None, memory: bool = True,
+        norms_every_n_steps: int | None = 50, norms_by_part: bool = False, update_ratio: bool = False,
+    ) -> None:  # fmt: skip
         for name, value in (("peak_tflops", peak_tflops), ("norms_every_n_steps", norms_every_n_steps)):
             if value is not None and value <= 0:
                 raise ValueError(f"callbacks.monitors.{name} must be positive, or null. Got {value}")
         if norms_every_n_steps is None and (norms_by_part or update_ratio):
             raise ValueError("norms_by_part and update_ratio need callbacks.monitors.norms_every_n_steps. Got null")
-        self.phases, self.mfu, self.memory = phases, mfu, memory
-        self.peak_tflops = peak_tflops
-        self.norms = (
-            Norms(norms_every_n_steps, by_part=norms_by_part, update_ratio=update_ratio)
-            if norms_every_n_steps is not None
-            else None
-        )
+        self.phases, self.mfu, self.memory, self.peak_tflops = phases, mfu, memory, peak_tflops
+        self.norms: Norms | None = None
+        if norms_every_n_steps is not None:
+            self.norms = Norms(norms_every_n_steps, by_part=norms_by_part, update_ratio=update_ratio)
         self._phases: Phases | None = None
         self._peak: float | None = None
         self._flops: float | None = None
@@ -137,7 +127,7 @@ class Monitors(L.Callback):
             return self.peak_tflops * 1e12
         device = trainer.strategy.root_device
         if device.type == "cpu":
-            return flops.measured_peak(_compute_dtype(str(trainer.precision)))
+            return flops.measured_peak(torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32)
         peak = hardware.published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if peak is None:
             log.warning(
@@ -161,8 +151,7 @@ class Norms:
         self._with_gradients = by_part
 
     def begin(self, strategy: StrategyAccess) -> None:
-        self._strategy = strategy
-        weights = strategy.weights()
+        self._strategy, weights = strategy, strategy.weights()
         if not strategy.can_read_weights:
             log.warning("DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged.")
             weights = {}
@@ -287,7 +276,3 @@ def _flops_of(module: L.LightningModule, batch: Any) -> float | None:
     if make_model is None or not isinstance(batch, dict) or "inputs" not in batch:
         return None
     return flops.flops_per_sample(make_model, batch["inputs"], batch.get("targets"))
-
-
-def _compute_dtype(precision: str) -> torch.dtype:
-    return torch.bfloat16 if precision.startswith("bf16") else torch.float32

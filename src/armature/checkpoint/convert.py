@@ -14,16 +14,9 @@ MODEL = "model."  # the attribute of the LightningModule, which safetensors file
 
 
 def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
-    """Write the unsharded weights; a parameter with two names is written under the first.
+    """Write the unsharded weights, or their moving average, and return their names, the model's own ("blocks.0.…").
 
-    Args:
-        average: write the moving average of the weights instead.
-
-    Returns:
-        The names in the file, which are the model's own ("blocks.0.…").
-
-    Raises:
-        ConfigError: if there is no checkpoint, or no average in it.
+    A parameter with two names is written under the first.
     """
     from safetensors.torch import save_file
 
@@ -49,9 +42,6 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
     Args:
         file: safetensors, with the model's own names; or Lightning's .ckpt, of which only tensors and plain values are
             read, and only the weights are kept.
-
-    Raises:
-        ConfigError: if there is no such file, or it holds anything that would run as code.
     """
     from safetensors.torch import load_file
 
@@ -64,6 +54,5 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
     else:
         weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
-    entries = {"step": 0, "strategy": f"converted from {file.name}"}
-    CheckpointWriter().save(checkpoint, weights, meta, entries=entries)
+    CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"})
     return list(weights)

@@ -36,7 +36,6 @@ _STEP, _PART, _OLD = "step=", ".part", ".old"
 FileEntries = dict[str, dict[str, Any]]
 
 
-# ---------------------------------------------------------------- names
 def folder_of(run_dir: Path) -> Path:
     """Return the folder of checkpoints in a run directory (`resume.folder` also considers checkpoint.root)."""
     return run_dir / "checkpoints"
@@ -47,7 +46,6 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint's name states, or None if the path does not have such a name."""
     digits = path.name.removeprefix(_STEP)
     return int(digits) if path.name.startswith(_STEP) and digits.isdigit() else None
 
@@ -70,7 +68,6 @@ def is_local(path: Path) -> bool:
     return getattr(path, "protocol", "") in ("", "file", "local")
 
 
-# ---------------------------------------------------------------- `last`
 def read_last(folder: Path) -> str | None:
     """Return the name of the newest complete checkpoint, or None if `last` does not exist."""
     pointer = folder / LAST
@@ -86,18 +83,8 @@ def write_last(folder: Path, name: str) -> None:
 
 
 # ---------------------------------------------------------------- a directory's life
-def create_part(checkpoint: Path) -> Path:
-    """Create the empty directory that a checkpoint's files are written into, and return it.
-
-    On a file system this is `<name>.part`. An object store cannot rename: files are written under their final names.
-    """
-    part = part_of(checkpoint)
-    remove(part)
-    part.mkdir(parents=True)
-    return part
-
-
 def part_of(checkpoint: Path) -> Path:
+    """Return the directory to write a checkpoint's files into: an object store cannot rename it afterwards."""
     return checkpoint.with_name(f"{checkpoint.name}{_PART}") if is_local(checkpoint) else checkpoint
 
 
@@ -128,10 +115,10 @@ def remove(path: Path) -> None:
 
 def prune(folder: Path, *, keep: set[int]) -> list[int]:
     """Remove the checkpoints of all other steps, and return those steps."""
-    removed = {step: path for step, path in checkpoints_in(folder).items() if step not in keep}
-    for path in removed.values():
+    surplus = {step: path for step, path in checkpoints_in(folder).items() if step not in keep}
+    for path in surplus.values():
         remove(path)
-    return list(removed)
+    return list(surplus)
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -152,19 +139,12 @@ def clear_leftovers(folder: Path) -> None:
 # ---------------------------------------------------------------- the manifest
 def describe(directory: Path, names: Iterable[str]) -> FileEntries:
     """Return size and SHA-256 of files in a directory, read back from where they were written."""
-    entries: FileEntries = {}
-    for name in names:
-        path = directory / name
-        entries[name] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
-    return entries
+    paths = {name: directory / name for name in names}
+    return {name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)} for name, path in paths.items()}
 
 
 def write_manifest(directory: Path, described: FileEntries, entries: dict[str, Any]) -> None:
-    """Write the manifest, which makes the directory a complete checkpoint.
-
-    Args:
-        entries: about the run, beside the files: step, strategy, world size.
-    """
+    """Write the manifest, which makes the directory a complete checkpoint; `entries` are those besides the files."""
     text = json.dumps({"format": FORMAT, **entries, "files": dict(sorted(described.items()))}, indent=1)
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text + "\n")
@@ -174,7 +154,6 @@ def write_manifest(directory: Path, described: FileEntries, entries: dict[str, A
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest, or None if the directory has none that can be read."""
     try:
         found = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -205,11 +184,7 @@ def problem(directory: Path) -> str | None:
 
 
 def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Return which file differs from what was saved, or None if all are intact.
-
-    Args:
-        share: (rank, ranks): this rank reads only every ranks-th file.
-    """
+    """Return which file differs from what was saved, or None if all are intact; with share=(rank, n) of every nth."""
     saved = (read_manifest(directory) or {"files": {}})["files"]
     rank, ranks = share
     for name in list(saved)[rank::ranks]:

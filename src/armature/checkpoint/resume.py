@@ -15,11 +15,7 @@ MODES = ("auto", "never", "required")
 
 
 def folder(run_dir: Path, cfg: Any = None) -> Path:
-    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root`.
-
-    Args:
-        cfg: the run's configuration; None: read it from the run directory.
-    """
+    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its configuration."""
     if cfg is None and (run_dir / "config.yaml").is_file():
         cfg = config.load(run_dir / "config.yaml")
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
@@ -42,19 +38,14 @@ def candidates(checkpoints: Path) -> list[Path]:
     return sorted(newest_first, key=lambda path: path.name != named)
 
 
-def last_checkpoint(run_dir: Path, cfg: Any = None) -> Path | None:
-    """Return the checkpoint to resume from, judged by names and sizes, or None if the run has no complete one yet."""
-    return next((path for path in candidates(folder(run_dir, cfg)) if directory.problem(path) is None), None)
-
-
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
     return [path] if directory.is_checkpoint(path) else candidates(folder(path, cfg))
 
 
-def newest_complete(path: Path) -> Path | None:
-    """Return the checkpoint at a path, or a run directory's first complete one, judged by names and sizes."""
-    named = checkpoints_at(path)
+def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
+    """Return the checkpoint at a path, or a run directory's first complete one, judged by names and sizes, or None."""
+    named = checkpoints_at(path, cfg)
     return next((each for each in named if each == path or directory.problem(each) is None), None)
 
 
@@ -68,36 +59,38 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     saved = config.load(file)
     found = []
     for group in ("model", "task._target_", "optimizer._target_"):
-        there, here = (flat(_plain(OmegaConf.select(c, group, default=None)), group) for c in (saved, cfg))
+        there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
-            is_rate = isinstance(here.get(key), float)  # rates may change, sizes may not
-            if there.get(key) != here.get(key) and not is_rate:
+            now, then = here.get(key), there.get(key)
+            if then != now and not isinstance(now, float):  # rates may change, sizes may not
                 found.append(
-                    f"{key}={here.get(key)}, but {checkpoint} was trained with {key}={there.get(key)}. "
-                    f"Type {key}={there.get(key)}, or another run.name to start from step 0."
+                    f"{key}={now}, but {checkpoint} was trained with {key}={then}. "
+                    f"Type {key}={then}, or another run.name to start from step 0."
                 )
     return found
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
     """Return the values below `path` by their full keys; an argument that is not set has its constructor's default."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, dict):
         value = signatures.defaults_of(str(value.get("_target_", ""))) | value
         return {k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()}
     return {path: value}
 
 
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-
-
 def problems(cfg: DictConfig) -> list[str]:
     """Return what is wrong with `resume=` and `checkpoint.root=`, judged by names and sizes of files only."""
-    unreachable = [
-        problem
-        for key, value in (("checkpoint.root", cfg.checkpoint.root), ("resume", cfg.resume))
-        if value and (problem := _unreachable(key, value))
-    ]
+    unreachable = []
+    for key, value in (("checkpoint.root", cfg.checkpoint.root), ("resume", cfg.resume)):
+        if "://" in (value or ""):
+            import fsspec
+
+            try:
+                fsspec.get_filesystem_class(value.split("://")[0])
+            except (ValueError, ImportError) as error:
+                unreachable.append(f"{key}={value}: {error}.")
     if unreachable or cfg.resume in MODES:
         return unreachable
     path = to_path(cfg.resume)
@@ -108,43 +101,25 @@ def problems(cfg: DictConfig) -> list[str]:
             f"resume={cfg.resume}: a single file, as Lightning writes it. Convert its weights with "
             f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000, and resume from there."
         ]
-    checkpoint = newest_complete(path)
+    checkpoint = last_checkpoint(path)
     if checkpoint is None:
         return [
             f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
         ]
-    problem = None if cfg.checkpoint.trust else directory.problem(checkpoint)
-    if problem is None:
+    if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []
     return [f"{checkpoint}: {problem}. Load it only if you trust its source: type checkpoint.trust=true."]
-
-
-def _unreachable(key: str, value: str) -> str | None:
-    if "://" not in value:
-        return None
-    import fsspec
-
-    try:
-        fsspec.get_filesystem_class(value.split("://")[0])
-    except (ValueError, ImportError) as error:
-        return f"{key}={value}: {error}."
-    return None
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
     """Return the checkpoint that this start of the run resumes from, also after a restart of its ranks, or None.
 
-    Raises:
-        ConfigError: if the run has checkpoints, but no complete one: it must not silently start from step 0.
+    A run that has checkpoints, but no complete one, is an error: it must not silently start from step 0.
     """
     if cfg.resume == "never" and not environment.is_restarted():
         return None
     own = last_checkpoint(run_dir, cfg)
     if own is None and (incomplete := candidates(folder(run_dir, cfg))):
-        raise ConfigError(
-            [
-                *(f"{path}: {directory.problem(path)}." for path in incomplete),
-                "None of the run's checkpoints is complete. Restore one, or type another run.name to start at step 0.",
-            ]
-        )
-    return own or (newest_complete(to_path(cfg.resume)) if cfg.resume not in MODES else None)
+        remedy = "None of the run's checkpoints is complete. Restore one, or type another run.name to start at step 0."
+        raise ConfigError([*(f"{path}: {directory.problem(path)}." for path in incomplete), remedy])
+    return own or (last_checkpoint(to_path(cfg.resume)) if cfg.resume not in MODES else None)

@@ -27,14 +27,12 @@ RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
-# ---------------------------------------------------------------- state, keyed by unsharded names
 def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
     """Return this rank's part of the parameters and persistent buffers, without copies.
 
-    Args:
-        buffers: whether to include buffers, which may differ between ranks (running statistics): one rank does.
+    Buffers (running statistics) may differ between ranks: only one rank saves them.
     """
-    named_buffers = {name for name, _ in module.named_buffers()}
+    named_buffers = dict(module.named_buffers())
     return {
         name: value.detach()
         for name, value in module.state_dict().items()
@@ -61,7 +59,6 @@ def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: in
 
 
 def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str]]:
-    """Return the names of each group's parameters."""
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
@@ -77,13 +74,11 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
     """Merge the groups of all pipeline stages into those of the unsharded model, by equal hyperparameters."""
     merged: list[dict[str, Any]] = []
     for group in (group for groups in groups_of_ranks for group in groups):
-        hyper = {k: v for k, v in group.items() if k != "names"}
-        for known in merged:
-            if {k: v for k, v in known.items() if k != "names"} == hyper:
-                known["names"] += [name for name in group["names"] if name not in known["names"]]
-                break
+        known = next((known for known in merged if known | {"names": group["names"]} == group), None)
+        if known is None:
+            merged.append(group | {"names": list(group["names"])})
         else:
-            merged.append({"names": list(group["names"]), **hyper})
+            known["names"] += [name for name in group["names"] if name not in known["names"]]
     return merged
 
 
@@ -96,12 +91,10 @@ def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dic
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Create the state tensors of an optimizer that has not stepped yet, to load into.
-
-    Make a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements.
-    """
+    """Create the state tensors of an optimizer that has not stepped yet, to load into."""
     if optimizer.state:
         return
+    # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
@@ -121,13 +114,9 @@ def load(
 
     Args:
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
-
-    Raises:
-        ValueError: if names, sizes or the optimizer's kind differ, naming them.
     """
-    saved = storage.read_metadata(checkpoint).state_dict_metadata
+    saved, meta = storage.read_metadata(checkpoint).state_dict_metadata, storage.read_meta(checkpoint)
     names = parameter_names(module)
-    meta = storage.read_meta(checkpoint)
     state: dict[str, Any] = dict(module_state(module))
     check_names(checkpoint, saved, list(state))
     state |= {name: value for name, value in (extra or {}).items() if name in saved}
@@ -206,17 +195,16 @@ def _check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any])
 
 
 def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
-    def kinds(names: Iterable[str]) -> set[str]:
-        return {name.rpartition(".")[2] for name in names}
+    def split(names: Iterable[str]) -> list[tuple[str, str]]:
+        return [(parameter, key) for parameter, _, key in (name.rpartition(".") for name in names)]
 
-    prefix = f"{OPTIMIZER}.{index}."
-    parameters = {name.rpartition(".")[0] for name in own}
-    there = [name for name in saved if name.startswith(prefix) and name.rpartition(".")[0] in parameters]
-    here = [name for name in own if any(name.rpartition(".")[0] == other.rpartition(".")[0] for other in there)]
-    if kinds(there) != kinds(here):
+    held, mine = split(name for name in saved if name.startswith(f"{OPTIMIZER}.{index}.")), split(own)
+    common = {parameter for parameter, _ in held} & {parameter for parameter, _ in mine}
+    there, here = (sorted({key for parameter, key in pairs if parameter in common}) for pairs in (held, mine))
+    if there != here:
         raise ValueError(
-            f"{checkpoint} was saved with another optimizer: its state holds {_few(sorted(kinds(there)))}, "
-            f"this one's {_few(sorted(kinds(here)))}. Resume with the optimizer that the run began with."
+            f"{checkpoint} was saved with another optimizer: its state holds {_few(there)}, "
+            f"this one's {_few(here)}. Resume with the optimizer that the run began with."
         )
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,12 +36,14 @@ from armature.parallel import process_group
 log = logging.getLogger(__name__)
 
 
-# ---------------------------------------------------------------- writing
-def prepare(checkpoint: Path, meta: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> Path:
+def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
     """Create a directory to write into, with meta.pt in it, and return it. Called by all ranks."""
+    part = directory.part_of(checkpoint)
 
     def create() -> None:
-        with (directory.create_part(checkpoint) / directory.META).open("wb") as file:
+        directory.remove(part)
+        part.mkdir(parents=True)
+        with (part / directory.META).open("wb") as file:
             try:
                 torch.save(meta, file)
             except RuntimeError as error:  # torch reports a full disk as one
@@ -49,27 +52,22 @@ def prepare(checkpoint: Path, meta: dict[str, Any], *, group: dist.ProcessGroup 
             if directory.is_local(checkpoint):
                 os.fsync(file.fileno())
 
-    process_group.on_rank_0(create, group=group)
-    return directory.part_of(checkpoint)
+    process_group.on_rank_0(create)
+    return part
 
 
 def complete(part: Path, checkpoint: Path, entries: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
-    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks.
-
-    Args:
-        entries: what the manifest states besides files and world size.
-    """
+    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks."""
     rank, ranks = process_group.rank(), process_group.ranks()
 
     def describe_own() -> directory.FileEntries:
         return directory.describe(part, [p.name for p in part.iterdir() if _writer_of(p.name, ranks) == rank])
 
-    described: directory.FileEntries = {}
-    for own in process_group.on_all_ranks(describe_own, group=group):
-        described |= own
+    described = process_group.on_all_ranks(describe_own, group=group)
 
     def publish() -> None:
-        directory.write_manifest(part, described, {"world_size": ranks, **entries})
+        files = {name: entry for of_rank in described for name, entry in of_rank.items()}
+        directory.write_manifest(part, files, {"world_size": ranks, **entries})
         directory.publish(part, checkpoint)
 
     process_group.on_rank_0(publish, group=group)
@@ -90,13 +88,10 @@ def failure(error: CheckpointException) -> OSError:
 def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None:
     """Return the first checkpoint whose files are what was saved, or None if the list is empty.
 
-    All ranks call it, and each reads a share of the files.
+    All ranks call it, and each reads a share of the files. If none is intact, that is an error.
 
     Args:
         trust: accept a directory without a manifest.
-
-    Raises:
-        ConfigError: if none of them is intact, naming what is wrong with each.
     """
     problems: dict[Path, str] = {}
     share = (process_group.rank(), process_group.ranks())
@@ -106,7 +101,7 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
             found = process_group.on_all_ranks(lambda path=path: directory.checksum_problem(path, share=share))
             problem = next((text for text in found if text is not None), None)
         elif trust and directory.read_manifest(path) is None:
-            problem = None
+            return path
         if problem is None:
             return path
         problems[path] = problem
@@ -121,56 +116,41 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
 @contextmanager
 def expect_single_process() -> Iterator[None]:
     """Silence torch's warning about saving and loading without a process group, as one process does on purpose."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def writer(part: Path) -> dcp.FileSystemWriter:
-    """Return torch's writer for a directory here or in an object store."""
-    return dcp.FileSystemWriter(part) if directory.is_local(part) else FsspecWriter(str(part), **_options(part))  # pyright: ignore[reportReturnType]
+    if directory.is_local(part):
+        return dcp.FileSystemWriter(part)
+    return FsspecWriter(str(part), **part.storage_options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
 
 
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:
     """Fill the tensors of `state` from a checkpoint. Called by all ranks, or by one of them `alone`."""
     with expect_single_process():
         try:
-            dcp.load(
-                state,
-                storage_reader=_reader(checkpoint),
-                planner=_PlainValuePlanner(),
-                no_dist=alone or not dist.is_initialized(),
-            )
+            no_dist = alone or not dist.is_initialized()
+            dcp.load(state, storage_reader=_reader(checkpoint), planner=_PlainValuePlanner(), no_dist=no_dist)
         except CheckpointException as error:
             refused = [cause for cause, _ in error.failures.values() if isinstance(cause, ConfigError)]
             raise (refused[0] if refused else failure(error)) from error
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return the names, sizes and types of a checkpoint's tensors.
-
-    Raises:
-        FileNotFoundError: if the directory is no checkpoint.
-        ConfigError: if its .metadata holds more than that.
-    """
+    """Return the names, sizes and types of a checkpoint's tensors."""
     if not (checkpoint / directory.TENSOR_INDEX).is_file():
         raise FileNotFoundError(f"{checkpoint}: no checkpoint (it holds no {directory.TENSOR_INDEX}).")
     return _reader(checkpoint).read_metadata()
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Return what meta.pt holds. Raises like `read_plain`."""
     return read_plain(checkpoint / directory.META)
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """Return the tensors and plain values that torch.save wrote.
-
-    Raises:
-        ConfigError: if the file holds anything else, which is neither loaded nor run.
-    """
+    """Return the tensors and plain values that torch.save wrote. Anything else is an error, and is not run."""
     try:
         with file.open("rb") as stream:
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -184,14 +164,10 @@ def _refusal(error: Exception) -> str:
     return f"refused, since it holds more than tensors and plain values, which would run as code on loading ({cause})."
 
 
-def _options(path: Path) -> dict[str, Any]:
-    return dict(getattr(path, "storage_options", {}))
-
-
 def _reader(checkpoint: Path) -> dcp.FileSystemReader:
     if directory.is_local(checkpoint):
         return _Reader(checkpoint)
-    return _RemoteReader(str(checkpoint), **_options(checkpoint))  # pyright: ignore[reportReturnType]
+    return _RemoteReader(str(checkpoint), **checkpoint.storage_options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
 
 
 _METADATA_CLASSES = {  # by module: what .metadata may name

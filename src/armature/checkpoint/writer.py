@@ -34,12 +34,9 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        *,
-        background: bool = False,
-        entries: dict[str, Any] | None = None,
+        self, *, background: bool = False, entries: dict[str, Any] | None = None,
         on_saved: Callable[[Path], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.background, self.entries, self.on_saved = background, entries or {}, on_saved
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
@@ -49,10 +46,8 @@ class CheckpointWriter:
     ) -> None:
         """Write a checkpoint, after waiting for the previous one. Called by all ranks; raises as `finish`.
 
-        Args:
-            tensors: this rank's part of weights and optimizer state.
-            meta: the rest of Lightning's checkpoint; rank 0's is written.
-            entries: what the manifest states about this checkpoint, besides files and world size.
+        `tensors` are this rank's part of weights and optimizer state, and `meta` the rest of Lightning's checkpoint, of
+        which rank 0's is written. `entries` go into the manifest, beside files and world size.
         """
         self.finish()
         if self.background and self._group is None and dist.is_initialized():
@@ -70,15 +65,10 @@ class CheckpointWriter:
         self._complete(checkpoint, part, entries)
 
     def finish(self) -> None:
-        """Wait until the pending save is complete on all ranks, which all call this.
-
-        Raises:
-            OSError: if the save failed on any rank.
-        """
-        if self._pending is None:
-            return
+        """Wait until the pending save is complete on all ranks, which all call this; OSError if it failed on any."""
         pending, self._pending = self._pending, None
-        process_group.on_all_ranks(pending.result)
+        if pending is not None:
+            process_group.on_all_ranks(pending.result)
 
     def wait(self) -> None:
         """Wait for the pending save without the other ranks, and log its error. For a rank that fails."""
@@ -89,12 +79,10 @@ class CheckpointWriter:
     def _write_in_background(
         self, checkpoint: Path, part: Path, tensors: dict[str, Any], entries: dict[str, Any]
     ) -> None:
+        alone = not dist.is_initialized()
         with storage.expect_single_process():
             upload = dcp.async_save(
-                tensors,
-                storage_writer=storage.writer(part),
-                process_group=self._group,
-                no_dist=not dist.is_initialized(),
+                tensors, storage_writer=storage.writer(part), process_group=self._group, no_dist=alone
             )
         self._pending = pending = Future[None]()
 

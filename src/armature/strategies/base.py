@@ -15,6 +15,7 @@ from armature.checkpoint import state
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
+from armature.parallel.targets import TargetWeights
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
 
@@ -32,13 +33,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     bubble_share: float = 0.0
 
     def configure_mixin(
-        self,
-        *,
-        seed: int,
-        activation_checkpointing: str | int = "none",
-        compile: str = "none",
-        compile_mode: str = "default",
-        float8: bool | str = False,
+        self, seed: int, activation_checkpointing: str | int, compile: str, compile_mode: str, float8: bool | str
     ) -> None:
         """Called by constructors, after Lightning's own.
 
@@ -49,14 +44,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             compile_mode: torch.compile's.
             float8: whether the blocks' matrix products run in float8; "emulate" computes the same results without it.
         """
-        self.seed, self.sizes = seed, {}
-        self.activation_checkpointing = activation_checkpointing
-        self.compile, self.compile_mode, self.float8 = compile, compile_mode, float8
-        self.parameter_count = 0
+        self.seed, self.sizes, self.parameter_count = seed, {}, 0
+        self.activation_checkpointing, self.float8 = activation_checkpointing, float8
+        self.compile, self.compile_mode = compile, compile_mode
         self.initial_weights: Path | None = None
         self.cluster_environment = process_group.RankEnvironment()
-        self.configure_gradients()
-        self.configure_checkpoints()
+        self.grad_norm, self.target_weights = torch.zeros(()), TargetWeights()
+        self.random_state, self._extra_state = randomness.RankRandomState(), {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -65,11 +59,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> Self:
-        """Return the trainer's strategy.
-
-        Raises:
-            TypeError: if it is not one of ours.
-        """
+        """Return the trainer's strategy, or raise TypeError if it is not one of ours."""
         if (strategy := cls.find(trainer)) is None:
             raise TypeError(
                 f"strategy={type(trainer.strategy).__name__}: this needs a strategy of armature.strategies, such as "
@@ -77,7 +67,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             )
         return strategy
 
-    # ------------------------------------------------------------ building
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -113,10 +102,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return how the optimizer's work on whole matrices is distributed over ranks."""
         return DistributedMatrices()
 
-    # ------------------------------------------------------------ weights, for callbacks
     @property
     def can_read_weights(self) -> bool:
-        """True if parameters hold this rank's part of the weights between steps."""
+        """Whether parameters hold this rank's part of the weights between steps."""
         return True
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -127,9 +115,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return the names of all ranks' `weights`, sorted. Called by all ranks."""
         return sorted({name for names in process_group.all_gather_object([*self.weights()]) for name in names})
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that may be sharded; it shares the tensor's memory."""
-        return gradients.local_part(tensor)
+    local = staticmethod(gradients.local_part)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -26,29 +26,23 @@ class CheckpointMixin(LayoutMixin):
     """
 
     seed: int
-
-    def configure_checkpoints(self) -> None:
-        """Called by `configure_mixin`."""
-        self.random_state = RankRandomState()
-        self._extra_state: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+    random_state: RankRandomState
+    _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
+    restore_checkpoint_after_setup = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Save tensors with the weights as `extra.<name>.<key>`, and fill them when a checkpoint is loaded.
 
-        Args:
-            tensors: called at each save and load; returns the tensors by their keys.
+        `tensors` is called at each save and load, and returns the tensors by their keys.
         """
         self._extra_state[name] = tensors
 
     def extra_tensors(self) -> dict[str, Tensor]:
         """Return the registered tensors under their names in checkpoints."""
-        return {
-            f"{state.EXTRA}.{name}.{key}": value
-            for name, tensors in self._extra_state.items()
-            for key, value in tensors().items()
-        }
+        registered = self._extra_state.items()
+        return {f"{state.EXTRA}.{name}.{key}": value for name, call in registered for key, value in call().items()}
 
-    # ------------------------------------------------------------ saving
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return state.module_state(self.module, buffers=self.data_rank == 0)
@@ -71,9 +65,6 @@ class CheckpointMixin(LayoutMixin):
         Args:
             storage_options: the `CheckpointWriter` of the run's own checkpoints; None: write in the foreground, and
                 leave `last` as it is.
-
-        Raises:
-            TypeError: if storage_options is anything else.
         """
         if not isinstance(storage_options, CheckpointWriter | None):
             raise TypeError(f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}")
@@ -83,22 +74,10 @@ class CheckpointMixin(LayoutMixin):
         for saved in meta.pop("optimizer_states", []):
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
-        meta["param_groups"] = groups
-        meta["random"] = self.random_state.gather(self.layout)
+        meta |= {"param_groups": groups, "random": self.random_state.gather(self.layout)}
         directory = Path(filepath) if isinstance(filepath, str) else filepath  # an object store's path remains one
         entries = {"step": meta.get("global_step"), "strategy": self.layout}
         (storage_options or CheckpointWriter()).save(directory, tensors, meta, entries=entries)
-
-    # ------------------------------------------------------------ loading
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -108,8 +87,7 @@ class CheckpointMixin(LayoutMixin):
 
     def load_random_state(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Move the random states out of a loaded checkpoint into `random_state`, and return the rest."""
-        step = meta.get("global_step", 0)
-        saved = meta.pop("random", None)
+        saved, step = meta.pop("random", None), meta.get("global_step", 0)
         self.random_state.load(saved, layout=self.layout, seed=self.seed, stream=self.rng_stream, step=step)
         return meta
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch.distributed as dist
@@ -42,32 +42,18 @@ class DDP(StrategyMixin, DDPStrategy):
     reduces_gradients_once = True
 
     def __init__(
-        self,
-        *,
-        seed: int = 0,
-        backend: str = "auto",
-        comm_hook: Literal["bf16", "fp16"] | None = None,
-        sync_batchnorm: bool = True,
-        static_graph: bool = False,
-        find_unused_parameters: bool = False,
+        self, *, seed: int = 0, backend: str = "auto", comm_hook: Literal["bf16", "fp16"] | None = None,
+        sync_batchnorm: bool = True, static_graph: bool = False, find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
-        activation_checkpointing: str | int = "none",
-        compile: str = "none",
-        compile_mode: str = "default",
+        activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
         float8: bool | str = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
-            process_group_backend=None if backend == "auto" else backend,
-            static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
-        self.comm_hook, self.static_graph = comm_hook, static_graph
-        self.sync_batchnorm = sync_batchnorm
-        self.configure_mixin(
-            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
-            float8=float8,
+            process_group_backend=None if backend == "auto" else backend, static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view,
         )  # fmt: skip
+        self.comm_hook, self.static_graph, self.sync_batchnorm = comm_hook, static_graph, sync_batchnorm
+        self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
     def build(self, module: L.LightningModule) -> None:
@@ -97,8 +83,3 @@ class DDP(StrategyMixin, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self._first_step = self.module.trainer.global_step
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}

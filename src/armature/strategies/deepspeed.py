@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,38 +33,23 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     """
 
     def __init__(
-        self,
-        *,
-        seed: int = 0,
-        stage: int = 2,
-        offload_optimizer: bool = False,
-        offload_parameters: bool = False,
-        backend: str = "auto",
-        config: dict[str, Any] | None = None,
-        activation_checkpointing: str | int = "none",
-        compile: str = "none",
-        compile_mode: str = "default",
+        self, *, seed: int = 0, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
+        backend: str = "auto", config: dict[str, Any] | None = None,
+        activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
         float8: bool | str = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
-            stage=stage,
-            offload_optimizer=offload_optimizer,
-            offload_parameters=offload_parameters,
-            process_group_backend=None if backend == "auto" else backend,
+            stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters,
+            process_group_backend=None if backend == "auto" else backend, overlap_comm=torch.cuda.is_available(),
             logging_batch_size_per_gpu=1,  # "auto" would iterate over the train loader; only a log line uses the number
-            overlap_comm=torch.cuda.is_available(),
-        )
+        )  # fmt: skip
         assert isinstance(self.config, dict)
         # with offloaded state the configured optimizer is slower than DeepSpeed's own, but computes the same
         self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
         self._groups: list[list[str]] = []
         self._replaced_scale: tuple[float, float] | None = None  # the engine's own loss scale and that of this step
-        self.configure_mixin(
-            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
-            float8=float8,
-        )  # fmt: skip
+        self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
-    # ------------------------------------------------------------ CPUs
     @override
     def setup_environment(self) -> None:
         DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's refuses a CPU, on which the engine works
@@ -82,17 +67,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         # the engine needs an index, also on a CPU
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
         """Nothing: the model is built on the meta device, and sharded once it has its weights."""
-        with nullcontext():
-            yield
+        yield
 
     # ------------------------------------------------------------ the step
     @override
@@ -162,31 +141,22 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 return list(getattr(self._zero, name))
         raise TypeError(f"DeepSpeed's {type(self._zero).__name__} has no fp32 partitions under a known name.")
 
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.module.named_parameters())
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return unsharded fp32 weights; rank i % N has parameter i, so that N ranks write in parallel."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         tensors = {}
-        for i, (name, param) in enumerate(self._parameters()):
+        for i, (name, param) in enumerate(self.module.named_parameters()):
             full = cast(Tensor, safe_get_full_fp32_param(param)) if param.requires_grad else self._gathered(param)
             if i % self.world_size == self.global_rank:
                 tensors[name] = full.detach().to("cpu", copy=True)
-        for first, *others in self._ties:
+        for first, *others in ties.find(self.module):
             tensors |= {other: tensors[first] for other in others if first in tensors}
         if self.global_rank == 0:
-            tensors |= {n: b for n, b in self.module.state_dict().items() if n in self._buffers()}
+            buffers = dict(self.module.named_buffers())
+            tensors |= {name: value for name, value in self.module.state_dict().items() if name in buffers}
         return tensors
-
-    def _buffers(self) -> set[str]:
-        return {name for name, _ in self.module.named_buffers()}
-
-    @property
-    def _ties(self) -> list[list[str]]:
-        return ties.find(self.module)
 
     def _gathered(self, param: nn.Parameter) -> Tensor:
         import deepspeed
@@ -203,7 +173,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         sample = inner.state.get(self._flat()[0], {})
         shaped = [k for k, v in sample.items() if isinstance(v, Tensor) and v.ndim > 0]
         tensors: dict[str, Any] = {}
-        for i, (name, param) in enumerate(p for p in self._parameters() if p[1].requires_grad):
+        for i, (name, param) in enumerate(p for p in self.module.named_parameters() if p[1].requires_grad):
             here = i % self.world_size == self.global_rank
             prefix = f"{state.OPTIMIZER}.0.{name}."
             for key in shaped:
@@ -216,45 +186,46 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        from deepspeed import zero
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         checkpoint = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
-        saved = storage.read_metadata(checkpoint).state_dict_metadata
-        meta = storage.read_meta(checkpoint)
+        saved, meta = storage.read_metadata(checkpoint).state_dict_metadata, storage.read_meta(checkpoint)
         fitting = bool(self._groups)
         state.check_names(checkpoint, saved, list(self.module.state_dict()))
         shaped = self._create_state(checkpoint, saved) if fitting else []
-        for name, param in self._parameters():
-            keys = [key for key in shaped if f"{state.OPTIMIZER}.0.{name}.{key}" in saved]
-            full = state.load_tensors(checkpoint, [name, *(f"{state.OPTIMIZER}.0.{name}.{key}" for key in keys)], saved)
-            self._assign(param, full[name])
+        for name, param in self.module.named_parameters():
+            prefix = f"{state.OPTIMIZER}.0.{name}."
+            keys = [key for key in shaped if prefix + key in saved]
+            full = state.load_tensors(checkpoint, [name, *(prefix + key for key in keys)], saved)
+            # the weights that the model computes with; with stage 3, this rank's part of them
+            gathered = zero.GatheredParameters([param], modifier_rank=0, enabled=self.zero_stage_3)
+            with torch.no_grad(), gathered:
+                if not self.zero_stage_3 or self.global_rank == 0:
+                    param.data.copy_(full[name])
             if fitting and param.requires_grad:
                 safe_set_full_fp32_param(param, full[name].to(self.root_device))
                 for key in keys:
-                    value = full[f"{state.OPTIMIZER}.0.{name}.{key}"].to(self.root_device)
-                    safe_set_full_optimizer_state(param, value, key)
-        for name, value in self.extra_tensors().items():
+                    safe_set_full_optimizer_state(param, full[prefix + key].to(self.root_device), key)
+        for name, value in (self.extra_tensors() | dict(self.module.named_buffers())).items():
             if name in saved:
                 value.copy_(state.load_tensors(checkpoint, [name], saved)[name])
-        for name in self._buffers() & saved.keys():
-            self.module.get_buffer(name).copy_(state.load_tensors(checkpoint, [name], saved)[name])
         if fitting:
             state.restore_groups(self._zero.optimizer, self._groups, meta["param_groups"][0])
         return self.load_random_state(meta)
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""
-        trained = [name for name, param in self._parameters() if param.requires_grad]
-        prefix = f"{state.OPTIMIZER}.0."
-        like = next((name for name in trained if any(key.startswith(f"{prefix}{name}.") for key in saved)), None)
+        prefixes = [f"{state.OPTIMIZER}.0.{name}." for name, p in self.module.named_parameters() if p.requires_grad]
+        like = next((prefix for prefix in prefixes if any(key.startswith(prefix) for key in saved)), None)
         if like is None:
             return []
-        keys = [key.removeprefix(f"{prefix}{like}.") for key in saved if key.startswith(f"{prefix}{like}.")]
-        values = state.load_tensors(checkpoint, [f"{prefix}{like}.{key}" for key in keys], saved)
-        shaped = [key for key in keys if getattr(values[f"{prefix}{like}.{key}"], "ndim", 0) > 0]
+        keys = [key.removeprefix(like) for key in saved if key.startswith(like)]
+        values = state.load_tensors(checkpoint, [like + key for key in keys], saved)
+        shaped = [key for key in keys if getattr(values[like + key], "ndim", 0) > 0]
         for flat in self._flat():
             for key in keys:
-                value = values[f"{prefix}{like}.{key}"]
+                value = values[like + key]
                 if key in shaped:
                     value = torch.zeros_like(flat)
                 elif isinstance(value, Tensor):
@@ -264,14 +235,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         return shaped
 
     def _link_optimizer_state(self) -> None:
-        """Link each weight to its optimizer state. The engine does so only once, after stepping the first group.
-
-        Stage 3 has nothing to link.
-
-        Raises:
-            TypeError: if the engine does this under another name.
-        """
-        if self.zero_stage_3:
+        """Link each weight to its optimizer state. The engine does so only once, after stepping the first group."""
+        if self.zero_stage_3:  # nothing to link
             return
         for name in ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state"):
             if not hasattr(self._zero, name):
@@ -279,11 +244,3 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 raise TypeError(f"DeepSpeed's {engine} has no {name}: install a version that requirements.txt allows.")
         self._zero._hp_optimizer_states_linked = False
         self._zero._lazy_init_hp_params_optimizer_state()
-
-    def _assign(self, param: nn.Parameter, full: Tensor) -> None:
-        """Copy full values into the weights that the model computes with; with stage 3, into this rank's part."""
-        import deepspeed
-
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=self.zero_stage_3):
-            if not self.zero_stage_3 or self.global_rank == 0:
-                param.data.copy_(full)

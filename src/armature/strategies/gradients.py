@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -40,16 +39,13 @@ class GradientMixin(LayoutMixin):
     """
 
     reduces_gradients_once: bool = False
+    gradients_are_scaled: bool = False
     grad_norm: Tensor
+    target_weights: TargetWeights
     _trainer: L.Trainer
     _data_ranks: int
     _weighs_targets: bool
-
-    def configure_gradients(self) -> None:
-        """Called by `configure_mixin`."""
-        self.grad_norm = torch.zeros(())
-        self.target_weights, self.gradients_are_scaled = TargetWeights(), False
-        self._hooks_read_gradients = False
+    _hooks_read_gradients: bool = False
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -61,10 +57,8 @@ class GradientMixin(LayoutMixin):
         self._trainer, self._data_ranks = trainer, self.data_size
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
         self.target_weights.reset()
-        callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        self._hooks_read_gradients = any(
-            is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
-        ) or any(map(needs_scaled_gradients, callbacks))
+        own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
+        self._hooks_read_gradients = own_hooks or any(map(needs_scaled_gradients, trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
@@ -88,9 +82,8 @@ class GradientMixin(LayoutMixin):
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
-        if any(
-            getattr(type(plugin), name) is not getattr(Precision, name) for name in ("pre_backward", "post_backward")
-        ):
+        plugin_hooks = ("pre_backward", "post_backward")
+        if any(getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks):
             return super().backward(loss, *args, **kwargs)  # a loss scaler
         self.pre_backward(loss)
         call_callbacks(trainer, "on_before_backward", loss)
@@ -127,17 +120,14 @@ class GradientMixin(LayoutMixin):
             self.scale_gradients(optimizer)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
-        """Multiply the gradients by `gradient_scale`."""
         scale, self.gradients_are_scaled = self.gradient_scale(), True
         if scale is not None:
             gradients.multiply(gradients.local_gradients(parameters_of(optimizer)), by=scale)
 
     def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: float = 0.0,
+        self, optimizer: Optimizer, clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -165,14 +155,13 @@ class GradientMixin(LayoutMixin):
         return getattr(self.precision_plugin, "scaler", None) is None
 
     def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
-        """Return the 2-norm of each group of tensors, and of all, as if they were unsharded. Called by all ranks.
+        """Return the 2-norms of groups of tensors, and last of all tensors, as if unsharded: (count + 1,) in fp32.
+
+        Called by all ranks, and the same on each.
 
         Args:
             tensors: weights, or tensors that are sharded like them.
             groups: each tensor's group, from 0 to count - 1; the same groups mean the same tensors on every rank.
-
-        Returns:
-            (count + 1,) in fp32, the same on every rank; the last is the norm of all.
         """
         return self._norms(gradients.local_parts(tensors), groups, count=count)
 
@@ -203,5 +192,4 @@ def needs_scaled_gradients(callback: L.Callback) -> bool:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer steps."""
     return [param for group in optimizer.param_groups for param in group["params"]]

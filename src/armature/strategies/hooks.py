@@ -22,13 +22,9 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     for base in (L.Callback, L.LightningModule, L.LightningDataModule, Strategy)
 }
 _EMPTY_HOOKS = (  # hooks that do nothing unless a module overrides them
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step",
-)
+)  # fmt: skip
 
 
 def call_callbacks(trainer: L.Trainer, name: str, *args: Any) -> None:
@@ -40,10 +36,8 @@ def call_callbacks(trainer: L.Trainer, name: str, *args: Any) -> None:
     state = vars(module)
     before, state["_current_fx_name"] = state["_current_fx_name"], name  # `self.log` asks which hook it is called in
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if getattr(type(callback), name, None) is default and name not in callback.__dict__:
-            continue
-        hook = getattr(callback, name)
-        if callable(hook):
+        replaced = getattr(type(callback), name, None) is not default or name in callback.__dict__
+        if replaced and callable(hook := getattr(callback, name)):
             hook(trainer, module, *args)
     state["_current_fx_name"] = before
 

@@ -23,7 +23,7 @@ class LayoutMixin(_Base):
 
     @property
     def module(self) -> L.LightningModule:
-        """The LightningModule itself, without the strategy's wrapper."""
+        """Without the strategy's wrapper."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -36,22 +36,25 @@ class LayoutMixin(_Base):
     @property
     def data_size(self) -> int:
         """Size of the data axis. Batch arithmetic uses it, never the number of processes."""
-        return self.distributed_sampler_kwargs["num_replicas"]
+        return self.world_size
 
     @property
     def data_rank(self) -> int:
-        """This rank's place on the data axis."""
-        return self.distributed_sampler_kwargs["rank"]
+        return self.global_rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     @property
     def ranks_per_stage(self) -> int:
         """The number of ranks that together hold one pipeline stage, or the whole model without a pipeline."""
-        return self.world_size
+        return self.world_size // self.sizes.get("pipe", 1)
 
     @property
     def sharded(self) -> bool:
-        """True if ranks hold different parts of the model."""
-        return False
+        """Whether ranks hold different parts of the model."""
+        return self.world_size > self.sizes.get("replicate", self.world_size)
 
     @property
     def can_generate(self) -> bool:

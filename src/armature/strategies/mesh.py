@@ -41,34 +41,18 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     """
 
     def __init__(
-        self,
-        *,
-        seed: int = 0,
-        pipe: int | str = 1,
-        replicate: int | str = 1,
-        shard: int | str = 1,
-        tensor: int | str = 1,
-        backend: str = "auto",
-        reshard_after_forward: bool | None = None,
-        reduce_every_microbatch: bool = True,
-        param_dtype: str | None = None,
-        reduce_dtype: str | None = None,
-        cpu_offload: bool = False,
-        prefetch: int = 1,
-        min_num_params: int = 8_000_000,
-        sequence_parallel: bool = True,
-        schedule: str = "1f1b",
-        microbatches: int = 4,
-        stages: Sequence[int] | None = None,
-        sync_batchnorm: bool = True,
-        activation_checkpointing: str | int = "none",
-        compile: str = "none",
-        compile_mode: str = "default",
+        self, *, seed: int = 0,
+        pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1, tensor: int | str = 1,
+        backend: str = "auto", reshard_after_forward: bool | None = None, reduce_every_microbatch: bool = True,
+        param_dtype: str | None = None, reduce_dtype: str | None = None, cpu_offload: bool = False, prefetch: int = 1,
+        min_num_params: int = 8_000_000, sequence_parallel: bool = True, sync_batchnorm: bool = True,
+        schedule: str = "1f1b", microbatches: int = 4, stages: Sequence[int] | None = None,
+        activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
         float8: bool | str = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(process_group_backend=None if backend == "auto" else backend)
         self.requested_sizes = {"pipe": pipe, "replicate": replicate, "shard": shard, "tensor": tensor}
-        self.reduce_every_microbatch = reduce_every_microbatch
+        self.reduce_every_microbatch, self.sync_batchnorm = reduce_every_microbatch, sync_batchnorm
         self.options: dict[str, Any] = {
             "seed": seed, "schedule": schedule, "microbatches": microbatches,
             "stages": list(stages) if stages is not None else None, "sequence_parallel": sequence_parallel,
@@ -77,13 +61,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         }  # fmt: skip
         self.applied: list[apply.ParallelizedModel] = []
         self._run_contexts = ExitStack()
-        self.sync_batchnorm = sync_batchnorm
-        self.configure_mixin(
-            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
-            float8=float8,
-        )  # fmt: skip
+        self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
-    # ------------------------------------------------------------ the layout
     @override
     def setup_environment(self) -> None:
         self._setup_distributed()  # joins the process group
@@ -97,19 +76,13 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        rank = self._rank_on("replicate") * self.sizes["shard"] + self._rank_on("shard")
-        return {"num_replicas": self.sizes["replicate"] * self.sizes["shard"], "rank": rank}
+    def data_size(self) -> int:
+        return self.sizes["replicate"] * self.sizes["shard"]
 
     @property
     @override
-    def ranks_per_stage(self) -> int:
-        return self.world_size // self.sizes["pipe"]
-
-    @property
-    @override
-    def sharded(self) -> bool:
-        return self.world_size > self.sizes["replicate"]
+    def data_rank(self) -> int:
+        return self._rank_on("replicate") * self.sizes["shard"] + self._rank_on("shard")
 
     @property
     @override
@@ -128,10 +101,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
         options = self._resolved()
         for name, model in models_of(module):
-            plan, prefix = apply.plan_of(model), f"{name}."
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=batchnorm.data_group(self.device_mesh))
-            applied = apply.parallelize(model, plan, self.device_mesh, options, device=self.root_device, prefix=prefix)
+            applied = apply.parallelize(
+                model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}."
+            )
             if applied.runner is not None:
                 applied.runner.target_weights = self.target_weights
             self.applied.append(applied)
@@ -139,8 +113,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     def _resolved(self) -> apply.Options:
         """Return the options, with values in place of None."""
-        shared = ("activation_checkpointing", "compile", "compile_mode", "float8")
-        options = self.options | {name: getattr(self, name) for name in shared}
+        options = self.options | {
+            name: getattr(self, name) for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
+        }
         bf16 = str(self.precision_plugin.precision).startswith("bf16")
         for key, default in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
             name = options[key]
@@ -166,14 +141,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._run_contexts.close()
         super().teardown()
 
-    # ------------------------------------------------------------ gradients
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        units = [part for applied in self.applied for part in applied.parts if isinstance(part, FSDPModule)]
-        if self.reduce_every_microbatch or self.sizes["pipe"] > 1:
-            yield
-            return
+        parts = [] if self.reduce_every_microbatch or self.sizes["pipe"] > 1 else self.applied
+        units = [part for applied in parts for part in applied.parts if isinstance(part, FSDPModule)]
         for unit in units:
             unit.set_requires_gradient_sync(False)
         try:

@@ -13,26 +13,14 @@ class SingleDevice(StrategyMixin, SingleDeviceStrategy):
     """The strategy that all others are compared with."""
 
     def __init__(
-        self,
-        *,
-        seed: int = 0,
-        activation_checkpointing: str | int = "none",
-        compile: str = "none",
-        compile_mode: str = "default",
-        float8: bool | str = False,
-    ) -> None:
+        self, *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none",
+        compile_mode: str = "default", float8: bool | str = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.parallel_devices: list[torch.device] | None = None  # the Trainer sets it, from its accelerator
-        self.configure_mixin(
-            seed=seed, activation_checkpointing=activation_checkpointing, compile=compile, compile_mode=compile_mode,
-            float8=float8,
-        )  # fmt: skip
+        self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @property
     @override
     def root_device(self) -> torch.device:
         return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": 1, "rank": 0}

@@ -14,32 +14,19 @@ class StrategyAccess(Protocol):
     """Weights, gradients and their norms under any layout; `armature.strategies` implements and documents it."""
 
     reduces_gradients_once: bool
-
-    @property
-    def can_read_weights(self) -> bool: ...
-
-    @property
-    def can_read_gradients(self) -> bool: ...
+    can_read_weights: bool
+    can_read_gradients: bool
 
     def weights(self) -> dict[str, nn.Parameter]: ...
-
     def weight_names(self) -> list[str]: ...
-
     def local(self, tensor: Tensor) -> Tensor: ...
-
     def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
-
     def gradient_norms(self, params: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
-
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None: ...
 
 
 def strategy_of(trainer: Trainer, callback: object) -> StrategyAccess:
-    """Return the trainer's strategy.
-
-    Raises:
-        TypeError: if it is none of armature.strategies, and so cannot answer the callback.
-    """
+    """Return the trainer's strategy, or raise TypeError if it is none of armature.strategies."""
     strategy = trainer.strategy
     if not isinstance(strategy, StrategyAccess):
         raise TypeError(
