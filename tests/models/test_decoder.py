@@ -288,3 +288,18 @@ def test_all_problems_are_reported_together():
 def test_longer_input_than_the_context_is_refused():
     with pytest.raises(ValueError, match=r"33 positions do not fit in model.context=32"):
         small()(torch.zeros(1, 33, dtype=torch.long))
+
+
+def test_a_subclass_that_replaces_the_loss_trains_on_it():
+    class Doubled(Decoder):
+        @staticmethod
+        def loss(outputs, targets):
+            return 2 * Decoder.loss(outputs, targets)
+
+    sizes = {"vocab_size": 32, "context": 8, "layers": 1, "width": 16, "heads": 2}
+    torch.manual_seed(0)
+    model = Decoder(**sizes)
+    doubled = Doubled(**sizes)
+    doubled.load_state_dict(model.state_dict())
+    inputs = torch.randint(0, 32, (2, 8))
+    torch.testing.assert_close(doubled(inputs, inputs), 2 * model(inputs, inputs))

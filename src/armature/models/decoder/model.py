@@ -173,7 +173,7 @@ class Decoder(nn.Module):
             cache.length += inputs.shape[1]
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        if targets is not None and is_plain_linear(self.head):
+        if targets is not None and self.loss is Decoder.loss and is_plain_linear(self.head):
             # `self.loss` of the head's outputs, without holding all of them
             return ChunkedCrossEntropy.apply(
                 x_BTD.flatten(0, 1), self.head.weight, targets.flatten(), torch.is_grad_enabled()
