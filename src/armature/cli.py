@@ -29,8 +29,7 @@ EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process s
 def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConfig], object] | None = None) -> None:
     """Run a `@hydra.main` function. A mistake in the configuration ends with one message and exit code 2.
 
-    Args:
-        check: checks a configuration as `main` does. A sweep checks all its values before the first trial.
+    `check` checks a configuration as `main` does: a sweep checks all its values before the first trial.
     """
     gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -45,8 +44,9 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
     try:
         with _skip_get_mode() if default_config and not _sets_mode(config_dir) else nullcontext():
-            if arguments.multirun and default_config and check is not None:
-                refuse_if(explain_sweep(arguments.overrides, config_dir, check))
+            sweep = arguments.multirun and default_config
+            if sweep and check is not None and (problems := explain_sweep(arguments.overrides, config_dir, check)):
+                refuse(problems)
             main()
     except CONFIG_ERRORS as error:
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
@@ -70,8 +70,7 @@ def _skip_get_mode() -> Iterator[None]:
 
 def _sets_mode(config_dir: Path) -> bool:
     """Return True if the command or a file may set hydra.mode by other means than -m."""
-    words = ("hydra.mode", "hydra.searchpath")
-    if any(word in argument for argument in sys.argv for word in words):
+    if any(word in argument for argument in sys.argv for word in ("hydra.mode", "hydra.searchpath")):
         return True
     files = [file.read_bytes() for file in config_dir.rglob("*.yaml") if file.is_file()]
     return any(word in file for file in files for word in (b"MULTIRUN", b"searchpath"))
@@ -85,10 +84,7 @@ def quoted(argument: str) -> str:
 
 
 def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
-    """Print a ConfigError or RunFailed and end the process, before Hydra reports it with a traceback.
-
-    A failed trial of a sweep raises instead, and the other trials run.
-    """
+    """Print a ConfigError or RunFailed and end the process. A sweep's failed trial raises, and the others run."""
 
     @functools.wraps(task)
     def wrapper(cfg: DictConfig) -> float | None:
@@ -108,13 +104,7 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
     return wrapper
 
 
-def refuse_if(problems: list[str]) -> None:
-    if problems:
-        refuse(problems)
-
-
 def refuse(problems: list[str]) -> NoReturn:
-    """Print the problems and exit with code 2."""
     head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
     print("\n".join([head, *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
     sys.exit(EXIT_CONFIG)
@@ -123,14 +113,12 @@ def refuse(problems: list[str]) -> NoReturn:
 def with_run_dir(cfg: DictConfig) -> DictConfig:
     """Return the configuration with run.name and run.dir, named after the experiment, or the sweep and the trial."""
     hydra = HydraConfig.get()
-    choices = hydra.runtime.choices
-    label = str(choices.get("experiment") or choices.get("model"))
+    label = str(hydra.runtime.choices.get("experiment") or hydra.runtime.choices.get("model"))
     trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
 
 
 def _sweep_name(cfg: DictConfig) -> str:
-    """Return the sweep's folder below run.root."""
     folder, root = Path(HydraConfig.get().sweep.dir).absolute(), Path(cfg.run.root).absolute()
     return str(folder.relative_to(root)) if root in folder.parents else folder.name
 
@@ -141,11 +129,7 @@ def overrides() -> list[str]:
 
 
 def accelerator(name: str) -> str:
-    """Return cpu, gpu or mps; `auto` is what this machine has.
-
-    Raises:
-        ConfigError: if `gpu` is asked for and there is none.
-    """
+    """Return cpu, gpu or mps; `auto` is what this machine has."""
     if name == "gpu" and not hardware.gpu_count():
         raise ConfigError("--accelerator gpu: this machine has no GPU. Type --accelerator cpu.")
     return hardware.default_accelerator() if name == "auto" else name

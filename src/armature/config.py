@@ -107,10 +107,7 @@ def register() -> None:
 
 
 def load(file: Path) -> DictConfig:
-    """Return a run's config.yaml, also one that an older version wrote.
-
-    A key that it lacks has its default, and a class that has moved has its present name.
-    """
+    """Return a run's config.yaml. One of an older version gets defaults for its missing keys, and MOVED classes."""
     cfg = OmegaConf.load(file)
     assert isinstance(cfg, DictConfig)
     groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}

@@ -17,16 +17,12 @@ class ConfigError(ValueError):
 
 
 class RunFailed(Exception):
-    """The run ended early, by a signal or an error. The text is the traceback of the rank that failed first.
-
-    Attributes:
-        exit_code: of the command.
-        run_name: run.name of a run that resumes when it is started again.
-    """
+    """The run ended early, by a signal or an error. The text is the traceback of the rank that failed first."""
 
     def __init__(self, message: str, exit_code: int = 1, *, run_name: str | None = None) -> None:
         super().__init__(message)
-        self.exit_code, self.run_name = exit_code, run_name
+        self.exit_code = exit_code  # of the command
+        self.run_name = run_name  # of a run that resumes when it is started again
 
     def __str__(self) -> str:
         resume = f" The same command with run.name={self.run_name} resumes from the last checkpoint."

@@ -16,10 +16,7 @@ def replace(file: Path, text: str) -> None:
 
 
 def clear_parts(folder: Path) -> None:
-    """Remove the leftovers of processes of this machine that ended in the middle of `replace`.
-
-    Other processes, here or on another machine, may be writing at this moment: their files stay.
-    """
+    """Remove the leftovers of this machine's dead processes. Others may be writing at this moment: their files stay."""
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
         if not psutil.pid_exists(int(part.name.split(".")[-2])):
             part.unlink(missing_ok=True)
@@ -35,6 +32,5 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, here or in an object store."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]

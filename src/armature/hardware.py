@@ -10,28 +10,13 @@ from pathlib import Path
 
 # Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s. The first entry found in a device's name counts.
 PEAKS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989.4e12,
-    "GH200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "H800": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "A30": 165e12,
-    "A40": 149.7e12,
-    "L40S": 362e12,
-    "L20": 119.5e12,
-    "L4": 121e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # each of its two dies is a device
-}
+    "GB200": 2500e12, "B200": 2250e12,
+    "H200 NVL": 835e12, "H200": 989.4e12, "GH200": 989.4e12,
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "H800": 989.4e12, "H20": 148e12,
+    "A100": 312e12, "A800": 312e12, "A10G": 70e12, "A10": 125e12, "A30": 165e12, "A40": 149.7e12,
+    "L40S": 362e12, "L20": 119.5e12, "L4": 121e12,
+    "MI300X": 1307e12, "MI250X": 191.5e12,  # each of an MI250X's two dies is a device
+}  # fmt: skip
 
 
 def cpu_count() -> int:
@@ -41,9 +26,8 @@ def cpu_count() -> int:
 
 @functools.cache
 def _cuda_driver() -> ctypes.CDLL | None:
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        driver = ctypes.CDLL(name)
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return None
     return driver if driver.cuInit(0) == 0 else None
@@ -63,7 +47,6 @@ def gpu_count() -> int:
 
 
 def has_mps() -> bool:
-    """Return True on an Apple machine whose GPU torch can use."""
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
@@ -100,7 +83,6 @@ def published_peak(device_name: str) -> float | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, with the number of CPUs that this process may use."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

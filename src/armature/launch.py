@@ -27,11 +27,7 @@ NO_EFFECT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir") 
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
-    """Train and return the monitored metric (what a sweep optimizes).
-
-    Raises:
-        RunFailed: if the run was stopped by a signal or by an error in a rank.
-    """
+    """Train and return the monitored metric (what a sweep optimizes). RunFailed: a signal or an error ended the run."""
     slurm.join(cfg)
     if (stop_at := slurm.stop_at(cfg.launch.stop_minutes_before_limit)) is not None:
         environment.set_deadline(stop_at)
@@ -67,8 +63,10 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
             worker.run(run_dir.read(Path(cfg.run.dir)))
         else:
             supervise.run(cfg)
-    if environment.rank() == 0:  # the others may look before rank 0 has written its summary
-        _raise_if_stopped(cfg)
+    summary = run_dir.read_summary(Path(cfg.run.dir))
+    # the other ranks may look before rank 0 has written its summary
+    if environment.rank() == 0 and summary is not None and summary["stop_reason"] in supervise.EXIT_CODES:
+        raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
     return _metric(cfg)
 
 
@@ -85,14 +83,12 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
 
 
 def _check_fewer(cfg: DictConfig) -> None:
-    """Check that some smaller number of ranks fits, down to launch.min_ranks."""
     devices, least = cfg.trainer.devices, cfg.launch.min_ranks
     if least is not None and least < devices:
         found = resize.fewer(cfg, most=devices - 1, least=least)
         if isinstance(found, str):
-            raise ConfigError(
-                f"launch.min_ranks={least}: the run cannot continue on fewer than {devices} ranks: {found}."
-            )
+            message = f"launch.min_ranks={least}: the run cannot continue on fewer than {devices} ranks: {found}."
+            raise ConfigError(message)
 
 
 def _check_world(cfg: DictConfig) -> None:
@@ -108,7 +104,6 @@ def _check_world(cfg: DictConfig) -> None:
 
 
 def _finished_message(cfg: DictConfig) -> str | None:
-    """Return the message for a run that is finished already, or None if it has steps left."""
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
         return None
@@ -142,12 +137,6 @@ def _same(value: Any, other: Any) -> bool:
     """Return True if two values are equal, or two spellings of one path."""
     both = isinstance(value, str) and isinstance(other, str)
     return value == other or (both and os.path.realpath(value) == os.path.realpath(other))
-
-
-def _raise_if_stopped(cfg: DictConfig) -> None:
-    summary = run_dir.read_summary(Path(cfg.run.dir))
-    if summary is not None and summary["stop_reason"] in supervise.EXIT_CODES:
-        raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
 
 
 def _metric(cfg: DictConfig) -> float | None:

@@ -24,31 +24,18 @@ STRATEGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What follows from the strategy, the number of processes and the model's plan.
+    """What follows from the strategy, the number of processes and the model's plan."""
 
-    Attributes:
-        kind: `single`, `ddp`, `mesh`, `deepspeed`, or `other` for a user's own strategy class.
-        options: the strategy's options, with its constructor's defaults for those that are not in the configuration.
-        world_size: processes of the run.
-        data_ranks: ranks that each see different samples: the world, without the tensor and pipeline axes.
-        axes: sizes of the mesh's axes; each 1 for the other kinds.
-        plan: the plan next to the model, or None if it has none.
-    """
-
-    kind: str
-    options: Mapping[str, Any]
-    world_size: int
-    data_ranks: int
-    axes: Mapping[str, int]
-    plan: Plan | None
+    kind: str  # single, ddp, mesh, deepspeed, or other for a user's own strategy class
+    options: Mapping[str, Any]  # the strategy's, with its constructor's defaults for those not in the configuration
+    world_size: int  # processes of the run
+    data_ranks: int  # ranks that each see different samples: the world, without the tensor and pipeline axes
+    axes: Mapping[str, int]  # sizes of the mesh's axes; each 1 for the other kinds
+    plan: Plan | None  # next to the model
 
     @classmethod
     def of(cls, cfg: DictConfig) -> Layout:
-        """Return the layout of a configuration with its `auto` values decided.
-
-        Raises:
-            ConfigError: if the mesh's axes do not multiply to the number of processes.
-        """
+        """Return the layout of a configuration with its `auto` values decided. ConfigError: the axes do not fit."""
         definition = signatures.find_definition(cfg.model._target_)
         strategy: dict[str, Any] = OmegaConf.to_container(cfg.strategy, resolve=True)  # pyright: ignore[reportAssignmentType]
         plan = plan_beside(definition[0]) if definition is not None else None
@@ -75,12 +62,9 @@ class Layout:
             return ["deepspeed", "zero3"] if self.options["stage"] == 3 else ["deepspeed"]
         if self.kind != "mesh":
             return [self.kind]
-        used = {
-            "shard": self.axes["shard"] * self.axes["replicate"] > 1,
-            "tensor": self.axes["tensor"] > 1,
-            "pipeline": self.axes["pipe"] > 1,
-        }
-        return [name for name, on in used.items() if on] or ["shard"]
+        axes = self.axes
+        sizes = {"shard": axes["shard"] * axes["replicate"], "tensor": axes["tensor"], "pipeline": axes["pipe"]}
+        return [name for name, size in sizes.items() if size > 1] or ["shard"]
 
 
 def world_size(cfg: DictConfig) -> int:

@@ -21,9 +21,6 @@ def open_run(
         path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in it.
         overrides: `key=value`, applied to the run's configuration.
         trust: accept a checkpoint without a manifest.
-
-    Raises:
-        ConfigError: if there is no run or no intact checkpoint, or an override names no key.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
@@ -34,7 +31,7 @@ def open_run(
         key, _, value = override.partition("=")
         if OmegaConf.select(cfg, key, default=run_dir) is run_dir:
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
-        OmegaConf.update(cfg, key, OmegaConf.create({"value": _parse(value)}).value)
+        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
     OmegaConf.update(cfg, "run.dir", str(run_path))
     if path == run_path and best:
         name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")
@@ -45,10 +42,6 @@ def open_run(
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
     return cfg, checkpoint
-
-
-def _parse(value: str) -> object:
-    return OmegaConf.from_dotlist([f"value={value}"]).value
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:

@@ -46,25 +46,21 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         label: the experiment's name, used if run.name is null.
         trial: `<sweep>/<number>` for a trial of a sweep, which has its own directory.
     """
-    cfg = cfg.copy()
+    cfg, root = cfg.copy(), Path(cfg.run.root)
     named = trial or cfg.run.name
     name = named or default_name(label)
-    root = Path(cfg.run.root)
     if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
         taken, number = name, 2
         while (root / name).exists():
             name, number = f"{taken}-{number}", number + 1
-    cfg.run.name = name
-    cfg.run.dir = str(root / name)
+    cfg.run.name, cfg.run.dir = name, str(root / name)
     return cfg
 
 
 def write(cfg: DictConfig, overrides: list[str]) -> Path:
     """Create the directory with config.yaml and overrides.txt; a later start appends its overrides.
 
-    Raises:
-        ConfigError: if the directory, or the run that `resume=PATH` names, does not match this configuration. Nothing
-            is changed then.
+    If the directory, or the run that `resume=PATH` names, does not match, nothing is changed and ConfigError is raised.
     """
     run_dir = Path(cfg.run.dir)
     checkpoint = resume.checkpoint_for(cfg, run_dir)
@@ -81,9 +77,8 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"run.root={cfg.run.root}: {run_dir} cannot be created ({error.strerror}). Type another run.root."
-        ) from error
+        why = f"{run_dir} cannot be created ({error.strerror})"
+        raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
     files.clear_parts(run_dir)
     cfg.run.id = _id(run_dir)
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
@@ -117,15 +112,13 @@ def read(run_dir: Path) -> DictConfig:
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:
     """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is written to a file."""
     untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
-    replace = {"oc.env": _env_reference, "oc.decode": _decode_reference}
-    originals = {"oc.env": oc.env, "oc.decode": oc.decode}
     try:
-        for name, resolver in replace.items():
-            OmegaConf.register_new_resolver(name, resolver, replace=True)
+        OmegaConf.register_new_resolver("oc.env", _env_reference, replace=True)
+        OmegaConf.register_new_resolver("oc.decode", _decode_reference, replace=True)
         return OmegaConf.to_container(untyped, resolve=True)  # pyright: ignore[reportReturnType]
     finally:
-        for name, resolver in originals.items():
-            OmegaConf.register_new_resolver(name, resolver, replace=True)
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
 
 
 def _env_reference(name: str, *default: Any) -> str:

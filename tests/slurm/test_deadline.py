@@ -41,13 +41,13 @@ def test_slurm_tells_the_end_in_a_variable(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(BEGIN)))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(BEGIN + HOUR)))
-    assert slurm.deadline() == BEGIN + HOUR
+    assert slurm.times()[1] == BEGIN + HOUR
     assert slurm.stop_at(5) == BEGIN + HOUR - 300
 
 
 def test_else_its_controller_is_asked(scontrol):
     scontrol("01:00:00", "2026-03-04T11:00:00")
-    assert slurm.deadline() == BEGIN + HOUR
+    assert slurm.times()[1] == BEGIN + HOUR
     assert slurm.stop_at(5) == BEGIN + HOUR - 300
     assert slurm.stop_at(None) is None
 
@@ -60,25 +60,25 @@ def test_a_short_job_keeps_three_quarters_of_its_time(scontrol):
 @pytest.mark.parametrize(("limit", "end"), [("UNLIMITED", "2027-03-04T10:00:00"), ("01:00:00", "Unknown")])
 def test_without_a_limit_there_is_no_deadline(limit, end, scontrol):
     scontrol(limit, end)
-    assert slurm.deadline() is None
+    assert slurm.times()[1] is None
     assert slurm.stop_at(5) is None
 
 
 def test_one_rank_asks_for_all(scontrol, monkeypatch, tmp_path):
     scontrol("01:00:00", "2026-03-04T11:00:00")
     monkeypatch.setenv("RANK", "3")
-    assert slurm.deadline() is None
+    assert slurm.times()[1] is None
     assert not (tmp_path / "asked").exists()
 
 
 def test_outside_of_a_job_nobody_is_asked(scontrol, monkeypatch, tmp_path):
     scontrol("01:00:00", "2026-03-04T11:00:00")
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert slurm.deadline() is None
+    assert slurm.times()[1] is None
     assert not (tmp_path / "asked").exists()
 
 
 def test_a_controller_that_does_not_answer_sets_no_deadline(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert slurm.deadline() is None
+    assert slurm.times()[1] is None

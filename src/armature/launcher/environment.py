@@ -57,22 +57,12 @@ def main_port() -> int:
 
 
 def set_rank(
-    *,
-    rank: str,
-    world_size: str,
-    local_rank: str,
-    local_world_size: str,
-    node_rank: str,
-    main_address: Callable[[], str],
-    main_port: int,
-) -> None:
+    *, rank: str, world_size: str, local_rank: str, local_world_size: str, node_rank: str,
+    main_address: Callable[[], str], main_port: int,
+) -> None:  # fmt: skip
     """Make this process a rank. An address or a port that is set already is kept."""
     os.environ.update(
-        RANK=rank,
-        WORLD_SIZE=world_size,
-        LOCAL_RANK=local_rank,
-        LOCAL_WORLD_SIZE=local_world_size,
-        GROUP_RANK=node_rank,
+        RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=local_world_size, GROUP_RANK=node_rank
     )
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = main_address()
@@ -80,41 +70,29 @@ def set_rank(
 
 
 def is_under_agent() -> bool:
-    """Return True if an elastic agent, torchrun's or ours, started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_restarted() -> bool:
-    """Return True if these ranks were restarted after a failure."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def error_file() -> Path | None:
-    """Return the file in which the agent expects this rank's error."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file) if file else None
+    return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
 def rank_variables(*, attempt: int, heartbeats: Path, resized: str) -> dict[str, str]:
-    """Return the variables of ours that the ranks of one attempt get."""
-    return {
-        "ARMATURE_ATTEMPT": str(attempt),
-        "ARMATURE_HEARTBEATS": str(heartbeats),
-        "ARMATURE_RESIZED": resized,
-    }
+    return {"ARMATURE_ATTEMPT": str(attempt), "ARMATURE_HEARTBEATS": str(heartbeats), "ARMATURE_RESIZED": resized}
 
 
 def heartbeat_folder() -> Path | None:
-    """Return the folder of the ranks' heartbeats, or None if nobody watches them."""
-    folder = os.environ.get("ARMATURE_HEARTBEATS")
-    return Path(folder) if folder else None
+    return Path(folder) if (folder := os.environ.get("ARMATURE_HEARTBEATS")) else None
 
 
 def watched_rank(environ: Mapping[str, str], *, heartbeats: Path) -> int | None:
     """Return the rank of the process with this environment, or None if it is no rank with that heartbeat folder."""
-    if environ.get("ARMATURE_HEARTBEATS") != str(heartbeats) or "RANK" not in environ:
-        return None
-    return int(environ["RANK"])
+    watched = environ.get("ARMATURE_HEARTBEATS") == str(heartbeats) and "RANK" in environ
+    return int(environ["RANK"]) if watched else None
 
 
 def resized_settings() -> str:
@@ -126,6 +104,4 @@ def set_deadline(unix_time: float) -> None:
 
 
 def deadline() -> float | None:
-    """Return the Unix time at which the launcher wants the run to save and stop, or None."""
-    value = os.environ.get("ARMATURE_DEADLINE")
-    return float(value) if value else None
+    return float(value) if (value := os.environ.get("ARMATURE_DEADLINE")) else None

@@ -42,10 +42,7 @@ def end_with_parent() -> None:
 
 
 def leave() -> NoReturn:
-    """End a rank that has done its work, without the interpreter's own teardown.
-
-    There, a gloo thread that still runs can abort the process, which a launcher takes for a failure.
-    """
+    """End a finished rank without the interpreter's teardown: a gloo thread can abort it, which counts as failed."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

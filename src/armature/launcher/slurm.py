@@ -16,10 +16,8 @@ def join(cfg: DictConfig) -> None:
 
     A rank's variables (`launcher.environment`) are set from Slurm's. With one task per node and several devices,
     `launch.rdzv_endpoint` is set instead, and the elastic agents of the nodes meet there. The shell of a batch script
-    has SLURM_NTASKS too, but no step: there the elastic agent starts the ranks.
-
-    Raises:
-        ConfigError: if the step's nodes or tasks differ from the configuration; the ranks would wait for ever.
+    has SLURM_NTASKS too, but no step: there the elastic agent starts the ranks. A step whose nodes or tasks differ
+    from the configuration is refused, since its ranks would wait for ever.
     """
     environ = os.environ
     if environment.is_joined() or "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
@@ -40,31 +38,20 @@ def join(cfg: DictConfig) -> None:
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
     environment.set_rank(
-        rank=environ["SLURM_PROCID"],
-        world_size=environ["SLURM_STEP_NUM_TASKS"],
-        local_rank=environ["SLURM_LOCALID"],
-        local_world_size=str(tasks),
-        node_rank=environ["SLURM_NODEID"],
-        main_address=_first_host,
-        main_port=_port(),
-    )
-
-
-def deadline() -> float | None:
-    """Return the Unix time at which Slurm ends the job, or None outside of a job or without a limit."""
-    return _times()[1]
+        rank=environ["SLURM_PROCID"], world_size=environ["SLURM_STEP_NUM_TASKS"],
+        local_rank=environ["SLURM_LOCALID"], local_world_size=str(tasks), node_rank=environ["SLURM_NODEID"],
+        main_address=_first_host, main_port=_port(),
+    )  # fmt: skip
 
 
 def stop_at(minutes: float | None) -> float | None:
-    """Return the Unix time at which a run should save and stop, or None.
+    """Return the Unix time at which a run should save and stop, or None: so many minutes before the job's end.
 
-    Args:
-        minutes: how long before the job's end. A job whose limit is shorter than twice that stops when a quarter of
-            its time remains. None: never.
+    A job whose limit is shorter than twice that stops when a quarter of its time remains.
     """
     if minutes is None:
         return None
-    begin, end = _times()
+    begin, end = times()
     if end is None:
         return None
     duration = end - (begin if begin is not None else time.time())
@@ -72,8 +59,8 @@ def stop_at(minutes: float | None) -> float | None:
     return end - (margin if duration >= 2 * margin else duration / 4)
 
 
-def _times() -> tuple[float | None, float | None]:
-    """Return the job's begin and end, as Unix time. Slurm before 22.05 sets no variables, so scontrol is asked."""
+def times() -> tuple[float | None, float | None]:
+    """Return the job's begin and end, as Unix time; None if unknown or without a limit."""
     environ = os.environ
     if "SLURM_JOB_END_TIME" in environ:
         begin = environ.get("SLURM_JOB_START_TIME")
@@ -81,7 +68,7 @@ def _times() -> tuple[float | None, float | None]:
     if "SLURM_JOB_ID" not in environ or environment.rank() != 0:  # one query per job; the ranks agree on when to stop
         return None, None
     try:
-        text = _scontrol("job", environ["SLURM_JOB_ID"])
+        text = _scontrol("job", environ["SLURM_JOB_ID"])  # Slurm before 22.05 sets no variables
     except (OSError, subprocess.SubprocessError):  # a container without Slurm's programs
         return None, None
     fields = dict(field.split("=", 1) for field in text.split() if "=" in field)
@@ -109,8 +96,7 @@ def _first_host() -> str:
 
 
 def _scontrol(*arguments: str) -> str:
-    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    command = ["scontrol", "show", *arguments]
+    command, environ = ["scontrol", "show", *arguments], {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=60).stdout
 
 

@@ -36,36 +36,22 @@ from armature.validation import resize
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
+SOURCES = str(Path(__file__).parents[2])
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # never caused by the loss of another rank
 LOST_CONNECTION = ("by peer", "Broken pipe", "remote process exited")  # in errors caused by another rank's end
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended an attempt.
-
-    Attributes:
-        what: one line, such as "rank 1 was killed by SIGKILL".
-        text: all that is known, with the traceback if there is one.
-        is_error: a Python error.
-        stopped_by: the signal that ends a run, if it reached the rank before its handler was installed.
-        problems: of the configuration, if a rank raised a ConfigError.
-    """
-
-    what: str
-    text: str
-    is_error: bool = False
-    stopped_by: str | None = None
-    problems: tuple[str, ...] = ()
+    what: str  # one line, such as "rank 1 was killed by SIGKILL"
+    text: str  # all that is known, with the traceback if there is one
+    is_error: bool = False  # a Python error
+    stopped_by: str | None = None  # the signal that ends a run, if it reached the rank before its handler was installed
+    problems: tuple[str, ...] = ()  # of the configuration, if a rank raised a ConfigError
 
 
 def run(cfg: DictConfig) -> None:
-    """Train in ranks of their own until the run ends.
-
-    Raises:
-        RunFailed: if a signal stopped the run, or it failed and is not restarted.
-        ConfigError: raised by a rank.
-    """
+    """Train in ranks of their own. Raise RunFailed if a signal or a failure ends the run, and a rank's ConfigError."""
     before = _summary_written(cfg)
     with Stop(grace_seconds=cfg.launch.grace_seconds) as stop:
         try:
@@ -92,20 +78,12 @@ def stopped(cfg: DictConfig, name: str, *, step: int | None = None) -> RunFailed
 
 
 class Stop:
-    """While entered, raise the first signal as an exception; Ctrl-C after it kills all ranks at once.
-
-    Args:
-        grace_seconds: how long the agent waits for the ranks to end before it kills them.
-
-    Attributes:
-        received: the first signal. Later ones do not change why the run stops.
-        watcher: of the current attempt.
-    """
+    """While entered, raise the first signal as an exception; Ctrl-C after it kills all ranks at once."""
 
     def __init__(self, *, grace_seconds: float) -> None:
-        self.grace_seconds = grace_seconds
-        self.received: signal.Signals | None = None
-        self.watcher: RankWatcher | None = None
+        self.grace_seconds = grace_seconds  # how long the agent waits for the ranks to end before it kills them
+        self.received: signal.Signals | None = None  # the first; later ones do not change why the run stops
+        self.watcher: RankWatcher | None = None  # of the current attempt
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -160,13 +138,12 @@ class _Attempts:
                 )
             change = self._resize(failure, progress=progress)
             remaining = launch.max_restarts - attempt - 1
-            print(
+            message = (
                 f"restart {attempt + 1} of {launch.max_restarts}: {failure.what}; "
                 f"the run resumes from {self._resume_point()}{change}; "
-                f"{remaining or 'no'} more restart{'s' * (remaining != 1)} after this one",
-                file=sys.stderr,
-                flush=True,
+                f"{remaining or 'no'} more restart{'s' * (remaining != 1)} after this one"
             )
+            print(message, file=sys.stderr, flush=True)
 
     def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
         """Run the ranks once, by a call of the elastic agent. Return None if they finished."""
@@ -177,20 +154,15 @@ class _Attempts:
         agent_log = logging.getLogger("torch.distributed.elastic")  # it reports failures, which we describe ourselves
         agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
         cfg, beats = self.cfg, self.folder / "heartbeats"
+        nodes, endpoint = cfg.trainer.num_nodes, cfg.launch.rdzv_endpoint
         config = LaunchConfig(
-            min_nodes=cfg.trainer.num_nodes,
-            max_nodes=cfg.trainer.num_nodes,
-            nproc_per_node=cfg.trainer.devices,
-            run_id=Path(cfg.run.dir).name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=cfg.launch.rdzv_endpoint or "localhost:0",
-            max_restarts=max_restarts,
-            monitor_interval=0.1,
+            min_nodes=nodes, max_nodes=nodes, nproc_per_node=cfg.trainer.devices, run_id=Path(cfg.run.dir).name,
+            rdzv_backend="c10d", rdzv_endpoint=endpoint or "localhost:0",
+            local_addr=None if endpoint else "localhost",
+            max_restarts=max_restarts, monitor_interval=0.1, shutdown_timeout=cfg.launch.grace_seconds,
             logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
             signals_to_handle="",  # our handlers stay, also after the agent has returned
-            local_addr=None if cfg.launch.rdzv_endpoint else "localhost",
-            shutdown_timeout=cfg.launch.grace_seconds,
-        )
+        )  # fmt: skip
         oom_kills = _oom_kills()
         watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
         with _environment(self._variables(number, beats)), watcher:
@@ -198,27 +170,26 @@ class _Attempts:
             try:
                 elastic_launch(config, sys.executable)("-u", "-m", "armature.launcher.rank", cfg.run.dir)
             except ChildFailedError as error:
-                return describe(error.failures, watcher, Path(cfg.run.dir), oom=_is_oom(oom_kills))
+                now = _oom_kills()
+                oom = None if oom_kills is None or now is None else now > oom_kills
+                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom)
             finally:
                 self.stop.watcher = None
         return None
 
     def _variables(self, number: int, beats: Path) -> dict[str, str]:
-        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-        devices = self.cfg.trainer.devices
+        path = [SOURCES, os.environ.get("PYTHONPATH")]
+        devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
         threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
         return {
             **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            **environment.rank_variables(
-                attempt=number, heartbeats=beats, resized=resize.difference(self.asked, self.cfg)
-            ),
+            **environment.rank_variables(attempt=number, heartbeats=beats, resized=resized),
         }
 
     def _last_checkpoint_step(self) -> int:
-        """Return the step of the newest complete checkpoint, or -1."""
         checkpoint = resume.last_checkpoint(Path(self.cfg.run.dir), self.cfg)
         step = directory.step_of(checkpoint) if checkpoint is not None else None
         return -1 if step is None else step
@@ -229,7 +200,6 @@ class _Attempts:
         return "the start" if self.cfg.resume in resume.MODES else self.cfg.resume
 
     def _end_if_final(self, failure: Failure, *, progress: bool, remaining: int) -> None:
-        """Raise an error if this failure ends the run."""
         if failure.stopped_by is not None:
             raise stopped(self.cfg, failure.stopped_by)
         if failure.problems:
@@ -241,18 +211,17 @@ class _Attempts:
 
     def _resize(self, failure: Failure, *, progress: bool) -> str:
         """Choose the number of ranks for the next attempt. Return the change in words, for the restart message."""
-        cfg, least = self.cfg, self.cfg.launch.min_ranks
-        available = _gpus_now() if cfg.trainer.accelerator == "gpu" else cfg.trainer.devices
-        if available < (least or cfg.trainer.devices):
-            key = "launch.min_ranks" if least else "trainer.devices"
-            asked = f"{key}={least or cfg.trainer.devices}"
+        cfg, devices, least = self.cfg, self.cfg.trainer.devices, self.cfg.launch.min_ranks
+        available = _gpus_now() if cfg.trainer.accelerator == "gpu" else devices
+        if available < (least or devices):
+            asked = f"launch.min_ranks={least}" if least else f"trainer.devices={devices}"
             raise RunFailed(f"{failure.text}\nThis machine has {available} GPUs now, fewer than {asked}.")
-        if least is None or (progress and available >= cfg.trainer.devices):
+        if least is None or (progress and available >= devices):
             return ""
-        found = resize.fewer(cfg, most=min(cfg.trainer.devices - 1, available), least=least)
+        found = resize.fewer(cfg, most=min(devices - 1, available), least=least)
         if isinstance(found, str):
-            return f" (on the same number of ranks: {found})" if cfg.trainer.devices > least else ""
-        devices, self.cfg = cfg.trainer.devices, found
+            return f" (on the same number of ranks: {found})" if devices > least else ""
+        self.cfg = found
         micro = found.data.micro_batch_size
         kept = f", data.micro_batch_size={micro}" if micro != cfg.data.micro_batch_size else ""
         return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
@@ -261,9 +230,7 @@ class _Attempts:
 def describe(failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None) -> Failure:
     """Return the failure of the rank that failed first; the others failed because of it.
 
-    Args:
-        failures: the agent's, by rank.
-        oom: True if the system has killed processes for lack of memory during the attempt; None if unknown.
+    `oom`: True if the system has killed processes for lack of memory during the attempt; None if unknown.
     """
     if watcher.hung:
         return _hang(watcher, folder)
@@ -296,11 +263,8 @@ def _hang(watcher: RankWatcher, folder: Path) -> Failure:
 
 
 def _cause_key(rank: int, failure: Any, watcher: RankWatcher) -> tuple[bool, bool, float]:
-    """Return a sort key that puts the likely first failure first.
-
-    A killed process loses its connections before it is gone, so another rank's error about them can be older than its
-    death.
-    """
+    """Return a sort key that puts the likely first failure first."""
+    # a killed process loses its connections before it is gone: another's error about them can be older than its death
     killed = _was_killed(failure)
     crashed = killed and signal.Signals(-failure.exitcode).name in CRASHES and rank not in watcher.ended
     follows = not killed and any(words in _error(failure)[0] for words in LOST_CONNECTION)
@@ -314,8 +278,7 @@ def _was_killed(failure: Any) -> bool:
 def _error(failure: Any) -> tuple[str, str | None]:
     """Return a rank's Python error (`ArithmeticError: …`) and its traceback; empty if it left none."""
     data = failure.error_file_data.get("message", {}) if isinstance(failure.error_file_data, dict) else {}
-    if not isinstance(data, dict):
-        return "", None
+    data = data if isinstance(data, dict) else {}
     return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
 
 
@@ -330,34 +293,26 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
 def _oom_kills() -> int | None:
     """Return how many processes Linux has killed for lack of memory since boot (containers included), or None."""
     try:
-        fields = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-        return int(fields["oom_kill"])
+        return int(dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())["oom_kill"])
     except (OSError, KeyError):
         return None
 
 
-def _is_oom(before: int | None) -> bool | None:
-    now = _oom_kills()
-    return None if before is None or now is None else now > before
-
-
 def _gpus_now() -> int:
     """Return the number of GPUs, found by a new process: the driver's answer never changes within a process."""
-    code = "from armature import hardware; print(hardware.gpu_count())"
-    with _environment({"PYTHONPATH": str(Path(__file__).parents[2])}):
-        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    command = [sys.executable, "-c", "from armature import hardware; print(hardware.gpu_count())"]
+    environ = {**os.environ, "PYTHONPATH": SOURCES}
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout)
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Set variables for the ranks, and reset them afterwards: a sweep's next trial starts in this process."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,35 +24,23 @@ SHUTDOWN_SECONDS = 5.0
 
 @dataclass
 class Rank:
-    """A process of the run on this machine.
-
-    Attributes:
-        handle: process file descriptor, readable once the process has died; None if the system has none.
-        beat: modification time of its last heartbeat, in ns.
-        idle: seconds since then; None before the first heartbeat.
-    """
-
     number: int
     pid: int
-    handle: int | None
-    beat: int = 0
-    idle: float | None = None
+    handle: int | None  # process file descriptor, readable once the process has died; None if the system has none
+    beat: int = 0  # modification time of its last heartbeat, in ns
+    idle: float | None = None  # seconds since then; None before the first heartbeat
 
 
 @dataclass(frozen=True)
 class Death:
-    """When a rank ended, and its exit code: negative for a signal, None if unknown."""
-
     unix_time: float
-    code: int | None
+    code: int | None  # exit code: negative for a signal, None if unknown
 
 
 @dataclass(frozen=True)
 class Hang:
-    """How long a rank made no progress before it was killed. `stopped`: by a signal such as SIGSTOP."""
-
-    seconds: float
-    stopped: bool
+    seconds: float  # without progress before the rank was killed
+    stopped: bool  # by a signal such as SIGSTOP
 
 
 class RankWatcher:
@@ -61,18 +50,13 @@ class RankWatcher:
         folder: the ranks' heartbeats (ARMATURE_HEARTBEATS), each a file named after its process id.
         ranks: how many this process starts.
         hang_timeout: seconds without a heartbeat after which a rank is killed; None: never.
-
-    Attributes:
-        deaths: the ranks that have ended.
-        hung: the ranks that were killed because they made no progress.
-        ended: the ranks that were killed because another had failed.
     """
 
     def __init__(self, folder: Path, *, ranks: int, hang_timeout: float | None) -> None:
         self.folder, self.count, self.hang_timeout = folder, ranks, hang_timeout
         self.deaths: dict[int, Death] = {}
-        self.hung: dict[int, Hang] = {}
-        self.ended: set[int] = set()
+        self.hung: dict[int, Hang] = {}  # killed because they made no progress
+        self.ended: set[int] = set()  # killed because another had failed
         self._asked_to_end = False
         self._ranks: dict[int, Rank] = {}  # the living ones, by process id
         self._groups: set[int] = set()
@@ -110,8 +94,7 @@ class RankWatcher:
                 self._find_ranks()
             self._wait_for_deaths()
             now = time.monotonic()
-            # at most one second per iteration: if the whole machine was suspended, no rank hangs
-            self._check_heartbeats(min(now - before, 1.0))
+            self._check_heartbeats(min(now - before, 1.0))  # 1.0: if the whole machine was suspended, no rank hangs
             before = now
             self._kill_overdue_ranks()
 
@@ -132,11 +115,10 @@ class RankWatcher:
             poll.register(handle, select.POLLIN)
         for handle, _ in poll.poll(POLL_SECONDS * 1000):
             rank = handles[handle]
-            death = Death(time.time(), _exit_code(handle))
+            self.deaths[rank.number] = death = Death(time.time(), _exit_code(handle))
             os.close(handle)
             del self._ranks[rank.pid]
             self._groups.discard(rank.pid)  # another process may get this id in a long run
-            self.deaths[rank.number] = death
             if death.code:
                 _kill_group(rank.pid)
             if death.code and self._kill_deadline is None and not self._asked_to_end:
@@ -160,7 +142,8 @@ class RankWatcher:
         for rank, seconds in stale:
             self.hung[rank.number] = Hang(seconds, stopped=_is_stopped(rank.pid))
         for rank, _ in idle:
-            _signal(rank.pid, signal.SIGUSR2)  # the worker's handler writes all threads' stacks to the rank's log
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGUSR2)  # the worker writes all threads' stacks to the rank's log
         self._done.wait(1.0)
         for rank, _ in stale:
             _kill_group(rank.pid)
@@ -179,12 +162,9 @@ def _children(folder: Path) -> dict[int, int]:
     """Return the ranks among this process's children: process id → rank."""
     found = {}
     for child in psutil.Process().children():
-        try:
-            rank = environment.watched_rank(child.environ(), heartbeats=folder)
-        except psutil.Error:  # it has ended meanwhile
-            continue
-        if rank is not None:
-            found[child.pid] = rank
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if (rank := environment.watched_rank(child.environ(), heartbeats=folder)) is not None:
+                found[child.pid] = rank
     return found
 
 
@@ -197,13 +177,10 @@ def _handle(pid: int) -> int | None:
 
 def _exit_code(handle: int) -> int | None:
     """Return the exit code of a dead process, without reaping it: the agent does."""
-    try:
-        status = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return None
-    if status is None:
-        return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+    with suppress(ChildProcessError):
+        if (status := os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:
+            return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+    return None
 
 
 def _is_stopped(pid: int) -> bool:
@@ -213,16 +190,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
 def _kill_group(pid: int) -> None:
     """Kill a rank and its data loader workers: a rank leads its own process group."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # macOS: a group of zombies
-        return

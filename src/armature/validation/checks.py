@@ -25,10 +25,9 @@ from armature.validation import parallelism, signatures
 
 log = logging.getLogger(__name__)
 
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true")
 CHOICES = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
-    "trainer.precision": PRECISIONS,
+    "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
     "trainer.gradient_clip_algorithm": ("norm", "value"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
@@ -40,32 +39,19 @@ _SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours 
 
 
 def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
-    """Return the configuration with `auto` values decided.
+    """Return the configuration with `auto` values decided, or raise a ConfigError with every problem that was found.
 
-    Args:
-        prepare: prepare the data too, which may take long.
-
-    Raises:
-        ConfigError: with every problem that was found.
+    `prepare` the data too, which may take long.
     """
-    problems = _missing_problems(cfg)
-    problems += _unknown_problems(cfg)
-    if not problems:
-        problems += _interpolation_problems(cfg)
-    if problems:
+    if problems := (_missing_problems(cfg) + _unknown_problems(cfg)) or _interpolation_problems(cfg):
         raise ConfigError(problems)
-    problems += _choice_problems(cfg)
-    problems += _range_problems(cfg)
-    problems += _secret_problems(cfg)
+    problems = _choice_problems(cfg) + _range_problems(cfg) + _secret_problems(cfg)
     unsound = _target_problems(cfg) + _device_problems(cfg)
     problems += unsound
     if not unsound:
         cfg = decide(cfg)
-        problems += _model_problems(cfg)
-        problems += layout_problems(cfg)
-        problems += _launch_problems(cfg)
-    problems += _logger_problems(cfg)
-    problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
+        problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg)
+    problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
     problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
@@ -108,11 +94,10 @@ def _unknown_problems(cfg: DictConfig) -> list[str]:
     """Return the keys that `+` added to the core's own groups, where nothing would read them."""
     problems = []
     for path, kind in (("", Config), *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type))):
-        known = [f.name for f in fields(kind)]
+        known, prefix = [f.name for f in fields(kind)], f"{path}." if path else ""
         for key in map(str, OmegaConf.select(cfg, path) if path else cfg):
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                prefix = f"{path}." if path else ""
                 hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
                 problems.append(f"{prefix}{key}: there is no such key.{hint}")
     return problems
@@ -131,16 +116,14 @@ def _choice_problems(cfg: DictConfig) -> list[str]:
     for key, choices in CHOICES.items():
         value = OmegaConf.select(cfg, key)
         if value not in choices:
-            near = [ALIASES[str(value)]] if str(value) in ALIASES else []
-            near = near or difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-            hint = f" Did you mean {key}={near[0]}?" if near else ""
+            meant = ALIASES.get(str(value)) or next(iter(difflib.get_close_matches(str(value), choices, 1, 0.4)), None)
+            hint = f" Did you mean {key}={meant}?" if meant else ""
             problems.append(f"{key}={value}: must be one of {', '.join(choices)}.{hint}")
     return problems
 
 
 def _range_problems(cfg: DictConfig) -> list[str]:
-    problems = []
-    trainer = cfg.trainer
+    problems, trainer = [], cfg.trainer
     if trainer.max_steps is None and trainer.max_epochs is None:
         problems.append(
             "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
@@ -148,8 +131,7 @@ def _range_problems(cfg: DictConfig) -> list[str]:
         )
     positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
     every = [f"checkpoint.{key}" for key in ("every_n_steps", "every_n_minutes", "keep_every_n_steps")]
-    sizes = [f"data.{key}" for key in ("train_limit", "eval_batch_size")]
-    for key in [*(f"trainer.{k}" for k in positive), *every, *sizes]:
+    for key in [*(f"trainer.{key}" for key in positive), *every, "data.train_limit", "data.eval_batch_size"]:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, (int, float)) and value <= 0:
             problems.append(f"{key}={value}: must be positive (or null, if it may be off).")
@@ -162,14 +144,10 @@ def _range_problems(cfg: DictConfig) -> list[str]:
     base_width = OmegaConf.select(cfg, "optimizer.base_width")
     if base_width is not None and (not isinstance(base_width, int) or base_width < 1):
         problems.append(f"optimizer.base_width={base_width}: must be a model's width, or null.")
-    if cfg.checkpoint.keep_last < 1:
-        problems.append(
-            f"checkpoint.keep_last={cfg.checkpoint.keep_last}: must be at least 1, or nothing could be resumed."
-        )
-    if trainer.max_time is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", trainer.max_time):
-        problems.append(
-            f"trainer.max_time={trainer.max_time}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00."
-        )
+    if (kept := cfg.checkpoint.keep_last) < 1:
+        problems.append(f"checkpoint.keep_last={kept}: must be at least 1, or nothing could be resumed.")
+    if (limit := trainer.max_time) is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", limit):
+        problems.append(f"trainer.max_time={limit}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00.")
     return problems
 
 
@@ -197,24 +175,18 @@ def _device_problems(cfg: DictConfig) -> list[str]:
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()
     if accelerator == "gpu":
-        count = hardware.gpu_count()
-        if not count:
-            return [
-                "trainer.accelerator=gpu: this machine has no GPU. "
-                f"Type trainer.accelerator=cpu trainer.devices={devices}."
-            ]
+        if not (count := hardware.gpu_count()):
+            instead = f"trainer.accelerator=cpu trainer.devices={devices}"
+            return [f"trainer.accelerator=gpu: this machine has no GPU. Type {instead}."]
         if devices != "auto" and devices > count:
-            return [
-                f"trainer.devices={devices}: this machine has {count} GPU{'s' * (count > 1)}. "
-                f"Type trainer.devices={count}, or trainer.accelerator=cpu to run {devices} CPU processes."
-            ]
+            instead = f"trainer.devices={count}, or trainer.accelerator=cpu to run {devices} CPU processes"
+            return [f"trainer.devices={devices}: this machine has {count} GPU{'s' * (count > 1)}. Type {instead}."]
     if accelerator == "mps":
         if not hardware.has_mps():
             return ["trainer.accelerator=mps: this is not an Apple machine with a GPU. Type trainer.accelerator=auto."]
         if devices not in ("auto", 1):
-            return [
-                f"trainer.devices={devices}: mps is one device. Type trainer.devices=1, or trainer.accelerator=cpu."
-            ]
+            instead = "trainer.devices=1, or trainer.accelerator=cpu"
+            return [f"trainer.devices={devices}: mps is one device. Type {instead}."]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
         log.warning("trainer.devices=%s processes share %s CPUs, which is slow.", devices, hardware.cpu_count())
     return []
@@ -251,21 +223,15 @@ def _launch_problems(cfg: DictConfig) -> list[str]:
     if not isinstance(launch.max_restarts, int) or isinstance(launch.max_restarts, bool) or launch.max_restarts < 0:
         problems.append(f"launch.max_restarts={launch.max_restarts}: must be a number from 0, or auto.")
     if launch.min_ranks is not None:
+        asked, wrong = f"launch.min_ranks={launch.min_ranks}", None
         if not 1 <= launch.min_ranks <= devices:
-            problems.append(
-                f"launch.min_ranks={launch.min_ranks}: must be from 1 to trainer.devices={devices}, "
-                "or null for a fixed number of ranks."
-            )
+            wrong = f": must be from 1 to trainer.devices={devices}, or null for a fixed number of ranks."
         elif cfg.trainer.num_nodes > 1 or launch.rdzv_endpoint:
-            problems.append(
-                f"launch.min_ranks={launch.min_ranks}: the number of ranks on several machines is fixed. "
-                "Type launch.min_ranks=null."
-            )
+            wrong = ": the number of ranks on several machines is fixed. Type launch.min_ranks=null."
         elif launch.max_restarts == 0:
-            problems.append(
-                f"launch.min_ranks={launch.min_ranks}, but launch.max_restarts=0: no rank is restarted. "
-                "Type launch.max_restarts=auto, or launch.min_ranks=null."
-            )
+            instead = "launch.max_restarts=auto, or launch.min_ranks=null"
+            wrong = f", but launch.max_restarts=0: no rank is restarted. Type {instead}."
+        problems += [f"{asked}{wrong}"] if wrong else []
     for key in ("hang_timeout", "stop_minutes_before_limit"):
         if launch[key] is not None and launch[key] <= 0:
             problems.append(f"launch.{key}={launch[key]}: must be positive, or null for never.")
@@ -275,15 +241,14 @@ def _launch_problems(cfg: DictConfig) -> list[str]:
 
 
 def _logger_problems(cfg: DictConfig) -> list[str]:
-    problems = []
-    for name, node in (cfg.logger or {}).items():
-        online = "wandb" in str(node.get("_target_", "")).lower() and not node.get("offline", False)
-        if online and os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_key():
-            problems.append(
-                f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb login`), "
-                f"or type logger.{name}.offline=true."
-            )
-    return problems
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return []
+    return [
+        f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb login`), "
+        f"or type logger.{name}.offline=true."
+        for name, node in (cfg.logger or {}).items()
+        if "wandb" in str(node.get("_target_", "")).lower() and not node.get("offline", False) and not _has_wandb_key()
+    ]
 
 
 def _has_wandb_key() -> bool:
@@ -314,10 +279,7 @@ def _folder_problems(folder: Path) -> list[str]:
 
 
 def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
-    """Prepare the data source here, once, so that the ranks only open it and a bad path never starts a process.
-
-    If the run is refused anyway, only the quick checks are made.
-    """
+    """Prepare the data source once, so that the ranks only open it; if the run is refused anyway, check it quickly."""
     if not isinstance(OmegaConf.select(cfg, "data.source"), DictConfig):
         return []
     try:

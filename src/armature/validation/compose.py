@@ -28,26 +28,17 @@ CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
-    _composed.cache_clear()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
+    with _hydra(config_dir):
         if (problem := _try([])) is not None:
             return [f"The configuration files do not compose: {_plain(problem)}"]
         groups = _groups(config_dir)
-        problems, chosen = [], []
-        values = []
-        for override in overrides:
-            key = override.split("=")[0].lstrip("+~").split("@")[0]
-            (chosen if key in groups else values).append(override)
-        sound = []
-        for override in chosen:
-            if (problem := _try([*sound, override])) is None:
-                sound.append(override)
-            else:
-                problems.append(_describe(problem, override, groups, sound, config_dir))
-        for override in values:
+        chooses = {each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides}
+        problems, sound = [], []
+        for override in sorted(overrides, key=lambda override: not chooses[override]):  # options of groups first
             if (problem := _try([*sound, override])) is not None:
                 problems.append(_describe(problem, override, groups, sound, config_dir))
+            elif chooses[override]:
+                sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
     return problems or [_plain(error)]
@@ -60,9 +51,7 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
         check: raises ConfigError for a configuration that a run would refuse here; trials that another launcher sends
             elsewhere are only composed.
     """
-    _composed.cache_clear()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
+    with _hydra(config_dir):
         try:
             fixed, values, here = _sweep(overrides)
         except CONFIG_ERRORS:
@@ -79,6 +68,12 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
                 except ConfigError as error:
                     found += error.problems
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
+
+
+def _hydra(config_dir: Path) -> initialize_config_dir:
+    _composed.cache_clear()
+    GlobalHydra.instance().clear()
+    return initialize_config_dir(version_base="1.3", config_dir=str(config_dir))
 
 
 def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
@@ -110,13 +105,11 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig | Exception:
 
 
 def _known(overrides: list[str]) -> list[str]:
-    """The keys of what sound overrides make."""
     made = _composed(tuple(overrides))
     return [] if isinstance(made, Exception) else [*_keys(made)]
 
 
 def _groups(config_dir: Path) -> dict[str, list[str]]:
-    """Option names by group."""
     folders = [folder for folder in config_dir.rglob("*") if folder.is_dir()]
     return {str(f.relative_to(config_dir)): sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
 
@@ -125,9 +118,8 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return (
-            f"{override}: this is not of the form key=value (quote values that hold spaces or commas: 'key=\"a b\"')."
-        )
+        form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
+        return f"{override}: this is not of the form {form}."
     key = parsed.key_or_group
     if parsed.is_sweep_override():
         one = override.split(",")[0]
@@ -141,8 +133,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
             return f"{override}: {_inside(error, config_dir / key / f'{value}.yaml', sound)}"
         return f"{override}: {key} has no option '{value}'.{_nearest(value, options)} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
-        reason = str(error.__cause__ or error).splitlines()[0]
-        return f"{override}: {reason}."
+        return f"{override}: {str(error.__cause__ or error).splitlines()[0]}."
     known = [*_known(sound), *groups]
     group, _, name = key.partition(".")
     # each option is composed, because its file may take keys from another in its defaults list
@@ -156,7 +147,6 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
 
 
 def _inside(error: Exception, file: Path, sound: list[str]) -> str:
-    """What is wrong in the file of an option that there is."""
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.YAMLError):
         return f"{where}: {_plain(error)}."
@@ -181,8 +171,7 @@ def _nearest(word: str, known: list[str]) -> str:
         last = word.rsplit(".", 1)[-1]
         by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
         near = [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
-    if not near:
-        near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 

@@ -44,18 +44,12 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
-    """Return everything about the layout that would fail, each with what to type instead.
-
-    Args:
-        cfg: the whole configuration, resolved, as plain types.
-    """
+    """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
         return []
     if layout.kind == "single" and layout.world_size > 1:
-        return [
-            f"strategy=single is one process, but there are {layout.world_size}. "
-            "Type strategy=ddp, or trainer.devices=1."
-        ]
+        instead = "strategy=ddp, or trainer.devices=1"
+        return [f"strategy=single is one process, but there are {layout.world_size}. Type {instead}."]
     if layout.kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return ["strategy=deepspeed: deepspeed is not installed here. Type pip install deepspeed, or strategy=fsdp."]
     return [problem for rule in RULES for problem in rule(cfg, layout)]
@@ -64,10 +58,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 def _features(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     trainer = cfg["trainer"]
     features = [str(trainer["precision"]), f"compile={layout.options['compile']}"]
-    if layout.options["float8"]:
-        features.append("float8")
-    if trainer["gradient_clip_val"]:
-        features.append(f"clip={trainer['gradient_clip_algorithm']}")
+    features += ["float8"] if layout.options["float8"] else []
+    features += [f"clip={trainer['gradient_clip_algorithm']}"] if trainer["gradient_clip_val"] else []
     return [
         f"{feature} does not work with this strategy ({method}): {REFUSED[feature, method]}."
         for method in layout.methods
@@ -80,12 +72,8 @@ def _classes(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     found = []
     for key, target in _targets(cfg):
         unsupported = signatures.class_attribute(target, "unsupported_strategies") or {}
-        name = target.rpartition(".")[2]
-        found += [
-            f"{key}={name} does not work with this strategy ({method}): {unsupported[method]}."
-            for method in layout.methods
-            if method in unsupported
-        ]
+        what = f"{key}={target.rpartition('.')[2]} does not work with this strategy"
+        found += [f"{what} ({method}): {unsupported[method]}." for method in layout.methods if method in unsupported]
     return found
 
 
@@ -94,9 +82,9 @@ def _targets(cfg: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     nodes = {key: node for key, node in cfg.items() if key not in ("callbacks", "logger")}
     for group in ("callbacks", "logger"):
         nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}
-    yield from (
-        (key, str(node["_target_"])) for key, node in nodes.items() if isinstance(node, Mapping) and "_target_" in node
-    )
+    for key, node in nodes.items():
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield key, str(node["_target_"])
 
 
 def _precision(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -106,10 +94,10 @@ def _precision(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def _compile(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
-    strategy, mode = layout.options, layout.options["compile_mode"]
+    mode = layout.options["compile_mode"]
     if mode not in COMPILE_MODES:
         return [f"strategy.compile_mode={mode}: must be one of {', '.join(COMPILE_MODES)}."]
-    if mode != "default" and strategy["compile"] == "none":
+    if mode != "default" and layout.options["compile"] == "none":
         return [f"strategy.compile_mode={mode}: nothing is compiled. Type strategy.compile=block with it."]
     others = set(layout.methods) - {"single", "ddp"}
     if mode in CUDA_GRAPH_MODES and others:
@@ -171,8 +159,8 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if tensor == 1 or plan is None:
         return []
     problems = []
-    values = {name: cfg["model"].get(name) for name in plan.divided}
-    for name, value in values.items():
+    for name in plan.divided:
+        value = cfg["model"].get(name)
         if isinstance(value, int) and value % tensor:
             fits = [n for n in range(1, layout.world_size + 1) if value % n == 0 and n <= value]
             nearest = min(fits, key=lambda n: abs(n - tensor))
@@ -198,9 +186,8 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     schedule = strategy["schedule"]
     if schedule not in SCHEDULES:
         return [f"strategy.schedule={schedule}: there is no such schedule. Type one of {', '.join(SCHEDULES)}."]
-    problems = []
-    stages = pipe * SCHEDULES[schedule][0]
-    layers = cfg["model"].get(plan.layers)
+    problems: list[str] = []
+    stages, layers = pipe * SCHEDULES[schedule][0], cfg["model"].get(plan.layers)
     if isinstance(layers, int) and layers < stages:
         problems.append(
             f"strategy.pipe={pipe} with strategy.schedule={schedule} makes {stages} stages, but model.{plan.layers}="
@@ -208,15 +195,11 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         )
     by_hand = strategy["stages"]
     if by_hand is not None and (len(by_hand) != stages or sum(by_hand) != layers or min(by_hand) < 1):
-        problems.append(
-            f"strategy.stages={list(by_hand)} must be {stages} numbers from 1 that add up to "
-            f"model.{plan.layers}={layers}."
-        )
+        total = f"model.{plan.layers}={layers}"
+        problems.append(f"strategy.stages={list(by_hand)} must be {stages} numbers from 1 that add up to {total}.")
     if plan.tied and cfg["model"].get(plan.tied):
-        problems.append(
-            f"strategy.pipe={pipe}: the first and the last stage cannot share a parameter. "
-            f"Type model.{plan.tied}=false."
-        )
+        instead = f"model.{plan.tied}=false"
+        problems.append(f"strategy.pipe={pipe}: the first and the last stage cannot share a parameter. Type {instead}.")
     if plan.needs_inputs and (value := cfg["model"].get(plan.needs_inputs)) is not None:
         problems.append(
             f"strategy.pipe={pipe}: model.{plan.needs_inputs}={value} needs the inputs in every block, and only the "
@@ -242,9 +225,8 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
     if schedule == "zero_bubble" and strategy["compile"] != "none":
-        problems.append(
-            "strategy.schedule=zero_bubble splits backward, which compiled blocks cannot. Type strategy.compile=none."
-        )
+        why = "splits backward, which compiled blocks cannot"
+        problems.append(f"strategy.schedule=zero_bubble {why}. Type strategy.compile=none.")
     return problems
 
 

@@ -42,7 +42,6 @@ def difference(asked: DictConfig, cfg: DictConfig) -> str:
 
 
 def apply(cfg: DictConfig, text: str) -> None:
-    """Apply to a configuration what `difference` returned."""
     for key, value in json.loads(text or "{}").items():
         OmegaConf.update(cfg, key, value)
 

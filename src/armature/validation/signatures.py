@@ -19,32 +19,24 @@ HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
 @dataclass
 class Signature:
-    """A constructor's parameters, as syntax trees.
+    """A constructor's parameters, as syntax trees."""
 
-    Attributes:
-        parameters: annotation of each.
-        defaults: default of each that has one.
-        open: it takes any keyword, or cannot be read from the source.
-    """
-
-    parameters: dict[str, ast.expr | None] = field(default_factory=dict)
-    defaults: dict[str, ast.expr] = field(default_factory=dict)
-    open: bool = False
+    parameters: dict[str, ast.expr | None] = field(default_factory=dict)  # annotation of each
+    defaults: dict[str, ast.expr] = field(default_factory=dict)  # of each that has one
+    open: bool = False  # it takes any keyword, or cannot be read from the source
 
 
 def problems(path: str, node: dict[str, Any], allowed: list[str]) -> list[str]:
     """Return what is wrong with the `_target_` node at `path` of the configuration and with the nodes below it."""
-    found = []
     target = node.get("_target_")
-    if isinstance(target, str):
-        found += _target_problems(path, target, node, allowed)
+    found = _target_problems(path, target, node, allowed) if isinstance(target, str) else []
     for key, value in node.items():
-        if isinstance(value, dict):
-            found += problems(f"{path}.{key}", value, allowed)
-        elif isinstance(value, list):
-            for i, item in enumerate(value):
-                if isinstance(item, dict):
-                    found += problems(f"{path}.{key}[{i}]", item, allowed)
+        below = (
+            {f".{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {f".{key}": value}
+        )
+        for name, item in below.items():
+            if isinstance(item, dict):
+                found += problems(f"{path}{name}", item, allowed)
     return found
 
 
@@ -75,9 +67,7 @@ def _target_problems(path: str, target: str, node: dict[str, Any], allowed: list
 
 
 def _is_a(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "bool"
-    return isinstance(value, _TYPES[name])
+    return name == "bool" if isinstance(value, bool) else isinstance(value, _TYPES[name])
 
 
 def _annotation_names(annotation: ast.expr | None) -> list[str]:
@@ -97,7 +87,7 @@ def _module_file(name: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        return None
+        spec = None
     if spec is None:
         return None
     if not rest:
@@ -116,15 +106,11 @@ def _tree(module: str) -> ast.Module | None:
     return ast.parse(file.read_text(encoding="utf-8")) if file else None
 
 
-def find_definition(target: str) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
+def find_definition(target: str, *, depth: int = 0) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
     """Return the defining module and the syntax tree of a dotted name, through re-exports, or None."""
     module, _, name = target.rpartition(".")
-    return _find(module, name, depth=0) if module else None
-
-
-def _find(module: str, name: str, depth: int) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
-    tree = _tree(module)
-    if tree is None or depth > 8:
+    tree = _tree(module) if module and depth <= 8 else None
+    if tree is None:
         return None
     for node in ast.walk(tree):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
@@ -133,8 +119,8 @@ def _find(module: str, name: str, depth: int) -> tuple[str, ast.ClassDef | ast.F
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) in (name, "*"):
-                    found = _find(_absolute(module, node), name if alias.name == "*" else alias.name, depth + 1)
-                    if found is not None:
+                    there = f"{_absolute(module, node)}.{name if alias.name == '*' else alias.name}"
+                    if (found := find_definition(there, depth=depth + 1)) is not None:
                         return found
     return None
 
@@ -172,9 +158,8 @@ def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
 
 
 def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield the base classes that can be read from their source."""
     for base in node.bases:
-        found = _find(module, ast.unparse(base).split(".")[-1].split("[")[0], depth=0)
+        found = find_definition(f"{module}.{ast.unparse(base).split('.')[-1].split('[')[0]}")
         if found is not None and isinstance(found[1], ast.ClassDef):
             yield found[0], found[1]
 
@@ -188,10 +173,7 @@ def defaults_of(target: str) -> dict[str, Any]:
 
 
 def class_attribute(target: str, name: str) -> Any | None:
-    """Return a class attribute that is a literal, from the class that `target` names or from its bases, or None.
-
-    The classes of torch and Lightning are not read: they declare nothing of ours.
-    """
+    """Return a class attribute that is a literal, from the class that `target` names or from its bases, or None."""
     definition = find_definition(target)
     if definition is None or not isinstance(definition[1], ast.ClassDef):
         return None
@@ -199,7 +181,7 @@ def class_attribute(target: str, name: str) -> Any | None:
 
 
 def _class_attribute(module: str, node: ast.ClassDef, name: str) -> Any | None:
-    if module.split(".")[0] in ("torch", "lightning"):
+    if module.split(".")[0] in ("torch", "lightning"):  # they declare nothing of ours
         return None
     for item in node.body:
         if isinstance(item, ast.Assign | ast.AnnAssign):
@@ -218,10 +200,8 @@ def _literal(node: ast.expr | None) -> Any | None:
 
 
 def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    if skip_self:
-        arguments = arguments[1:]
     positional = [*node.args.posonlyargs, *node.args.args]
+    arguments = [*positional, *node.args.kwonlyargs][skip_self:]
     given = zip(positional[::-1], node.args.defaults[::-1], strict=False)  # defaults belong to the last parameters
     keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     defaults = {argument.arg: default for argument, default in (*given, *keywords) if default is not None}
