@@ -46,7 +46,7 @@ def summarize(
     """Return the contents of summary.json, except the run's duration.
 
     Args:
-        reason: why the run ended, one of callbacks.stop.REASONS or "finished".
+        reason: why the run ended, one of training.stop.REASONS or "finished".
         best: the checkpoint with the best score.
     """
     strategy = StrategyMixin.find(trainer)
