@@ -82,8 +82,8 @@ def test_precision_decides_the_type_of_the_iteration():
 def train(layout: str) -> list[list]:
     """Return the weights after three steps, and the number of matrices that this rank orthogonalized per step.
 
-    Every rank sees the same batch, which is large enough for well-conditioned gradients: the iteration multiplies the
-    smallest singular values by hundreds, and with them the rounding errors, which differ between CPUs.
+    Every rank sees the same batch, which is large enough for gradients of full rank. The iteration multiplies the
+    smallest singular values by hundreds, and rounding errors with them, so gradients are computed in float64.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -92,7 +92,7 @@ def train(layout: str) -> list[list]:
     torch.manual_seed(0)
     sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # more matrices of one shape than ranks, and no multiple
     layers = [torch.nn.Linear(*size, bias=size[0] == 16) for size in sizes]
-    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.GELU())))
+    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.GELU()))).double()
     if layout == "fsdp × tensor":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
         plan = {str(i): ColwiseParallel() if i % 4 == 0 else RowwiseParallel() for i in range(0, 8, 2)}
@@ -113,7 +113,7 @@ def train(layout: str) -> list[list]:
         work = muon.orthogonalize
         muon.orthogonalize = lambda matrix, **kwargs: counted.append(matrix.shape) or work(matrix, **kwargs)
     for step in range(3):
-        inputs = torch.randn(1024, 16, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
