@@ -34,6 +34,7 @@ from armature.data import batching
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.layout import Layout
+from armature.loading import build_task
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import report
@@ -88,8 +89,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     total_steps = _total_steps(cfg, data)
 
-    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
-    task = instantiate(cfg.task, **factories)
+    task = build_task(cfg)
     strategy = instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
     if checkpoint is not None and is_weights_only(checkpoint):
