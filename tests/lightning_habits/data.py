@@ -32,7 +32,7 @@ def regression(index: int) -> tuple[Tensor, Tensor]:
 
 def image(index: int) -> tuple[Tensor, int]:
     label = index % 4
-    x = 0.3 * torch.randn(1, 8, 8, generator=generator(index))
+    x = 1.5 * torch.randn(1, 8, 8, generator=generator(index))
     x[0, 2 * label : 2 * label + 2] += 1
     return x, label
 
@@ -86,7 +86,11 @@ def join(samples: list[dict[str, Any]]) -> dict[str, Any]:
     edges = torch.cat([sample["edges"] + offset for sample, offset in zip(samples, offsets, strict=True)], dim=1)
     owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
     graph = {"x": torch.cat([sample["x"] for sample in samples]), "edges": edges.T.contiguous(), "owner": owner}
-    return {"graph": graph, "target": {"y": torch.cat([sample["y"] for sample in samples])}, "ids": ["a"] * len(samples)}
+    return {
+        "graph": graph,
+        "target": {"y": torch.cat([sample["y"] for sample in samples])},
+        "ids": ["a"] * len(samples),
+    }
 
 
 class Samples(Dataset):

@@ -35,11 +35,23 @@ VISION = [
     Habit(name="unet", task="vision.UNet", data="masks", sample=("single", "fsdp2")),
     Habit(name="metric_collection", task="vision.MetricsNet", data="images"),
     Habit(name="metrics_by_hand", task="vision.ComputedByHand", data="images", sample=SINGLE),
-    Habit(name="vit", task="vision.ViT", data="images", sample=("ddp2",)),
+    Habit(name="vit", task="vision.ViT", data="images", overrides=(NO_CLIP,), sample=("ddp2",)),
+    Habit(name="vit_clip_default", task="vision.ViT", data="images"),
     Habit(name="gradient_checkpointing", task="vision.Checkpointed", data="images"),
     Habit(name="spectral_norm", task="vision.Normed", data="images"),
-    Habit(name="augmented", task="vision.MetricsNet", data="images", overrides=("data._target_=tests.lightning_habits.data.AugmentedData",)),
-    Habit(name="accumulated", task="vision.MetricsNet", data="images", overrides=("data.micro_batch_size=2",), local=("my_loss_step",)),
+    Habit(
+        name="augmented",
+        task="vision.MetricsNet",
+        data="images",
+        overrides=("data._target_=tests.lightning_habits.data.AugmentedData",),
+    ),
+    Habit(
+        name="accumulated",
+        task="vision.MetricsNet",
+        data="images",
+        overrides=("data.micro_batch_size=2",),
+        local=("my_loss_step",),
+    ),
 ]
 CONTRASTIVE = [
     Habit(name="moco", task="contrastive.MoCo", data="views", sample=("ddp2",)),
@@ -94,11 +106,17 @@ REGRESSION = [
     regression("manual_sometimes", "regression.SometimesSteps", NO_CLIP),
     regression("two_optimizers", "regression.TwoOptimizers", NO_CLIP),
     regression("validation_inside", "regression.Regressor", "trainer.val_every_n_steps=4"),
-    regression("value_clip", "regression.Regressor", "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.05"),
+    regression(
+        "value_clip", "regression.Regressor", "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.05"
+    ),
 ]
 STATE = [
-    regression("rich_hparams", "state.RichHparams", "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}", sample=SINGLE),
-    regression("list_hparams", "state.ListHparams", "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}", sample=SINGLE),
+    regression(
+        "rich_hparams", "state.RichHparams", "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}", sample=SINGLE
+    ),
+    regression(
+        "list_hparams", "state.ListHparams", "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}", sample=SINGLE
+    ),
     regression("numpy_state", "state.NumpyState", sample=SINGLE),
     regression("extra_buffers", "state.ExtraState"),
     regression("drops_on_save", "state.DropsOnSave"),
@@ -109,25 +127,68 @@ STATE = [
     regression("saves_weights_only", "state.SavesWeightsOnly"),
 ]
 CALLED = [
-    regression("early_stopping_val", "regression.Regressor", callback(f"{STOCK}.EarlyStopping", monitor="val/loss", patience=1, mode="max"), "trainer.max_epochs=4"),
-    regression("early_stopping_train", "regression.Regressor", callback(f"{STOCK}.EarlyStopping", monitor="train/loss", patience=1, mode="max"), "trainer.max_epochs=4", sample=SINGLE),
-    regression("early_stopping_own_column", "regression.TrainOnly", callback(f"{STOCK}.EarlyStopping", monitor="train/loss", patience=1, mode="max"), "trainer.max_epochs=4"),
+    regression(
+        "early_stopping_val",
+        "regression.Regressor",
+        callback(f"{STOCK}.EarlyStopping", monitor="val/loss", patience=1, mode="max"),
+        "trainer.max_epochs=4",
+    ),
+    regression(
+        "early_stopping_train",
+        "regression.Regressor",
+        callback(f"{STOCK}.EarlyStopping", monitor="train/loss", patience=1, mode="max"),
+        "trainer.max_epochs=4",
+        sample=SINGLE,
+    ),
+    regression(
+        "early_stopping_own_column",
+        "regression.TrainOnly",
+        callback(f"{STOCK}.EarlyStopping", monitor="train/loss", patience=1, mode="max"),
+        "trainer.max_epochs=4",
+    ),
     regression("lr_monitor", "regression.OneCycle", callback(f"{STOCK}.LearningRateMonitor", log_momentum="true")),
-    regression("model_checkpoint", "regression.Regressor", callback(f"{STOCK}.ModelCheckpoint", monitor="val/loss", save_top_k=2, save_last="true"), sample=SINGLE),
-    regression("model_checkpoint_steps", "regression.Regressor", callback(f"{STOCK}.ModelCheckpoint", every_n_train_steps=4, save_top_k=-1)),
-    regression("swa", "regression.Regressor", callback(f"{STOCK}.StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2), sample=SINGLE),
+    regression(
+        "model_checkpoint",
+        "regression.Regressor",
+        callback(f"{STOCK}.ModelCheckpoint", monitor="val/loss", save_top_k=2, save_last="true"),
+        sample=SINGLE,
+    ),
+    regression(
+        "model_checkpoint_steps",
+        "regression.Regressor",
+        callback(f"{STOCK}.ModelCheckpoint", every_n_train_steps=4, save_top_k=-1),
+    ),
+    regression(
+        "swa",
+        "regression.Regressor",
+        callback(f"{STOCK}.StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2),
+        sample=SINGLE,
+    ),
     regression("stock_ema", "regression.Regressor", callback(f"{STOCK}.EMAWeightAveraging", decay=0.9)),
     regression("ema", "regression.Regressor", callback("armature.callbacks.ema.EMA", decay=0.9)),
-    Habit(name="ema_batchnorm", task="vision.UNet", data="masks", overrides=(callback("armature.callbacks.ema.EMA", decay=0.9),)),
+    Habit(
+        name="ema_batchnorm",
+        task="vision.UNet",
+        data="masks",
+        overrides=(callback("armature.callbacks.ema.EMA", decay=0.9),),
+    ),
     regression("finetuning", "callbacks.Finetuned", callback(f"{CALLBACKS}.Unfreeze"), sample=SINGLE),
-    regression("backbone_finetuning", "callbacks.Finetuned", callback(f"{STOCK}.BackboneFinetuning", unfreeze_backbone_at_epoch=1)),
+    regression(
+        "backbone_finetuning",
+        "callbacks.Finetuned",
+        callback(f"{STOCK}.BackboneFinetuning", unfreeze_backbone_at_epoch=1),
+    ),
     regression("counts", "regression.Regressor", callback(f"{CALLBACKS}.Counts"), sample=SINGLE),
     regression("own_ema", "regression.Regressor", callback(f"{CALLBACKS}.OwnEMA")),
     regression("stops_by_hand", "regression.Regressor", callback(f"{CALLBACKS}.StopsByHand")),
     regression("lowers_rate", "regression.Regressor", callback(f"{CALLBACKS}.LowersRate")),
     regression("probe", "regression.Regressor", callback(f"{CALLBACKS}.Probe")),
     regression("copies_module", "regression.Regressor", callback(f"{CALLBACKS}.CopiesModule")),
-    regression("gradient_accumulation_scheduler", "regression.Regressor", callback(f"{STOCK}.GradientAccumulationScheduler", scheduling="{0:1,1:2}")),
+    regression(
+        "gradient_accumulation_scheduler",
+        "regression.Regressor",
+        callback(f"{STOCK}.GradientAccumulationScheduler", scheduling="{0:1,1:2}"),
+    ),
     regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar")),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
     regression("timer", "regression.Regressor", callback(f"{STOCK}.Timer"), callback(f"{STOCK}.DeviceStatsMonitor")),

@@ -3,7 +3,13 @@
 import lightning as L
 import torch
 from torch.utils.data import (
-    BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler,
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
     random_split,
 )  # fmt: skip
 
@@ -85,7 +91,7 @@ class Weighted(Vectors):
 
 class Subset(Vectors):
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, sampler=SubsetRandomSampler(range(0, 48)))
+        return DataLoader(self.train, batch_size=8, sampler=SubsetRandomSampler(range(48)))
 
 
 class ByBatchSampler(Vectors):

@@ -100,7 +100,9 @@ class Block(nn.Module):
         b, t, w = x.shape
         h = self.norm1(x)
         q, k, v = (f(h).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = (z * cos + torch.cat([-z[..., z.shape[-1] // 2 :], z[..., : z.shape[-1] // 2]], -1) * sin for z in (q, k))
+        q, k = (
+            z * cos + torch.cat([-z[..., z.shape[-1] // 2 :], z[..., : z.shape[-1] // 2]], -1) * sin for z in (q, k)
+        )
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -122,7 +124,9 @@ class TinyLlama(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, input_ids, labels=None, attention_mask=None):
-        angles = torch.outer(torch.arange(input_ids.shape[1], device=input_ids.device).float(), self.inv_freq).repeat(1, 2)
+        angles = torch.outer(torch.arange(input_ids.shape[1], device=input_ids.device).float(), self.inv_freq).repeat(
+            1, 2
+        )
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
@@ -176,7 +180,7 @@ class LateLlama(LlamaModule):
     """Built in configure_model; the loss of the outputs' dict is returned with it."""
 
     def __init__(self, learning_rate: float = 5e-3, warmup_steps: int = 3):
-        L.LightningModule.__init__(self)
+        super(LlamaModule, self).__init__()
         self.save_hyperparameters()
         self.model = None
 

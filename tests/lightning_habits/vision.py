@@ -248,7 +248,9 @@ class ViT(L.LightningModule):
 
     def configure_optimizers(self):
         blocks = list(self.model["blocks"])
-        groups = [{"params": [self.pos, *self.model["patch"].parameters()], "lr": self.hparams.lr * self.hparams.decay**3}]
+        groups = [
+            {"params": [self.pos, *self.model["patch"].parameters()], "lr": self.hparams.lr * self.hparams.decay**3}
+        ]
         for i, block in enumerate(blocks):
             scale = self.hparams.decay ** (len(blocks) - i)
             groups.append({"params": list(block.parameters()), "lr": self.hparams.lr * scale})
