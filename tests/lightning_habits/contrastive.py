@@ -19,7 +19,7 @@ class MoCo(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.encoder_q, self.encoder_k = encoder(), encoder()
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
+        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
             param_k.data.copy_(param_q.data)
             param_k.requires_grad = False
         self.register_buffer("queue", F.normalize(torch.sin(torch.arange(8.0 * queue)).reshape(8, queue), dim=0))
@@ -28,7 +28,7 @@ class MoCo(L.LightningModule):
     @torch.no_grad()
     def _momentum_update_key_encoder(self):
         m = self.hparams.momentum
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
+        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
             param_k.data = param_k.data * m + param_q.data * (1.0 - m)
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class MoCo(L.LightningModule):
 class MoCoInPlace(MoCo):
     @torch.no_grad()
     def _momentum_update_key_encoder(self):
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
+        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
             param_k.mul_(self.hparams.momentum).add_(param_q, alpha=1.0 - self.hparams.momentum)
 
 
@@ -76,7 +76,7 @@ class MoCoCopy(MoCo):
     @torch.no_grad()
     def _momentum_update_key_encoder(self):
         m = self.hparams.momentum
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
+        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
             param_k.data.mul_(m).add_(param_q.data, alpha=1 - m)
 
 
@@ -130,7 +130,7 @@ class BYOL(L.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            for online, target in zip(self.online.parameters(), self.target.parameters()):
+            for online, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
                 target.lerp_(online, 1 - self.tau)
 
     def configure_optimizers(self):

@@ -351,7 +351,7 @@ class TeacherCopy(Regressor):
 
     def on_before_zero_grad(self, optimizer):
         with torch.no_grad():
-            for student, teacher in zip(self.net.parameters(), self.teacher.parameters()):
+            for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
                 teacher.mul_(0.9).add_(student, alpha=0.1)
 
     def training_step(self, batch, batch_idx):

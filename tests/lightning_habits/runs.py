@@ -122,7 +122,10 @@ def differences(run_dir: Path, single: Path, *, local: tuple[str, ...], without_
     if [row["step"] for row in rows] != [row["step"] for row in others]:
         return [f"steps {[row['step'] for row in rows]}, in one process {[row['step'] for row in others]}"]
     for column in others[0]:
-        worst = max((_relative(row.get(column, ""), other[column]), row["step"]) for row, other in zip(rows, others))
+        worst = max(
+            (_relative(row.get(column, ""), other[column]), row["step"])
+            for row, other in zip(rows, others, strict=True)
+        )
         allowed = 1e-4 if column == "train/grad_norm" else 1e-5
         if worst[0] > allowed and column not in local:
             found.append(f"{column} by {worst[0]:.1e} at step {worst[1]}")
