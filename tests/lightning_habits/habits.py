@@ -191,7 +191,7 @@ CALLED = [
     ),
     regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar")),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
-    regression("timer", "regression.Regressor", callback(f"{STOCK}.Timer"), callback(f"{STOCK}.DeviceStatsMonitor")),
+    regression("timer", "regression.Regressor", callback(f"{STOCK}.Timer")),
     regression("model_summary", "regression.Regressor", callback(f"{STOCK}.ModelSummary", max_depth=2)),
 ]
 DATA = [
