@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,9 +118,10 @@ class Batched(Samples):
 
 KINDS: dict[str, Callable[[int], Any]] = {
     "vectors": vector, "regression": regression, "images": image, "masks": mask, "views": views,
-    "sequences": sequence, "tokens": tokens, "ragged": ragged, "graphs": graph,
+    "sequences": sequence, "tokens": tokens, "ragged": ragged, "graphs": graph, "objects": regression,
 }  # fmt: skip
-COLLATED = {"ragged": pack, "graphs": join}
+
+COLLATED = {"ragged": pack, "graphs": join, "objects": lambda samples: pairs(samples)}
 RANGES = {"train": range(TRAIN), "val": range(100, 100 + HELD_OUT), "test": range(200, 200 + HELD_OUT)}
 
 
@@ -157,3 +159,16 @@ class Augmented(Samples):
 
 def one_hot(labels: Tensor, classes: int) -> Tensor:
     return F.one_hot(labels, classes).float()
+
+
+@dataclass
+class Pairs:
+    """A batch that is an object: Lightning moves dataclasses, and whatever has a method `to`."""
+
+    x: Tensor
+    y: Tensor
+    names: list[str]
+
+
+def pairs(samples: list[tuple[Tensor, Tensor]]) -> Pairs:
+    return Pairs(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]), ["a"] * len(samples))

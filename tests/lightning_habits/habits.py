@@ -192,6 +192,13 @@ CALLED = [
     regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar")),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
     regression("timer", "regression.Regressor", callback(f"{STOCK}.Timer")),
+    regression(
+        "model_pruning",
+        "regression.Regressor",
+        callback(f"{STOCK}.ModelPruning", pruning_fn="l1_unstructured", amount=0.2),
+    ),
+    regression("lr_finder", "regression.Regressor", callback(f"{STOCK}.LearningRateFinder", num_training_steps=5)),
+    regression("batch_size_finder", "regression.Regressor", callback(f"{STOCK}.BatchSizeFinder")),
     regression("model_summary", "regression.Regressor", callback(f"{STOCK}.ModelSummary", max_depth=2)),
 ]
 DATA = [
@@ -206,8 +213,73 @@ DATA = [
     regression("plain_iterable", data="plain.Streaming"),
     regression("plain_two_loaders", "regression.TwoLoaders", data="plain.TwoValidations"),
     regression("plain_state", data="plain.WithState"),
+    regression("plain_template", data="plain.TemplateData"),
+    regression("plain_combined", "regression.SemiSupervised", data="plain.Combined"),
+    regression("plain_distributed", data="plain.Distributed"),
+    regression("plain_curriculum", data="plain.Curriculum"),
+    regression("plain_whole_batches", data="plain.OneByOne"),
 ]
-HABITS = [*ADVERSARIAL, *VISION, *CONTRASTIVE, *SEQUENCES, *REGRESSION, *STATE, *CALLED, *DATA]
+PARAMETERS = [
+    regression("l1", "regression.L1"),
+    regression("scalar_parameter", "regression.ScalarParameter"),
+    regression("other_methods", "regression.OtherMethods"),
+    regression("unused", "regression.Unused"),
+    regression("sometimes_used", "regression.SometimesUsed"),
+    regression("lists", "regression.Lists"),
+    regression("clamps_weights", "regression.ClampsWeights"),
+    regression("changes_gradients", "regression.NoisyGradients"),
+    regression("multihead", "regression.MultiHead"),
+]
+TRAINER = [
+    regression("annealing", "regression.Annealing", sample=SINGLE),
+    regression("skips_the_rest", "regression.SkipsTheRest"),
+    regression("own_callbacks", "regression.OwnCallbacks"),
+    regression("own_loaders", "regression.OwnLoaders"),
+    regression("collisions", "regression.Collisions"),
+    regression("sometimes_logs", "regression.SometimesLogs", sample=SINGLE),
+    regression("gathers_in_validation", "regression.GathersInValidation"),
+    regression("seeds", "regression.Seeds"),
+    regression("objects", "regression.Objects", data="objects"),
+    regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
+    regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
+    Habit(name="auroc", task="vision.ListStates", data="images", local=("train/mean_step",)),
+    regression("manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2"),
+    regression("sam", "regression.SAM", NO_CLIP),
+]
+OPTIMIZERS = [
+    *(
+        regression(name.lower(), "regression.Zoo", f"+task.optimizer={name}")
+        for name in ("Adagrad", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "Adafactor")
+    ),
+    *(
+        regression(
+            f"schedule_{name.lower()}", "regression.Zoo", "+task.optimizer=SGD", f"+task.schedule={name}",
+            f"+task.options={{{options}}}",
+        )
+        for name, options in {
+            "CosineAnnealingWarmRestarts": "T_0:4",
+            "MultiStepLR": "milestones:[5,11]",
+            "PolynomialLR": "total_iters:18",
+        }.items()
+    ),
+    regression("cyclic", "regression.Cyclic"),
+    regression("object_lambda", "regression.ObjectLambda"),
+    regression("lookahead", "regression.Lookahead"),
+    regression("named_groups", "regression.Named"),
+]  # fmt: skip
+HABITS = [
+    *PARAMETERS,
+    *TRAINER,
+    *OPTIMIZERS,
+    *ADVERSARIAL,
+    *VISION,
+    *CONTRASTIVE,
+    *SEQUENCES,
+    *REGRESSION,
+    *STATE,
+    *CALLED,
+    *DATA,
+]
 
 if __name__ == "__main__":
     for habit in HABITS:

@@ -162,3 +162,77 @@ class WithState(Vectors):
 
     def load_state_dict(self, state_dict):
         self.transferred = state_dict["transferred"]
+
+
+class TemplateData(Vectors):
+    """lightning-hydra-template's MNISTDataModule: divides its batch by the number of processes itself."""
+
+    def __init__(self, batch_size: int = 8, num_workers: int = 0, pin_memory: bool = False):
+        L.LightningDataModule.__init__(self)
+        self.save_hyperparameters(logger=False)
+        self.data_train = self.data_val = self.data_test = None
+        self.batch_size_per_device = batch_size
+
+    def setup(self, stage=None):
+        if self.trainer is not None:
+            if self.hparams.batch_size % self.trainer.world_size != 0:
+                raise RuntimeError("Batch size is not divisible by the number of devices")
+            self.batch_size_per_device = self.hparams.batch_size // self.trainer.world_size
+        if not self.data_train and not self.data_val and not self.data_test:
+            everything = data.Samples(self.sample, range(80))
+            self.data_train, self.data_val, self.data_test = random_split(
+                dataset=everything, lengths=[48, 16, 16], generator=torch.Generator().manual_seed(42)
+            )
+
+    def loader(self, dataset, shuffle):
+        return DataLoader(
+            dataset=dataset, batch_size=self.batch_size_per_device, num_workers=self.hparams.num_workers,
+            pin_memory=self.hparams.pin_memory, shuffle=shuffle,
+        )  # fmt: skip
+
+    def train_dataloader(self):
+        return self.loader(self.data_train, True)
+
+    def val_dataloader(self):
+        return self.loader(self.data_val, False)
+
+    def test_dataloader(self):
+        return self.loader(self.data_test, False)
+
+
+class Combined(Vectors):
+    """Two training loaders at once, as in semi-supervised learning: a batch is a dict of batches."""
+
+    def train_dataloader(self):
+        return {
+            "labeled": DataLoader(self.train, batch_size=8, shuffle=True),
+            "unlabeled": DataLoader(data.Samples(self.sample, range(300, 400)), batch_size=8),
+        }
+
+
+class Distributed(Vectors):
+    """A DistributedSampler by hand."""
+
+    def train_dataloader(self):
+        sampler = torch.utils.data.DistributedSampler(
+            self.train, num_replicas=self.trainer.world_size, rank=self.trainer.global_rank, shuffle=True
+        )
+        return DataLoader(self.train, batch_size=8, sampler=sampler)
+
+
+class Curriculum(Vectors):
+    """Other samples in each epoch."""
+
+    def train_dataloader(self):
+        epoch = self.trainer.current_epoch
+        return DataLoader(data.Samples(self.sample, range(24 * epoch, 24 * epoch + 48)), batch_size=8)
+
+
+class OneByOne(Vectors):
+    """batch_size=None: the dataset serves whole batches."""
+
+    def train_dataloader(self):
+        whole = [tuple(torch.stack(part) for part in zip(*samples, strict=True)) for samples in (
+            [data.regression(i) for i in range(8 * n, 8 * n + 8)] for n in range(6)
+        )]  # fmt: skip
+        return DataLoader(whole, batch_size=None)

@@ -460,3 +460,335 @@ class TwoOptimizers(Manual):
             torch.optim.SGD(self.net[0].parameters(), lr=0.05, momentum=0.9),
             torch.optim.Adam(self.net[2].parameters(), lr=0.01),
         )
+
+
+# ---------------------------------------------------------------- parameters in ways that sharding must bear
+class L1(Regressor):
+    """A penalty over all parameters in the loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + 1e-3 * sum(p.abs().sum() for p in self.parameters())
+
+
+class ScalarParameter(Regressor):
+    """A temperature, as CLIP has it: a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.net(x) * self.logit_scale.exp()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def encode(self, x):
+        return torch.tanh(self.inner(x))
+
+    def decode(self, z):
+        return self.outer(z)
+
+
+class OtherMethods(Regressor):
+    """Methods of a submodule other than forward, and a weight that is used directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Encoder()
+
+    def forward(self, x):
+        z = self.net.encode(x)
+        return self.net.decode(z) + F.linear(z, self.net.inner.weight).mean(1, keepdim=True)
+
+
+class Unused(Regressor):
+    """A layer without a part in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(8, 3)
+
+
+class SometimesUsed(Regressor):
+    """A branch that only some batches take."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x) + (self.branch(x) if batch_idx % 2 else 0)
+        return F.mse_loss(out, y)
+
+
+class Lists(Regressor):
+    """ParameterList, ParameterDict, a parameter of one row, a buffer of booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
+        self.table = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(1, 8))})
+        self.register_buffer("keep", torch.arange(8) != 3)
+
+    def forward(self, x):
+        for scale in self.scales:
+            x = x * scale
+        return self.net((x + self.table["bias"]) * self.keep)
+
+
+class ClampsWeights(Regressor):
+    """Weights are changed after each step, and the bias is reset at the start of each epoch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.3, 0.3)
+
+    def on_train_epoch_start(self):
+        nn.init.zeros_(self.net[2].bias)
+
+
+class NoisyGradients(Regressor):
+    """Gradients are changed in on_after_backward, and looked at for NaN."""
+
+    def on_after_backward(self):
+        for p in self.parameters():
+            if p.grad is not None:
+                assert torch.isfinite(p.grad).all()
+                p.grad.mul_(0.5)
+
+
+class MultiHead(Regressor):
+    """torch's attention, which reads the weights of its own submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        h = x.view(len(x), 2, 4)
+        h, _ = self.attention(h, h, h)
+        return self.net(x + h.flatten(1))
+
+
+# ---------------------------------------------------------------- the Trainer, asked for this and that
+class Annealing(Regressor):
+    """Weights of the loss by global_step, current_epoch and the Trainer's counts of batches."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        done = self.global_step / self.trainer.estimated_stepping_batches
+        within = batch_idx / self.trainer.num_training_batches
+        return loss * (1 + done + within + 0.1 * self.current_epoch)
+
+    def on_train_epoch_end(self):
+        self.log("val_of_epoch", self.trainer.callback_metrics["val/loss"])
+
+
+class SkipsTheRest(Regressor):
+    """on_train_batch_start returns -1: the rest of the epoch is left out."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 4 else None
+
+
+class OwnCallbacks(Regressor):
+    """configure_callbacks."""
+
+    def configure_callbacks(self):
+        return [L.pytorch.callbacks.EarlyStopping("val/loss", mode="max", patience=1)]
+
+
+class OwnLoaders(Regressor):
+    """Loaders in the module itself."""
+
+    def train_dataloader(self):
+        samples = [(torch.full((8,), float(i)), torch.ones(1)) for i in range(16)]
+        return torch.utils.data.DataLoader(samples, batch_size=8)
+
+
+class Collisions(Regressor):
+    """Names that metrics.csv has too."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.log("train/loss", loss * 2, on_step=True, on_epoch=False, sync_dist=True)
+        self.log("lr", 7.0)
+        self.log("epoch", float(self.current_epoch))
+        self.log("samples", float(len(x)))
+        return loss
+
+
+class SometimesLogs(Regressor):
+    """A mean over the epoch of values that only some batches have."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 3 == 1:
+            self.log("rare", loss, on_step=False, on_epoch=True, sync_dist=True)
+        if batch_idx == 4:
+            self.log("rare_step", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class GathersInValidation(Regressor):
+    """all_gather of a dict at the end of the validation; the strategy's broadcast and barrier."""
+
+    def on_validation_epoch_start(self):
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen.append((self(x) - y)[:, 0])
+
+    def on_validation_epoch_end(self):
+        gathered = self.all_gather({"error": torch.cat(self.seen)})["error"].flatten()
+        self.trainer.strategy.barrier()
+        worst = self.trainer.strategy.broadcast(float(gathered.abs().max()))
+        self.log("val/worst", worst)
+        self.log("val/loss", gathered.square().mean())
+        if self.trainer.is_global_zero:
+            self.log("val/count", float(len(gathered)), rank_zero_only=True)
+
+
+class Seeds(Regressor):
+    """seed_everything in the constructor, and random initial weights by hand."""
+
+    def __init__(self, seed: int = 42):
+        L.seed_everything(seed, workers=True)
+        super().__init__()
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.3)
+
+
+class Zoo(Regressor):
+    """Any optimizer and schedule of torch by its name."""
+
+    def __init__(self, optimizer: str, lr: float = 0.01, schedule: str | None = None, **options):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_optimizers(self):
+        optimizer = getattr(torch.optim, self.hparams.optimizer)(self.parameters(), lr=self.hparams.lr)
+        if self.hparams.schedule is None:
+            return optimizer
+        schedule = getattr(lr_scheduler, self.hparams.schedule)(optimizer, **self.hparams.options)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Doubling:
+    """A callable object as factor of LambdaLR, whose attributes the schedule's state holds."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return 0.9**step
+
+
+class Cyclic(Regressor):
+    """Schedules whose state is more than numbers: CyclicLR with a function, then a LambdaLR with an object."""
+
+    def configure_optimizers(self):
+        optimizer = self.sgd()
+        cyclic = lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, scale_fn=lambda x: 0.9**x)
+        return [optimizer], [{"scheduler": cyclic, "interval": "step"}]
+
+
+class ObjectLambda(Regressor):
+    def configure_optimizers(self):
+        optimizer = self.sgd()
+        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, Doubling()), "interval": "step"}]
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Lookahead: slow weights per parameter in the state, a counter of its own in the groups."""
+
+    def __init__(self, params, lr: float = 0.05, every: int = 4):
+        super().__init__(params, {"lr": lr, "count": 0})
+        self.every = every
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["slow"] = p.detach().clone()
+                p.add_(p.grad, alpha=-group["lr"])
+                if group["count"] % self.every == 0:
+                    state["slow"].lerp_(p, 0.5)
+                    p.copy_(state["slow"])
+        return loss
+
+
+class Lookahead(Regressor):
+    def configure_optimizers(self):
+        return OwnOptimizer(self.parameters())
+
+
+class Named(Regressor):
+    """named_parameters, an optimizer with amsgrad, and two groups by hand with rates of their own."""
+
+    def configure_optimizers(self):
+        biases = [p for n, p in self.named_parameters() if n.endswith("bias")]
+        rest = [p for n, p in self.named_parameters() if not n.endswith("bias")]
+        groups = [{"params": rest, "lr": 1e-2, "name": "weights"}, {"params": biases, "lr": 3e-2, "name": "biases"}]
+        return torch.optim.AdamW(groups, amsgrad=True, weight_decay=0.01)
+
+
+class SAM(Manual):
+    """Sharpness-aware minimization: two backward passes per step, weights moved and restored in between."""
+
+    def training_step(self, batch, batch_idx):
+        opt, old = self.optimizers(), []
+        opt.zero_grad()
+        self.manual_backward(self.shared_step(batch, "train"))
+        with torch.no_grad():
+            for p in self.net.parameters():
+                old.append(p.detach().clone())
+                p.add_(p.grad, alpha=0.05)
+        opt.zero_grad()
+        x, y = batch
+        self.manual_backward(F.mse_loss(self(x), y))
+        with torch.no_grad():
+            for p, value in zip(self.net.parameters(), old, strict=True):
+                p.copy_(value)
+        opt.step()
+
+
+class SemiSupervised(Regressor):
+    """A batch that is a dict of two batches."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.shared_step(batch["labeled"], "train")
+        x, _ = batch["unlabeled"]
+        return loss + 0.1 * (self(x) - self(x + 0.01)).square().mean()
+
+
+class Objects(Regressor):
+    """Batches that are dataclasses, moved by hand."""
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        batch.x, batch.y = batch.x.to(device), batch.y.to(device)
+        return batch
+
+    def shared_step(self, batch, stage):
+        loss = F.mse_loss(self(batch.x), batch.y)
+        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.names), sync_dist=True)
+        return loss

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryJaccardIndex, MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.classification import BinaryAUROC, BinaryJaccardIndex, MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.classification.accuracy import Accuracy
 
 
@@ -297,3 +297,33 @@ class Normed(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+class ListStates(L.LightningModule):
+    """Metrics whose state is a list of all predictions, logged as objects; a ModuleDict of metrics per split."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.auroc = nn.ModuleDict({"train_": BinaryAUROC(), "val_": BinaryAUROC()})
+        self.mean = MeanMetric()
+
+    def shared_step(self, batch, stage):
+        x, y = batch
+        logits, target = self.net(x)[:, 0], y % 2
+        loss = F.binary_cross_entropy_with_logits(logits, target.float())
+        self.auroc[f"{stage}_"].update(logits, target)
+        self.log(f"{stage}/auroc", self.auroc[f"{stage}_"], on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.shared_step(batch, "train")
+        self.mean(loss)
+        self.log("train/mean", self.mean, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.shared_step(batch, "val"), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
