@@ -1,9 +1,10 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
+import inspect
 from pathlib import Path
 
 import lightning.pytorch as L
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
@@ -44,10 +45,17 @@ def open_run(
     return cfg, checkpoint
 
 
+def build_task(cfg: DictConfig) -> L.LightningModule:
+    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes."""
+    taken = inspect.signature(get_class(cfg.task._target_)).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    names = [name for name in ("model", "optimizer", "scheduler") if open_ended or name in taken]
+    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names})
+
+
 def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout."""
-    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
-    task = instantiate(cfg.task, **factories)
+    task = build_task(cfg)
     task.configure_model()
     if any(p.is_meta for p in task.parameters()):
         task.to_empty(device="cpu")

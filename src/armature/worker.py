@@ -35,6 +35,7 @@ from armature.errors import ConfigError
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.layout import Layout
+from armature.loading import build_task
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import report
@@ -91,8 +92,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
-    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
-    task = instantiate(cfg.task, **factories)
+    task = build_task(cfg)
     strategy = instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
     if checkpoint is not None and is_weights_only(checkpoint):
