@@ -40,7 +40,9 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
-    return [path] if directory.is_checkpoint(path) else candidates(folder(path, cfg))
+    if path.suffix == ".ckpt" or directory.is_checkpoint(path):
+        return [path]
+    return candidates(folder(path, cfg))
 
 
 def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
@@ -96,10 +98,12 @@ def problems(cfg: DictConfig) -> list[str]:
     path = to_path(cfg.resume)
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
-    if path.suffix == ".ckpt":
+    if path.is_file():
+        if path.suffix == ".ckpt":  # Lightning's: training starts with its weights
+            return []
         return [
-            f"resume={cfg.resume}: a single file, as Lightning writes it. Convert its weights with "
-            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000, and resume from there."
+            f"resume={cfg.resume}: a file, but only a .ckpt of Lightning's can be read. Convert others first: "
+            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000."
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:
