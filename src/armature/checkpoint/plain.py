@@ -29,7 +29,7 @@ from armature.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
-_BUILT_IN = (bool, int, float, complex, str, bytes)  # a value of a derived class becomes one of these
+_BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a derived class becomes one of these
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
 

@@ -45,6 +45,12 @@ def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     return candidates(folder(path, cfg))
 
 
+def run_of(path: Path) -> Path | None:
+    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None."""
+    nearest_first = (path, *path.parents[:3], *path.absolute().parents[:3])
+    return next((folder for folder in nearest_first if (folder / "config.yaml").is_file()), None)
+
+
 def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
     """Return the checkpoint at a path, or a run directory's first complete one, judged by names and sizes, or None."""
     named = checkpoints_at(path, cfg)
@@ -55,12 +61,12 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     """Return how model, task or optimizer differ from those of the run that a checkpoint belongs to."""
     run_dir = Path(cfg.run.dir)
     own = checkpoint.parent == folder(run_dir, cfg)
-    file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"
-    if not file.is_file():
+    trained_in = run_dir if own else run_of(checkpoint)
+    if trained_in is None or not (trained_in / "config.yaml").is_file():
         return []
-    saved = config.load(file)
+    saved = config.load(trained_in / "config.yaml")
     found = []
-    for group in ("model", "task._target_", "optimizer._target_"):
+    for group in ("model",) if checkpoint.is_file() else ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from armature.checkpoint import storage
+from armature.errors import ConfigError
 from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"
@@ -141,7 +142,8 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
 
     A tensor of the module's name and size is sharded as in the module; one that no rank knows is whole, on the CPU.
     """
-    saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
+    saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
+    own = module_state(module)
     unknown = _weight_names(saved) - _names_of_all_ranks(own)
     weights: dict[str, Any] = {}
     for name in (unknown | own.keys()) & saved.keys():
@@ -161,17 +163,24 @@ def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, s
         weights: by name; each sharded as in the module, or whole and the same on all ranks.
 
     Raises:
-        ValueError: names or sizes differ from the module's. With strict=False only sizes are compared.
+        ConfigError: names or sizes differ from the module's. With strict=False only sizes are compared.
     """
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
     chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
+    load_tensors_of(source, module, chosen, strict=strict)
+
+
+def load_tensors_of(
+    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False
+) -> None:
+    """Call the module's `load_state_dict`, and name what does not fit."""
     try:
-        missing, surplus = module.load_state_dict(chosen, strict=False)
+        missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
-        raise ValueError(f"{source} does not fit the model. {error}") from None
+        raise ConfigError(f"{source} does not fit the model. {error}") from None
     if strict and (missing or surplus):
-        raise ValueError(_another_model(source, sorted(missing), sorted(surplus)))
+        raise ConfigError(_another_model(source, sorted(missing), sorted(surplus)))
 
 
 def _placed_as(value: Any, target: Any) -> Any:
@@ -248,6 +257,12 @@ def is_weights_only(checkpoint: Path) -> bool:
     return checkpoint.is_file() or "loops" not in storage.read_meta(checkpoint)
 
 
+def read_whole(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint as Lightning's `on_load_checkpoint` expects it, with unsharded weights on the CPU."""
+    meta = storage.read_meta(checkpoint)
+    return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
+
+
 def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
     """Return the unsharded weights on the CPU, in one process without a process group.
 
@@ -274,11 +289,11 @@ def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) 
 
 # ---------------------------------------------------------------- mismatches, reported by name
 def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str]) -> None:
-    """Raise ValueError if a checkpoint does not hold exactly the weights of all ranks' `names`."""
+    """Raise ConfigError if a checkpoint does not hold exactly the weights of all ranks' `names`."""
     missing = sorted(set(names) - saved.keys())
     surplus = sorted(_weight_names(saved) - _names_of_all_ranks(names))
     if missing or surplus:
-        raise ValueError(_another_model(checkpoint, missing, surplus))
+        raise ConfigError(_another_model(checkpoint, missing, surplus))
 
 
 def _another_model(source: Path, missing: list[str], surplus: list[str]) -> str:
@@ -299,7 +314,7 @@ def _check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any])
         if isinstance(value, Tensor) and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
     ]
     if wrong:
-        raise ValueError(f"{checkpoint} holds weights of other sizes: {_few(wrong)}.")
+        raise ConfigError(f"{checkpoint} holds weights of other sizes: {_few(wrong)}.")
 
 
 def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
@@ -310,7 +325,7 @@ def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any
     common = {parameter for parameter, _ in held} & {parameter for parameter, _ in mine}
     there, here = (sorted({key for parameter, key in pairs if parameter in common}) for pairs in (held, mine))
     if there != here:
-        raise ValueError(
+        raise ConfigError(
             f"{checkpoint} was saved with another optimizer: its state holds {_few(there)}, "
             f"this one's {_few(here)}. Resume with the optimizer that the run began with."
         )
