@@ -1,11 +1,12 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
@@ -80,14 +81,25 @@ def is_of_a_run(path: Path) -> bool:
     return resume.run_of(path) is not None
 
 
+def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
+    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes.
+
+    Args:
+        arguments: of the constructor, which override those of the configuration.
+    """
+    taken = inspect.signature(get_class(cfg.task._target_)).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    names = [name for name in ("model", "optimizer", "scheduler") if open_ended or name in taken]
+    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names} | arguments)
+
+
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout.
 
     The module's `on_load_checkpoint` is called, as Lightning's load_from_checkpoint does.
     """
     try:
-        factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
-        task = instantiate(cfg.task, **factories, **arguments)
+        task = build_task(cfg, **arguments)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
     task.configure_model()

@@ -123,7 +123,7 @@ class CheckpointMixin(LayoutMixin):
             "random": self.random_state.gather(self.layout),
             "flags": self._changed_flags(),
         }
-        entries = {"step": meta.get("global_step"), "strategy": self.layout}
+        entries = {"step": meta.get("completed_batches", meta.get("global_step")), "strategy": self.layout}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
 
     # ------------------------------------------------------------ loading
