@@ -8,6 +8,7 @@ are in meta.pt, as hyperparameters with parameter names.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"
 EXTRA = "extra"
+WHOLE = "whole"  # the state of an optimizer whose parts belong to no single parameter
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
@@ -56,6 +58,12 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
         if isinstance(value, nn.Parameter):
             names.setdefault(value, name)
     return names
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether a step evaluates the model itself, as LBFGS does. Its state has no parts per parameter."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: int) -> dict[str, Any]:

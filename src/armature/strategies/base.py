@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from armature.checkpoint import state
+from armature.errors import ConfigError
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
@@ -79,6 +80,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.build_once()
         super().setup(trainer)
         for optimizer in self.optimizers:
+            if state.needs_closure(optimizer) and not self.saves_files:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or "
+                    "strategy=ddp."
+                )
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
         self.first_flags = state.flags(self.module)

@@ -84,6 +84,8 @@ class CheckpointMixin(LayoutMixin):
         """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if state.needs_closure(optimizer):
+            return {state.WHOLE: optimizer.state_dict()}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)
         return {"tensors": tensors, "groups": state.param_groups(optimizer, state.group_names(optimizer, names))}
@@ -122,6 +124,9 @@ class CheckpointMixin(LayoutMixin):
         tensors |= self._pending_gradients()
         groups = []
         for saved in checkpoint.get(state.OPTIMIZER, []):
+            if state.WHOLE in saved:
+                groups.append(plain.plain(saved, "[optimizer_states]"))
+                continue
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
         meta |= {
@@ -144,7 +149,10 @@ class CheckpointMixin(LayoutMixin):
         if lightning_file.is_file(path):
             return plain.restored(lightning_file.read(path))
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
+        meta[state.OPTIMIZER] = [
+            groups[state.WHOLE] if isinstance(groups, dict) else SavedOptimizer(param_groups=groups)
+            for groups in meta["param_groups"]
+        ]
         if self._hooks_change_weights:
             meta["state_dict"] = state.read_weights(path, self.module)
         self._loading = path
