@@ -140,6 +140,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/batchnorm.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules.batchnorm:_BatchNorm", "_check_input_dim", ("self", "input"), "parallel/batchnorm.py"),
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
