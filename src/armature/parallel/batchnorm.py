@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
@@ -144,8 +143,3 @@ def _check_forward(cls: type[nn.Module], name: str) -> None:
             f"{name} ({cls.__module__}.{cls.__qualname__}) calls batch_norm itself, so its statistics cannot be those "
             "of all ranks' batches. Type strategy.sync_batchnorm=false, or call super().forward(input) in its forward."
         )
-
-
-def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of ranks with different samples and the same stage and part of the tensor axis."""
-    return mesh["replicate", "shard"]._flatten("data").get_group()

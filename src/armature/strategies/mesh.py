@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
-from armature.parallel import apply, batchnorm, dtensors, mesh
-from armature.strategies.base import StrategyMixin, models_of
+from armature.parallel import apply, batchnorm, dtensors, gradients, mesh
+from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +108,27 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         options = self._resolved(several=len(models) > 1)
         for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
-                batchnorm.synchronize(model, group=batchnorm.data_group(self.device_mesh))
+                batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
                 model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}."
             )
             if applied.runner is not None:
                 applied.runner.target_weights = self.target_weights
             self.applied.append(applied)
+        self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+
+    def _replicate_others(self, module: L.LightningModule, sharded: set[torch.nn.Parameter]) -> None:
+        """Average the gradients of parameters that no model holds; each rank has the whole of them."""
+        move_others(module, {part for _, model in models_of(module) for part in model.modules()}, self.root_device)
+        others = {name: param for name, param in module.named_parameters() if param not in sharded}
+        if others and self.sizes["pipe"] > 1:
+            raise ValueError(
+                f"strategy.pipe={self.sizes['pipe']}: {type(module).__name__} has parameters outside of its model, and "
+                f"no stage of the pipeline owns them: {', '.join(others)}. Move them into the model."
+            )
+        if self.data_size > 1:
+            gradients.average(others.values(), group=mesh.data_group(self.device_mesh))
 
     def _resolved(self, *, several: bool) -> apply.Options:
         """Return the options, with values in place of None; `several`: the LightningModule has more than one model."""
