@@ -39,7 +39,7 @@ def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
 
     class Recorded(L.LightningModule):
         losses: list[Tensor]
-        norms: dict[str, Tensor]
+        norms: dict[str, float]
 
         def train_dataloader(self) -> DataLoader:
             x, size = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), 16 // ranks

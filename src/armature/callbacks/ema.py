@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from armature.training.progress import completed_batches
 from armature.training.strategy_access import StrategyAccess, strategy_of
 
 
@@ -58,7 +59,7 @@ class EMA(L.Callback):
         elif self.use_buffers and not self._loaded_buffers:
             buffers = dict(pl_module.named_buffers())
             self.average |= {name: buffers[name].float().clone() for name in self.average if name in buffers}
-        self._seen_step = trainer.global_step
+        self._seen_step = completed_batches(trainer)
 
     def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = dict(self._strategy.weights())
@@ -73,9 +74,9 @@ class EMA(L.Callback):
     @override
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == self._seen_step:
+        if completed_batches(trainer) == self._seen_step:
             return  # still accumulating
-        self._seen_step = trainer.global_step
+        self._seen_step = completed_batches(trainer)
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
         local = self._strategy.local
