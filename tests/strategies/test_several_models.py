@@ -149,3 +149,32 @@ def test_they_train_as_one_process_does(strategy: str) -> None:
     both = on_ranks(trained, strategy, {"shard": 2} if strategy == "MeshStrategy" else {}, ranks=2)
     for kind in KINDS:
         assert both[0][kind] == pytest.approx(alone[kind], rel=1e-5), kind
+
+
+def _moves_teacher_in_forward() -> str:
+    import torch
+    from torch import Tensor, nn
+
+    from armature.parallel import dtensors
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.teacher.weight.data.lerp_(self.student.weight.data, 0.1)
+            return self.student(x) - self.teacher(x)
+
+    model, x = Pair(), torch.ones(2, 4)
+    dtensors.watch_frozen_weights(model)
+    model.eval()(x)
+    try:
+        model.train()(x)
+    except ValueError as error:
+        return str(error)
+    return "passed"
+
+
+def test_a_forward_that_changes_the_teacher_is_refused() -> None:
+    assert "Pair.forward changes weights that are not trained: teacher.weight. " in _moves_teacher_in_forward()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, initialization, pipeline, tensor, ties
+from armature.parallel import blocks, dtensors, initialization, pipeline, tensor, ties
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
@@ -131,6 +131,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     }
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded = [model]
+    dtensors.watch_frozen_weights(model)
     if plan is None:
         log.warning(
             "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "
