@@ -139,6 +139,29 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return super().reduce(tensor, group, reduce_op)
 
 
-def models_of(module: L.LightningModule) -> list[tuple[str, nn.Module]]:
-    """Return the LightningModule's children that have weights, with their names."""
-    return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the modules that have weights and a forward, outermost ones only, with their names.
+
+    A child without a forward, such as a ModuleList, is a container: its own children are the models.
+    """
+    models: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            models += models_of(child, prefix=f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            models.append((prefix + name, child))
+    return models
+
+
+def move_others(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
+    """Move to the device what `module` holds besides the modules in `models`: its own tensors, metrics and the like."""
+    for param in module._parameters.values():
+        if param is not None:
+            param.data = param.data.to(device)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else buffer.to(device)
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            move_others(child, models, device)
+        elif child not in models:
+            child.to(device)
