@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,7 @@ from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
-from armature.launcher import environment
+from armature.launcher import environment, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.parallel import process_group
@@ -268,14 +269,19 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
     _init_group(cfg)
     try:
-        if process_group.rank() == 0:
-            run_dir.write(cfg, overrides)
-        text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
-        cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
-        run(cfg)
-        return cfg
+        with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
+            return _run_joined(cfg, overrides)
     finally:
         process_group.destroy()
+
+
+def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    if process_group.rank() == 0:
+        run_dir.write(cfg, overrides)
+    text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
+    cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
+    run(cfg)
+    return cfg
 
 
 def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
@@ -322,7 +328,9 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         _init_group(cfg, later=60)
-        run(cfg)
+        # on one machine, the parent holds the lock
+        with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
+            run(cfg)
     except Exception as error:
         _record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
