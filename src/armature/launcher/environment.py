@@ -14,11 +14,13 @@ Set by the process that starts the ranks of this machine (`armature.launch`, `la
 
     ARMATURE_ATTEMPT                 how often the ranks have been restarted, each time by a new agent
     ARMATURE_HEARTBEATS              folder of the ranks' heartbeats, watched by `launcher.watch`
+    ARMATURE_STORE                   file in which the ranks of one machine meet; else at MASTER_ADDR:MASTER_PORT
     ARMATURE_RESIZED                 JSON of the settings that follow a smaller number of ranks (`validation.resize`)
     ARMATURE_DEADLINE                Unix time at which to save and stop, ahead of Slurm's time limit
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -87,8 +89,24 @@ def error_file() -> Path | None:
     return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
-def rank_variables(*, attempt: int, heartbeats: Path, resized: str) -> dict[str, str]:
-    return {"ARMATURE_ATTEMPT": str(attempt), "ARMATURE_HEARTBEATS": str(heartbeats), "ARMATURE_RESIZED": resized}
+def rank_variables(*, attempt: int, heartbeats: Path, resized: str, store: Path | None) -> dict[str, str]:
+    """Return what the ranks of an attempt need; `store` is None for ranks on several machines."""
+    return {
+        "ARMATURE_ATTEMPT": str(attempt),
+        "ARMATURE_HEARTBEATS": str(heartbeats),
+        "ARMATURE_RESIZED": resized,
+        **({"ARMATURE_STORE": str(store)} if store is not None else {}),
+    }
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return what keeps the connections of gloo and NCCL within this machine, unless an interface is chosen."""
+    name = "lo" if sys.platform == "linux" else "lo0"
+    return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ}
+
+
+def store_file() -> Path | None:
+    return Path(file) if (file := os.environ.get("ARMATURE_STORE")) else None
 
 
 def heartbeat_folder() -> Path | None:
