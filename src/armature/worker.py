@@ -97,6 +97,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         strategy.initial_weights, checkpoint = checkpoint, None
 
     csv = MetricsCSV(directory)
+    csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
