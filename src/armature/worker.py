@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -37,7 +37,7 @@ from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import report
+from armature.training import memory, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Display
 from armature.training.heartbeat import Heartbeat
@@ -113,7 +113,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(), Heartbeat(), RestoreProgress(), step_log, *chosen, checkpointing, stop, display],
+        callbacks=[RecordError(cfg), Heartbeat(), RestoreProgress(), step_log, *chosen, checkpointing, stop, display],
         logger=[csv, *_loggers(cfg, checkpoint)],
         profiler=_profiler(cfg, directory),
         max_steps=total_steps,
@@ -309,7 +309,13 @@ def _record(error: BaseException) -> None:
 class RecordError(L.Callback):
     """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first."""
 
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if memory.is_missing(exception):
+            with suppress(Exception):  # an explanation must not hide the error
+                exception.add_note(memory.explain(self.cfg, trainer, pl_module))
         if not isinstance(exception, StoppedBySignal):
             _record(exception)
 

@@ -31,7 +31,7 @@ from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
-from armature.validation import resize
+from armature.validation import memory, resize
 
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -175,7 +175,7 @@ class _Attempts:
             except ChildFailedError as error:
                 now = _oom_kills()
                 oom = None if oom_kills is None or now is None else now > oom_kills
-                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom)
+                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom, remedy=memory.remedy(cfg))
             finally:
                 self.stop.watcher = None
         return None
@@ -237,10 +237,13 @@ class _Attempts:
         return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
 
 
-def describe(failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None) -> Failure:
+def describe(
+    failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None, remedy: str = ""
+) -> Failure:
     """Return the failure of the rank that failed first; the others failed because of it.
 
     `oom`: True if the system has killed processes for lack of memory during the attempt; None if unknown.
+    `remedy`: what to type if memory has run out.
     """
     if watcher.hung:
         return _hang(watcher, folder)
@@ -250,7 +253,8 @@ def describe(failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oo
         name = signal.Signals(-failure.exitcode).name
         guess = {True: ", since the machine ran out of memory", None: ", probably out of memory", False: ""}[oom]
         what = f"rank {rank} was killed by {name}{guess if name == 'SIGKILL' else ''}"
-        return Failure(what, f"R{what[1:]}; {log}", stopped_by=name if name in SIGNALS else None)
+        advice = remedy if oom and name == "SIGKILL" else ""
+        return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None)
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
     return Failure(

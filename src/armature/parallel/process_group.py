@@ -82,7 +82,8 @@ def _meeting_point() -> dict[str, Any]:
     if (file := environment.store_file()) is None:
         return {}
     size = environment.world_size()
-    return {"store": dist.FileStore(str(file), size), "rank": environment.rank(), "world_size": size}
+    store = dist.FileStore(str(file), size)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": store, "rank": environment.rank(), "world_size": size}
 
 
 def broadcast_object(obj: T, *, source: int = 0) -> T:
