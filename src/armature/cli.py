@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.errors import ConfigError, RunFailed
-from armature.launcher import environment
+from armature.launcher import environment, streams
 from armature.launcher.rank import leave
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
@@ -31,6 +31,11 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
 
     `check` checks a configuration as `main` does: a sweep checks all its values before the first trial.
     """
+    streams.make_lasting()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        refuse(["The current directory has been deleted. Type cd and a folder that exists."])
     gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
     if "OMP_WAIT_POLICY" not in os.environ:
         # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy threads

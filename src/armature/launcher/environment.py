@@ -24,6 +24,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from armature.errors import ConfigError
+
 
 def is_joined() -> bool:
     """Return True if a launcher started this process as a rank."""
@@ -31,23 +33,32 @@ def is_joined() -> bool:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK") or 0)
+    return int(_number("RANK", 0))
 
 
 def world_size() -> int:
-    return int(os.environ["WORLD_SIZE"]) if is_joined() else 1
+    return int(_number("WORLD_SIZE", 1)) if is_joined() else 1
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
+    return int(_number("LOCAL_RANK", 0))
 
 
 def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return int(_number("LOCAL_WORLD_SIZE", 1))
 
 
 def node_rank() -> int:
-    return int(os.environ.get("GROUP_RANK") or 0)
+    return int(_number("GROUP_RANK", 0))
+
+
+def _number(name: str, default: float) -> float:
+    """Return a variable's value, or the default if it is unset or empty. ConfigError: it is no number."""
+    try:
+        return float(os.environ.get(name) or default)
+    except ValueError:
+        value = os.environ[name]
+        raise ConfigError(f"{name}={value} in the environment: must be a number. Type unset {name}") from None
 
 
 def main_address() -> str:
@@ -128,4 +139,4 @@ def set_deadline(unix_time: float) -> None:
 
 
 def deadline() -> float | None:
-    return float(value) if (value := os.environ.get("ARMATURE_DEADLINE")) else None
+    return _number("ARMATURE_DEADLINE", 0.0) or None
