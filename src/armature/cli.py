@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.errors import ConfigError, RunFailed
-from armature.launcher import environment, streams
+from armature.launcher import environment
 from armature.launcher.rank import leave
+from armature.launcher.streams import make_lasting
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
@@ -31,7 +32,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
 
     `check` checks a configuration as `main` does: a sweep checks all its values before the first trial.
     """
-    streams.make_lasting()
+    make_lasting()
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from armature.launcher import environment, streams
 )
 def test_a_stray_variable_is_named(name, read, monkeypatch):
     monkeypatch.setenv(name, "soon")
-    with pytest.raises(ConfigError, match=f"{name}=soon in the environment: must be a number. Type unset {name}"):
+    with pytest.raises(ConfigError, match=f"{name}=soon: must be a number; a launcher sets it. Type unset {name}"):
         read()
 
 

@@ -19,12 +19,15 @@ Set by the process that starts the ranks of this machine (`armature.launch`, `la
     ARMATURE_DEADLINE                Unix time at which to save and stop, ahead of Slurm's time limit
 """
 
+import math
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from armature.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
 
 
 def is_joined() -> bool:
@@ -32,33 +35,38 @@ def is_joined() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
+def _number(name: str, default: Number) -> Number:
+    """Return a variable as a number of the default's type. Raises ConfigError if it is none, or is negative."""
+    value = os.environ.get(name)
+    if not value:
+        return default
+    try:
+        number = type(default)(value)
+    except ValueError:
+        number = None
+    if number is None or not 0 <= number < math.inf:
+        raise ConfigError(f"{name}={value}: must be a number; a launcher sets it. Type unset {name}.")
+    return number
+
+
 def rank() -> int:
-    return int(_number("RANK", 0))
+    return _number("RANK", 0)
 
 
 def world_size() -> int:
-    return int(_number("WORLD_SIZE", 1)) if is_joined() else 1
+    return _number("WORLD_SIZE", 1) if is_joined() else 1
 
 
 def local_rank() -> int:
-    return int(_number("LOCAL_RANK", 0))
+    return _number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    return int(_number("LOCAL_WORLD_SIZE", 1))
+    return _number("LOCAL_WORLD_SIZE", 1)
 
 
 def node_rank() -> int:
-    return int(_number("GROUP_RANK", 0))
-
-
-def _number(name: str, default: float) -> float:
-    """Return a variable's value, or the default if it is unset or empty. ConfigError: it is no number."""
-    try:
-        return float(os.environ.get(name) or default)
-    except ValueError:
-        value = os.environ[name]
-        raise ConfigError(f"{name}={value} in the environment: must be a number. Type unset {name}") from None
+    return _number("GROUP_RANK", 0)
 
 
 def main_address() -> str:
@@ -66,7 +74,7 @@ def main_address() -> str:
 
 
 def main_port() -> int:
-    return int(os.environ.get("MASTER_PORT", "29500"))
+    return _number("MASTER_PORT", 29500)
 
 
 def set_rank(
@@ -93,7 +101,7 @@ def rendezvous() -> str | None:
 
 
 def is_restarted() -> bool:
-    return any(int(os.environ.get(name) or 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(_number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def error_file() -> Path | None:
@@ -108,12 +116,6 @@ def rank_variables(*, attempt: int, heartbeats: Path, resized: str, store: Path 
         "ARMATURE_RESIZED": resized,
         **({"ARMATURE_STORE": str(store)} if store is not None else {}),
     }
-
-
-def loopback_variables() -> dict[str, str]:
-    """Return what keeps the connections of gloo and NCCL within this machine, unless an interface is chosen."""
-    name = "lo" if sys.platform == "linux" else "lo0"
-    return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ}
 
 
 def store_file() -> Path | None:
@@ -139,4 +141,5 @@ def set_deadline(unix_time: float) -> None:
 
 
 def deadline() -> float | None:
-    return _number("ARMATURE_DEADLINE", 0.0) or None
+    value = _number("ARMATURE_DEADLINE", math.nan)
+    return None if math.isnan(value) else value
