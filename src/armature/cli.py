@@ -21,6 +21,7 @@ from armature import config, hardware, run_dir
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.rank import leave
+from armature.launcher.streams import make_lasting
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
@@ -31,6 +32,11 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
 
     `check` checks a configuration as `main` does: a sweep checks all its values before the first trial.
     """
+    make_lasting()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        refuse(["The current directory has been deleted. Type cd and a folder that exists."])
     gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
     if "OMP_WAIT_POLICY" not in os.environ:
         # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy threads

@@ -51,10 +51,21 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     name = named or default_name(label)
     if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
         taken, number = name, 2
-        while (root / name).exists():
+        while not _claim(root / name):
             name, number = f"{taken}-{number}", number + 1
     cfg.run.name, cfg.run.dir = name, str(root / name)
     return cfg
+
+
+def _claim(folder: Path) -> bool:
+    """Create a run directory. Return False if there is one: several commands may start within a second."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return folder.parent.is_file()  # `write` reports it
+    except OSError:
+        pass  # `write` reports it
+    return True
 
 
 def write(cfg: DictConfig, overrides: list[str]) -> Path:

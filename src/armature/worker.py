@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,13 +33,13 @@ from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
 from armature.errors import ConfigError
-from armature.launcher import environment
+from armature.launcher import environment, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import report
+from armature.training import memory, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Display
 from armature.training.heartbeat import Heartbeat
@@ -101,6 +102,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         strategy.initial_weights, checkpoint = checkpoint, None
 
     csv = MetricsCSV(directory)
+    csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
@@ -117,7 +119,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
+        callbacks=[RecordError(cfg), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
         logger=[csv, *_loggers(cfg, checkpoint)],
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
@@ -304,14 +306,19 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
     _init_group(cfg)
     try:
-        if process_group.rank() == 0:
-            run_dir.write(cfg, overrides)
-        text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
-        cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
-        run(cfg)
-        return cfg
+        with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
+            return _run_joined(cfg, overrides)
     finally:
         process_group.destroy()
+
+
+def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    if process_group.rank() == 0:
+        run_dir.write(cfg, overrides)
+    text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
+    cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
+    run(cfg)
+    return cfg
 
 
 def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
@@ -338,7 +345,13 @@ def _record(error: BaseException) -> None:
 class RecordError(L.Callback):
     """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first."""
 
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if memory.is_missing(exception):
+            with suppress(Exception):  # an explanation must not hide the error
+                exception.add_note(memory.explain(self.cfg, trainer, pl_module))
         if not isinstance(exception, StoppedBySignal):
             _record(exception)
 
@@ -358,7 +371,9 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         _init_group(cfg, later=60)
-        run(cfg)
+        # on one machine, the parent holds the lock
+        with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
+            run(cfg)
     except Exception as error:
         _record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
