@@ -22,6 +22,7 @@ from armature.strategies import hooks
 from armature.strategies.layout import LayoutMixin
 
 HOOK = "on_load_checkpoint"
+WHOLE = "optimizer_state"  # in meta.pt, with its index: the state of an optimizer that calls the closure itself
 
 
 class SavedOptimizer(dict[str, Any]):
@@ -48,6 +49,7 @@ class CheckpointMixin(LayoutMixin):
     seed: int
     random_state: RankRandomState
     first_flags: dict[str, bool]
+    _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
@@ -79,6 +81,8 @@ class CheckpointMixin(LayoutMixin):
         """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if state.needs_closure(optimizer):
+            return {"whole": optimizer.state_dict()}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)
         return {"tensors": tensors, "groups": state.param_groups(optimizer, state.group_names(optimizer, names))}
@@ -114,8 +118,14 @@ class CheckpointMixin(LayoutMixin):
         others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         if others:
             meta |= plain.plain_checkpoint({state.OTHER: others})
+        if not self.module.automatic_optimization and state.OPTIMIZER in checkpoint:
+            tensors |= state.pending_gradients(self.module)
         groups = []
-        for saved in checkpoint.get(state.OPTIMIZER, []):
+        for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
+            if "whole" in saved:
+                meta |= plain.plain_checkpoint({f"{WHOLE}.{index}": saved["whole"]})
+                groups.append([])
+                continue
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
         meta |= {
@@ -138,7 +148,10 @@ class CheckpointMixin(LayoutMixin):
         if lightning_file.is_file(path):
             return lightning_file.read(path)
         meta = self.load_random_state(storage.read_meta(path))
-        meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
+        meta[state.OPTIMIZER] = [
+            meta.get(f"{WHOLE}.{index}", SavedOptimizer(param_groups=groups))
+            for index, groups in enumerate(meta["param_groups"])
+        ]
         if self._hooks_change_weights:
             meta["state_dict"] = state.read_weights(path, self.module)
         self._loading = path
@@ -180,7 +193,16 @@ class CheckpointMixin(LayoutMixin):
         for optimizer, given in zip(self.optimizers, states, strict=False):
             if not isinstance(given, SavedOptimizer):
                 optimizer.load_state_dict(given)
-        state.load_optimizers(path, self.module, self.optimizers, groups=saved, extra=self.extra_tensors())
+        self._gradients = state.load_optimizers(
+            path, self.module, self.optimizers, groups=saved, extra=self.extra_tensors()
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        gradients, self._gradients = self._gradients or {}, None
+        for param, gradient in gradients.items():  # not earlier: Lightning sets them to None before it trains
+            param.grad = gradient.detach()
 
     def load_initial_weights(self, path: Path) -> None:
         """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""
