@@ -63,8 +63,7 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]
         result["state_dict"] |= rest
     else:
         result[state.OPTIMIZER] = [
-            of[state.WHOLE] if isinstance(of, dict) else _torchs(checkpoint, saved, of, index=i)
-            for i, of in enumerate(groups)
+            meta.get(f"{state.WHOLE}.{i}") or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)
         ]
     lightning_file.write(file, result)
     return list(result["state_dict"])

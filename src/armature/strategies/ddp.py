@@ -89,4 +89,5 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._first_step = self.module.trainer.global_step
