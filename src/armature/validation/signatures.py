@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from armature.validation import foreign_keys
+
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
@@ -58,6 +60,8 @@ def _target_problems(path: str, target: str, node: dict[str, Any], allowed: list
             if not signature.open:
                 near = difflib.get_close_matches(key, signature.parameters, n=1, cutoff=0.5)
                 hint = f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(signature.parameters)}."
+                known = [f"{path}.{name}" for name in signature.parameters]
+                hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known)) else hint
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
         names = _annotation_names(signature.parameters[key])
@@ -162,6 +166,18 @@ def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]
         found = find_definition(f"{module}.{ast.unparse(base).split('.')[-1].split('[')[0]}")
         if found is not None and isinstance(found[1], ast.ClassDef):
             yield found[0], found[1]
+
+
+def class_names(target: str) -> set[str]:
+    """Return the names of a class and of its bases, as far as their source can be read."""
+    definition = find_definition(target)
+    pending = [definition] if definition is not None else []
+    names = {target.rpartition(".")[2]}
+    while pending:
+        module, node = pending.pop()
+        names.add(node.name)
+        pending += _bases(module, node) if isinstance(node, ast.ClassDef) else []
+    return names
 
 
 def defaults_of(target: str) -> dict[str, Any]:
