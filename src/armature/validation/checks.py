@@ -52,12 +52,8 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     if not unsound:
         cfg = decide(cfg)
         problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg)
-    problems += (
-        lightning_parts.problems(cfg)
-        + _logger_problems(cfg)
-        + _name_problems(cfg.run.name)
-        + _folder_problems(Path(cfg.run.root))
-    )
+    problems += lightning_parts.problems(cfg) + _logger_problems(cfg)
+    problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
     problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:

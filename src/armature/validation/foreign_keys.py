@@ -14,6 +14,7 @@ _LIMIT = "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=ea
 _ALL_OR_ONE = "Type trainer.devices={value} (processes per machine) with trainer.accelerator=gpu"
 _CHECKPOINTS = "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
+_MICRO_BATCH = "Type data.micro_batch_size=…: it does not change the result. Halve it until it fits"
 _LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
 _DDP = "Type strategy=ddp trainer.devices=N"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
@@ -41,7 +42,7 @@ FOREIGN: dict[str, str] = {
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
     "trainer.profiler": "Type debug=profile or trainer.profile=true",
-    "trainer.plugins": "Type trainer.precision=… or strategy=…; a strategy class of your own goes into configs/strategy/",
+    "trainer.plugins": "Type trainer.precision=… or strategy=…; your own strategy class goes into configs/strategy/",
     "trainer.sync_batchnorm": "Type strategy.sync_batchnorm={value}, an option of strategy=ddp and strategy=fsdp",
     "trainer.benchmark": "Nothing to type: torch's own default holds. For the opposite type trainer.deterministic=true",
     "trainer.inference_mode": "Nothing to type: validation and test always run without gradients",
@@ -55,7 +56,7 @@ FOREIGN: dict[str, str] = {
     "trainer.num_processes": _ALL_OR_ONE.replace("gpu", "cpu"),
     "trainer.tpu_cores": "TPUs are not supported. Type trainer.accelerator=gpu, cpu or mps",
     "trainer.auto_lr_find": _LR_FINDER,
-    "trainer.auto_scale_batch_size": "Type data.micro_batch_size=…: it does not change the result. Halve it until it fits",
+    "trainer.auto_scale_batch_size": _MICRO_BATCH,
     "trainer.resume_from_checkpoint": _RESUME,
     "trainer.replace_sampler_ddp": _SAMPLER,
     "trainer.checkpoint_callback": _CHECKPOINTS,
@@ -109,13 +110,13 @@ FOREIGN: dict[str, str] = {
     "hparams_search": "Type -m sweep=lr, or several values, such as -m optimizer.lr=1e-3,3e-3",
     "hydra/sweeper=optuna": "Install it first: pip install hydra-optuna-sweeper",
     "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
-    "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher. Or python scripts/slurm/submit.py",
+    "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher",
     "hydra/launcher=submitit_local": "Install it first: pip install hydra-submitit-launcher",
     "hydra/launcher=slurm": "Type python scripts/slurm/submit.py instead of python train.py",
     "seed=null": "Type a number. It always takes effect; 0 is the default",
     "debug=default": _DEBUG_RUN,
     "debug=fdr": _DEBUG_RUN,
-    "debug=limit": "Type trainer.limit_train_batches=0.01 trainer.limit_val_batches=0.05 trainer.limit_test_batches=0.05",
+    "debug=limit": "Type trainer.limit_train_batches=0.01 trainer.limit_val_batches=0.05",
     "debug=profiler": "Type debug=profile",
     "debug=step": _DEBUG_RUN,
     "debug=true": _DEBUG_RUN,
@@ -194,11 +195,7 @@ INEFFECTIVE = {
 }
 _HARMLESS = {"hydra.job.chdir=false", "hydra.job.chdir=False", "hydra.output_subdir=null"}
 
-_OPPOSITES = (
-    (("train",), ("val", "test", "eval", "validation")),
-    (("gpu", "cuda"), ("cpu", "mps")),
-    (("min",), ("max",)),
-)
+_OPPOSITES = (({"train"}, {"val", "test", "eval", "validation"}), ({"gpu", "cuda"}, {"cpu", "mps"}), ({"min"}, {"max"}))
 _OWN_DATA = "data.global_batch_size"  # a key of our data modules
 
 
@@ -232,4 +229,4 @@ def ineffective(overrides: list[str]) -> list[str]:
 def is_opposite(word: str, other: str) -> bool:
     """Return True if one name is about training and the other about evaluation, or one about GPUs, the other CPUs."""
     words, others = (set(re.split(r"[^a-z]+", each.lower())) for each in (word, other))
-    return any((words & set(a) and others & set(b)) or (words & set(b) and others & set(a)) for a, b in _OPPOSITES)
+    return any((words & a and others & b) or (words & b and others & a) for a, b in _OPPOSITES)
