@@ -10,6 +10,7 @@ from armature import run_dir
 from armature.checkpoint import directory, resume, storage
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
+from armature.validation.signatures import FACTORIES, accepted
 
 
 def open_run(
@@ -46,7 +47,7 @@ def open_run(
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout."""
-    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
+    factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task._target_, FACTORIES)}
     task = instantiate(cfg.task, **factories)
     task.configure_model()
     if any(p.is_meta for p in task.parameters()):

@@ -48,6 +48,7 @@ from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
 from armature.validation import resize
+from armature.validation.signatures import FACTORIES, accepted
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     total_steps = _total_steps(cfg, data)
 
-    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
+    factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task._target_, FACTORIES)}
     task = instantiate(cfg.task, **factories)
     strategy = instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)

@@ -79,3 +79,11 @@ def test_nothing_heavy_is_imported():
         "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
+
+
+def test_a_module_gets_the_groups_that_its_constructor_takes():
+    users, names = "tests.validation.users", signatures.FACTORIES
+    assert signatures.accepted("armature.tasks.language_modeling.LanguageModeling", names) == [*names]
+    assert signatures.accepted(f"{users}.Template", names) == ["optimizer", "scheduler"]
+    assert [signatures.accepted(f"{users}.{kind}", names) for kind in ("Plain", "Inherited", "Bare")] == [[], [], []]
+    assert signatures.accepted("nowhere.Module", names) == [*names]

@@ -137,14 +137,14 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         return f"{override}: {key} has no option '{value}'.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
         return f"{override}: {str(error.__cause__ or error).splitlines()[0]}.{f' {remedy}' if remedy else ''}"
+    if remedy:
+        return f"{override}: there is no key '{key}'. {remedy}"
     group, _, name = key.partition(".")
     # each option is composed, because its file may take keys from another in its defaults list
     having = [f"{group}={option}" for option in groups.get(group, []) if name and key in _known([f"{group}={option}"])]
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
-    if remedy:
-        return f"{override}: there is no key '{key}'. {remedy}"
     if group in OPEN and name and not override.startswith("+"):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"

@@ -226,6 +226,12 @@ def ineffective(overrides: list[str]) -> list[str]:
     ]
 
 
+def table() -> str:
+    """Return the keys and their answers as the Markdown table of docs/migrating.md."""
+    rows = [f"| `{key}` | {text.replace('{value}', '…')} |" for key, text in (FOREIGN | INEFFECTIVE).items()]
+    return "\n".join(["| typed elsewhere | here |", "| --- | --- |", *rows, ""])
+
+
 def is_opposite(word: str, other: str) -> bool:
     """Return True if one name is about training and the other about evaluation, or one about GPUs, the other CPUs."""
     words, others = (set(re.split(r"[^a-z]+", each.lower())) for each in (word, other))

@@ -1,12 +1,15 @@
 """Callbacks, loggers and limits of Lightning's: those that cannot work here are refused by name before a run starts."""
 
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from armature.validation import signatures
+
+log = logging.getLogger(__name__)
 
 # class → why not, and what to type instead
 REFUSED_CALLBACKS = {
@@ -21,7 +24,7 @@ REFUSED_CALLBACKS = {
 }
 PACKAGES = {  # module that a logger of Lightning's imports, and what to install for it
     "WandbLogger": ("wandb", "wandb"),
-    "MLFlowLogger": ("mlflow", "mlflow-skinny"),
+    "MLFlowLogger": ("mlflow", "mlflow"),
     "CometLogger": ("comet_ml", "comet-ml"),
     "TensorBoardLogger": ("tensorboard", "tensorboard"),
     "TensorBoard": ("tensorboard", "tensorboard"),
@@ -31,7 +34,26 @@ LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    return [*_callbacks(cfg), *_loggers(cfg), *_limits(cfg)]
+    return [*_task(cfg), *_callbacks(cfg), *_loggers(cfg), *_limits(cfg)]
+
+
+def _task(cfg: DictConfig) -> list[str]:
+    """Return what the task's constructor needs and does not get; warn of groups that it does not take."""
+    target = cfg.task._target_
+    definition = signatures.find_definition(target)
+    if definition is None:
+        return []
+    unused = [name for name in signatures.FACTORIES if name not in signatures.accepted(target, signatures.FACTORIES)]
+    if unused:
+        log.warning("%s takes no %s: the group is not used.", target, ", no ".join(unused))
+    signature = signatures.signature_of(*definition)
+    needed = signature.parameters.keys() - signature.defaults.keys() - cfg.task.keys() - set(signatures.FACTORIES)
+    given = "The groups model, optimizer and scheduler are passed under these names"
+    return [
+        f"task: {target} requires the argument '{name}'. Type +task.{name}=… or +task.{name}._target_=…. {given}."
+        for name in signature.parameters
+        if name in needed
+    ]
 
 
 def _targets(cfg: DictConfig, group: str) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from armature.validation import foreign_keys
 
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
+FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
 
@@ -172,12 +173,24 @@ def class_names(target: str) -> set[str]:
     """Return the names of a class and of its bases, as far as their source can be read."""
     definition = find_definition(target)
     pending = [definition] if definition is not None else []
-    names = {target.rpartition(".")[2]}
+    names = {target.rpartition(".")[2], *(node.name for _, node in pending)}
     while pending:
         module, node = pending.pop()
-        names.add(node.name)
-        pending += _bases(module, node) if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.ClassDef):
+            names |= {ast.unparse(base).split(".")[-1] for base in node.bases}  # as in L.LightningModule
+            pending += _bases(module, node)
     return names
+
+
+def accepted(target: str, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that a LightningModule's constructor takes; all, if its source does not tell."""
+    definition = find_definition(target)
+    if definition is None:
+        return [*names]
+    signature = signature_of(*definition)
+    # LightningModule's own constructor takes any keyword, and fails with each
+    unknown = signature.open and "LightningModule" not in class_names(target)
+    return [name for name in names if unknown or name in signature.parameters]
 
 
 def defaults_of(target: str) -> dict[str, Any]:
