@@ -1,5 +1,7 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
+import pytest
+
 from armature.training.metrics_csv import MetricsCSV, read
 
 
@@ -77,3 +79,12 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text(file.read_text() + "3")
     assert [row["step"] for row in read(file)[1]] == ["1", "2"]
+
+
+def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
+    log = MetricsCSV(tmp_path)
+    assert log.save_dir == str(tmp_path)
+    with pytest.warns(UserWarning, match=r"experiment.add_image does nothing: .* Type logger=tensorboard"):
+        log.experiment.add_image("tag", None, 0)
+    with pytest.raises(AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"):
+        log.log_image("tag", [])
