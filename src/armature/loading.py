@@ -45,10 +45,15 @@ def open_run(
     return cfg, checkpoint
 
 
+def build_task(cfg: DictConfig) -> L.LightningModule:
+    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes."""
+    names = accepted(cfg.task._target_, FACTORIES)
+    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names})
+
+
 def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout."""
-    factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task._target_, FACTORIES)}
-    task = instantiate(cfg.task, **factories)
+    task = build_task(cfg)
     task.configure_model()
     if any(p.is_meta for p in task.parameters()):
         task.to_empty(device="cpu")

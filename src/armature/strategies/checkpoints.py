@@ -76,7 +76,7 @@ class CheckpointMixin(LayoutMixin):
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
         meta |= {"param_groups": groups, "random": self.random_state.gather(self.layout)}
         directory = Path(filepath) if isinstance(filepath, str) else filepath  # an object store's path remains one
-        entries = {"step": meta.get("global_step"), "strategy": self.layout}
+        entries = {"step": meta.get("completed_batches", meta.get("global_step")), "strategy": self.layout}
         (storage_options or CheckpointWriter()).save(directory, tensors, meta, entries=entries)
 
     @override

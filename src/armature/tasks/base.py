@@ -76,7 +76,8 @@ class Task(L.LightningModule):
         optimizer = self._make_optimizer(parameter_groups(self.model))
         if self._make_scheduler is None:
             return optimizer
-        scheduler = self._make_scheduler(optimizer, total_steps=self.trainer.max_steps)
+        total_steps = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
+        scheduler = self._make_scheduler(optimizer, total_steps=int(total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from armature.checkpoint import directory
 from armature.checkpoint.writer import CheckpointWriter
 from armature.strategies.base import StrategyMixin
+from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
@@ -92,7 +93,7 @@ class Checkpointing(Checkpoint):
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
-        self._saved_step = trainer.global_step  # the checkpoint of this step exists, or there is nothing to save yet
+        self._saved_step = completed_batches(trainer)  # its checkpoint exists, or there is nothing to save yet
         if self._owes_validation:
             random_state = StrategyMixin.of(trainer).random_state
             random_state.restore()
@@ -102,7 +103,7 @@ class Checkpointing(Checkpoint):
 
     def step_ended(self, trainer: OurTrainer) -> None:
         """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
-        step = trainer.global_step
+        step = completed_batches(trainer)
         self._due = (
             self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
         )
@@ -112,9 +113,9 @@ class Checkpointing(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        self._validated_step, self._owes_validation = trainer.global_step, False
+        self._validated_step, self._owes_validation = completed_batches(trainer), False
         value = trainer.callback_metrics.get(self.monitor)
-        score = None if value is None or math.isnan(value) else float(value)
+        score = None if value is None or not math.isfinite(value) else float(value)
         if value is None and self.keep_best and trainer.is_global_zero and not self._warned_of_monitor:
             self._warned_of_monitor = True
             log.warning(
@@ -135,7 +136,7 @@ class Checkpointing(Checkpoint):
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
             assert isinstance(trainer, OurTrainer)
             due = trainer.fit_loop.epoch_loop.validation_is_due
-            self._owes_validation = due and self._validated_step != trainer.global_step
+            self._owes_validation = due and self._validated_step != completed_batches(trainer)
             self._save(trainer)
             self.writer.finish()
         else:
@@ -145,7 +146,7 @@ class Checkpointing(Checkpoint):
         self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if self.every is None or trainer.global_step % 10:  # not in every step, since the ranks must agree
+        if self.every is None or completed_batches(trainer) % 10:  # not in every step, since the ranks must agree
             return False
         due = time.monotonic() - self._saved_at > self.every.total_seconds()
         return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
@@ -161,7 +162,7 @@ class Checkpointing(Checkpoint):
 
     def _save(self, trainer: Trainer, score: float | None = None, *, final: bool = False) -> None:
         self._due = False
-        step = trainer.global_step
+        step = completed_batches(trainer)
         if score is not None:
             self.scores[step] = score
         if step == self._saved_step:
