@@ -59,7 +59,7 @@ def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):
         "+task.width=4",
         "+logger.tensorboard.sub_dir=${oc.env:USER_OF_LOGS,x}",
     )
-    assert "takes no model, no optimizer, no scheduler: the group is not used" in ended.output
+    assert "does not take the groups model, optimizer, scheduler: they are not used" in ended.output
     run = forks.cwd / "outputs" / "a"
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["run"]["tags"], config["run"]["notes"], config["run"]["group"]) == (["first", "try"], "a note", None)

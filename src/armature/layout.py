@@ -36,7 +36,7 @@ class Layout:
     @classmethod
     def of(cls, cfg: DictConfig) -> Layout:
         """Return the layout of a configuration with its `auto` values decided. ConfigError: the axes do not fit."""
-        uses_model = signatures.accepted(cfg.task._target_, ["model"])
+        uses_model = signatures.accepted(cfg.task, ["model"])
         definition = signatures.find_definition(cfg.model._target_) if uses_model else None
         strategy: dict[str, Any] = OmegaConf.to_container(cfg.strategy, resolve=True)  # pyright: ignore[reportAssignmentType]
         plan = plan_beside(definition[0]) if definition is not None else None

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import run_dir
 from armature.checkpoint import lightning_file, resume, state, storage
 from armature.errors import ConfigError
-from armature.validation.signatures import FACTORIES, accepted
+from armature.validation.signatures import accepted
 
 
 def open_run(
@@ -82,13 +82,13 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
-    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes.
+    """Build the task. Of the factories model, optimizer and scheduler it gets those that its constructor takes.
 
     Args:
         arguments: of the constructor, which override those of the configuration.
     """
-    names = accepted(cfg.task._target_, FACTORIES)
-    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names} | arguments)
+    factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
+    return instantiate(cfg.task, **factories | arguments)
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:

@@ -75,7 +75,7 @@ def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog
     typed = ["model.width=100", "model.heads=3", "~task.preview_prompt", "~task.preview_tokens"]
     own = composed(f"task._target_={USERS}.Plain", *typed, "~task.preview_temperature")
     assert lightning_parts.problems(own) == []
-    assert "takes no model, no optimizer, no scheduler: the group is not used" in caplog.text
+    assert "does not take the groups model, optimizer, scheduler: they are not used" in caplog.text
     assert Layout.of(checks.decide(own)).plan is None
     assert checks._model_problems(own) == []
     with pytest.raises(ConfigError, match="heads"):

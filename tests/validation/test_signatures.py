@@ -82,8 +82,12 @@ def test_nothing_heavy_is_imported():
 
 
 def test_a_module_gets_the_groups_that_its_constructor_takes():
-    users, names = "tests.validation.users", signatures.FACTORIES
-    assert signatures.accepted("armature.tasks.language_modeling.LanguageModeling", names) == [*names]
-    assert signatures.accepted(f"{users}.Template", names) == ["optimizer", "scheduler"]
-    assert [signatures.accepted(f"{users}.{kind}", names) for kind in ("Plain", "Inherited", "Bare")] == [[], [], []]
-    assert signatures.accepted("nowhere.Module", names) == [*names]
+    def accepted(target, **node):
+        return signatures.accepted({"_target_": target, **node})
+
+    users = "tests.validation.users"
+    assert accepted("armature.tasks.language_modeling.LanguageModeling") == ["model", "optimizer", "scheduler"]
+    assert accepted(f"{users}.Template") == ["optimizer", "scheduler"]
+    assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == ["scheduler"]
+    assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare")] == [[], [], []]
+    assert accepted("nowhere.Module") == ["model", "optimizer", "scheduler"]

@@ -200,7 +200,7 @@ def _device_problems(cfg: DictConfig) -> list[str]:
 
 def _model_problems(cfg: DictConfig) -> list[str]:
     task, model = cfg.task._target_, cfg.model._target_
-    if not signatures.accepted(task, ["model"]):
+    if not signatures.accepted(cfg.task, ["model"]):
         return []
     trained, given = (signatures.class_attribute(target, "modality") for target in (task, model))
     if trained != given and None not in (trained, given):

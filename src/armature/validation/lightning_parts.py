@@ -43,9 +43,9 @@ def _task(cfg: DictConfig) -> list[str]:
     definition = signatures.find_definition(target)
     if definition is None:
         return []
-    unused = [name for name in signatures.FACTORIES if name not in signatures.accepted(target, signatures.FACTORIES)]
+    unused = [name for name in signatures.FACTORIES if name not in signatures.accepted(cfg.task)]
     if unused:
-        log.warning("%s takes no %s: the group is not used.", target, ", no ".join(unused))
+        log.warning("%s does not take the groups %s: they are not used.", target, ", ".join(unused))
     signature = signatures.signature_of(*definition)
     needed = signature.parameters.keys() - signature.defaults.keys() - cfg.task.keys() - set(signatures.FACTORIES)
     given = "The groups model, optimizer and scheduler are passed under these names"

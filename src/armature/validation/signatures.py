@@ -8,7 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,11 +182,15 @@ def class_names(target: str) -> set[str]:
     return names
 
 
-def accepted(target: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that a LightningModule's constructor takes; all, if its source does not tell."""
+def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
+    """Return those of `names` that a task's constructor takes and that its own node does not set.
+
+    All that it does not set, if the source of the constructor does not tell.
+    """
+    target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
     if definition is None:
-        return [*names]
+        return names
     signature = signature_of(*definition)
     # LightningModule's own constructor takes any keyword, and fails with each
     unknown = signature.open and "LightningModule" not in class_names(target)
