@@ -158,3 +158,12 @@ def test_a_directory_that_vanishes_while_training_costs_only_its_own_rows(tmp_pa
     assert "could not be written" in caplog.messages[0]
     assert "the rows of steps 1 to 3 are missing" in caplog.messages[1]
     assert len(caplog.messages) == 2
+
+
+def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
+    log = MetricsCSV(tmp_path)
+    assert log.save_dir == str(tmp_path)
+    with pytest.warns(UserWarning, match=r"experiment.add_image does nothing: .* Type logger=tensorboard"):
+        log.experiment.add_image("tag", None, 0)
+    with pytest.raises(AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"):
+        log.log_image("tag", [])

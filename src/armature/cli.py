@@ -22,6 +22,7 @@ from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
+from armature.validation import foreign_keys
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
@@ -48,6 +49,8 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
     arguments, _ = get_args_parser().parse_known_args()
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
+    if problems := foreign_keys.ineffective(arguments.overrides):
+        refuse(problems)
     try:
         with _skip_get_mode() if default_config and not _sets_mode(config_dir) else nullcontext():
             sweep = arguments.multirun and default_config
@@ -83,8 +86,10 @@ def _sets_mode(config_dir: Path) -> bool:
 
 
 def quoted(argument: str) -> str:
-    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and a value that contains `=`."""
+    """Write an argument as Hydra's grammar needs it: `debug='nan'`, quotes around a value with `=`, `logger=[]`."""
     key, _, value = argument.partition("=")
+    if value == "null" and (config.CONFIGS / key).is_dir():  # no option of a group: Hydra refuses null
+        return f"{key}=[]"
     needed = argument == "debug=nan" or ("=" in value and not argument.startswith("-"))
     return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
 

@@ -1,17 +1,17 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import lightning_file, resume, state, storage
 from armature.errors import ConfigError
+from armature.validation.signatures import accepted
 
 
 def open_run(
@@ -82,15 +82,13 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
-    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes.
+    """Build the task. Of the factories model, optimizer and scheduler it gets those that its constructor takes.
 
     Args:
         arguments: of the constructor, which override those of the configuration.
     """
-    taken = inspect.signature(get_class(cfg.task._target_)).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    names = [name for name in ("model", "optimizer", "scheduler") if open_ended or name in taken]
-    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names} | arguments)
+    factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
+    return instantiate(cfg.task, **factories | arguments)
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import secrets
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         while not _claim(root / name):
             name, number = f"{taken}-{number}", number + 1
     cfg.run.name, cfg.run.dir = name, str(root / name)
+    if trial is not None and cfg.run.group is None:
+        cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg
 
 
@@ -91,7 +94,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         why = f"{run_dir} cannot be created ({error.strerror})"
         raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
     files.clear_parts(run_dir)
-    cfg.run.id = _id(run_dir)
+    cfg.run.id, cfg.run.git = _id(run_dir), _git()
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
@@ -104,6 +107,17 @@ def _id(run_dir: Path) -> str:
     file = run_dir / "config.yaml"
     known = OmegaConf.select(OmegaConf.load(file), "run.id", default=None) if file.is_file() else None
     return known or secrets.token_hex(6)
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit of the code, and whether a tracked file was changed since; None outside of a repository."""
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        text = subprocess.run(command, cwd=config.CONFIGS.parent, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    head, *changes = text.stdout.splitlines()
+    return {"commit": head.split()[-1], "dirty": any(not line.startswith("#") for line in changes)}
 
 
 def fingerprint(cfg: DictConfig) -> str:

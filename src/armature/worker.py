@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from hydra.utils import get_object, instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
@@ -37,11 +38,12 @@ from armature.launcher import environment, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
+from armature.loggers import log_hyperparameters
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import memory, report
 from armature.training.checkpointing import Checkpointing
-from armature.training.display import Display
+from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
@@ -114,13 +116,15 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     entries = {"config_hash": run_dir.fingerprint(cfg)}
     checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, manifest_entries=entries, **policy)
     start_line = partial(report.start_line, cfg, batches, checkpoint)
-    display = Display(step_log, total_steps=limits.global_batches, start_line=start_line)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
+    total = limits.global_batches
+    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=total)
     progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
         callbacks=[RecordError(cfg), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
-        logger=[csv, *_loggers(cfg, checkpoint)],
+        logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
@@ -141,6 +145,7 @@ def fit_and_test(run: Run) -> None:
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
     if process_group.rank() == 0:
         run.data.save_assets(Path(cfg.run.dir))
+        log_hyperparameters(trainer.loggers, run_dir.without_secrets(cfg))
     started = time.monotonic()
     _collect_garbage_again()
     try:

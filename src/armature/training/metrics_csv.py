@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from armature import files
 
 log = logging.getLogger(__name__)
 
+INSTEAD = "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard or logger=wandb"
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
@@ -38,6 +39,18 @@ class MetricsCSV(Logger):
     @property
     def name(self) -> str:
         return "metrics"
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.file.parent)
+
+    @property
+    def experiment(self) -> "NoExperiment":
+        """Stands in for a service's object, such as TensorBoard's writer, if no logger is configured."""
+        return NoExperiment()
+
+    def __getattr__(self, name: str) -> Any:  # log_image, log_table, watch, …
+        raise AttributeError(f"self.logger.{name}: {INSTEAD}.")
 
     @property
     def version(self) -> str:
@@ -166,6 +179,16 @@ class MetricsCSV(Logger):
             "%s was deleted, emptied or renamed: the rows of steps %d to %d are missing. Training does not need them.",
             self.file, last + 1, step,
         )  # fmt: skip
+
+
+class NoExperiment:
+    """Has every method, and none does anything: a module that logs images also runs with logger=none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        rank_zero_warn(f"self.logger.experiment.{name} does nothing: {INSTEAD}.", stacklevel=2)
+        return lambda *args, **kwargs: None
 
 
 def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
