@@ -38,13 +38,13 @@ def evaluate(args: argparse.Namespace) -> None:
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.set, trust=args.trust)
 
     import lightning.pytorch as L
-    from hydra.utils import instantiate
 
     from armature import worker
+    from armature.data import adapter
     from armature.loading import load_task
 
     worker.quiet()
-    task, data = load_task(cfg, checkpoint), instantiate(cfg.data)
+    task, data = load_task(cfg, checkpoint), adapter.build(cfg)
     accelerator = cli.accelerator(args.accelerator)
     trainer = L.Trainer(
         accelerator=accelerator,
@@ -56,7 +56,7 @@ def evaluate(args: argparse.Namespace) -> None:
         use_distributed_sampler=False,
     )
     run = trainer.validate if args.split == "val" else trainer.test
-    metrics = run(task, datamodule=data, verbose=False)[0]
+    metrics = {name: value for loader in run(task, datamodule=data, verbose=False) for name, value in loader.items()}
     print(f"{checkpoint} on {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")

@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
+from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.rank import leave
@@ -39,7 +40,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its exceptions instead of printing and exiting
     config.register()
-    sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
+    sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, _ = get_args_parser().parse_known_args()
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
     try:
@@ -81,6 +82,12 @@ def quoted(argument: str) -> str:
     key, _, value = argument.partition("=")
     needed = argument == "debug=nan" or ("=" in value and not argument.startswith("-"))
     return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
+
+
+def addable(argument: str) -> str:
+    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have it."""
+    key = argument.partition("=")[0]
+    return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
 
 
 def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from armature.data.batching import LOADER_KEYS
+
+OUR_DATA = "armature.data.base.DataModule"
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
@@ -50,12 +53,13 @@ def _target_problems(path: str, target: str, node: dict[str, Any], allowed: list
     if definition is None:
         return [f"{path}._target_={target}: there is no such class or function.{_near_definition(target)}"]
     signature = signature_of(*definition)
+    plain_data = path == "data" and not derives_from(target, OUR_DATA)  # data/adapter.py takes its LOADER_KEYS
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS:
             continue
         if key not in signature.parameters:
-            if not signature.open:
+            if not signature.open and not (plain_data and key in LOADER_KEYS):
                 near = difflib.get_close_matches(key, signature.parameters, n=1, cutoff=0.5)
                 hint = f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(signature.parameters)}."
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
@@ -162,6 +166,17 @@ def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]
         found = find_definition(f"{module}.{ast.unparse(base).split('.')[-1].split('[')[0]}")
         if found is not None and isinstance(found[1], ast.ClassDef):
             yield found[0], found[1]
+
+
+def derives_from(target: str, base: str, *, depth: int = 0) -> bool:
+    """Return whether a class derives from a class `base`, as far as the source code says."""
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef) or depth > 20:
+        return False
+    if f"{definition[0]}.{definition[1].name}" == base:
+        return True
+    bases = _bases(definition[0], definition[1])
+    return any(derives_from(f"{module}.{node.name}", base, depth=depth + 1) for module, node in bases)
 
 
 def defaults_of(target: str) -> dict[str, Any]:
