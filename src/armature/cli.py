@@ -1,5 +1,6 @@
 """The command line around Hydra: config types, .env, the run's name and error messages."""
 
+import argparse
 import functools
 import gc
 import logging
@@ -133,6 +134,16 @@ def _sweep_name(cfg: DictConfig) -> str:
 def overrides() -> list[str]:
     """Return the typed overrides, with references to the environment unresolved."""
     return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set."""
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
+    args, typed = parser.parse_known_args()
+    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE to change the run's configuration, or an option")
+    args.overrides = [*args.set, *typed]
+    return args
 
 
 def accelerator(name: str) -> str:

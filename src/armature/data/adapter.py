@@ -18,6 +18,7 @@ from typing_extensions import override
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.loaders import ReadLoader, read_loader
+from armature.data.prefetch import UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import seeded
 from armature.data.stream import Stream
@@ -211,7 +212,10 @@ class PlainData(DataModule):
 
     @override
     def predict_dataloader(self) -> Any:
-        return self._evaluation_loader("predict" if is_overridden("predict_dataloader", self.module) else "test")
+        made = self._evaluation_loader("predict" if is_overridden("predict_dataloader", self.module) else "test")
+        if isinstance(made, dict):
+            return {key: UnchangedLoader(loader) for key, loader in made.items()}
+        return [UnchangedLoader(loader) for loader in made] if isinstance(made, list) else UnchangedLoader(made)
 
     @override
     def _evaluation_loader(self, split: Split) -> Any:

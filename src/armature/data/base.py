@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from armature.data import iterable
 from armature.data.batching import Batches, plan_batches
-from armature.data.prefetch import PrefetchLoader
+from armature.data.prefetch import PrefetchLoader, UnchangedLoader
 from armature.data.sampler import EvalSampler, TrainSampler
 from armature.data.samples import Batch, Samples
 from armature.data.stream import Stream
@@ -163,7 +163,7 @@ class DataModule(L.LightningDataModule):
 
     @override
     def predict_dataloader(self) -> Any:
-        return self._evaluation_loader(self.predict_split)
+        return UnchangedLoader(self._evaluation_loader(self.predict_split))
 
     def _train_sampler(self) -> TrainSampler:
         shuffled = not isinstance(self._dataset("train"), Stream)

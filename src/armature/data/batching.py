@@ -26,7 +26,8 @@ def plan_batches(
     """Return the batch sizes, with the accumulation that follows from them and the size of the data axis.
 
     Tensor and pipeline ranks see the same samples and do not count. "auto" makes a rank's whole share one micro-batch.
-    `key` is where the global batch was typed. Raises ConfigError if global is not a multiple of micro × data ranks, with the nearest values that are.
+    `key` is where the global batch was typed. Raises ConfigError, with the nearest values that fit, if global is not a
+    multiple of micro × data ranks.
     """
     problems = []
     if global_batch_size < 1:
@@ -39,7 +40,7 @@ def plan_batches(
         if global_batch_size % data_ranks:
             raise ConfigError(
                 f"{key}={global_batch_size} does not divide among {data_ranks} data ranks. "
-                f"{_type('data.global_batch_size', _nearest_multiples(global_batch_size, data_ranks))}"
+                f"{_type(key, _nearest_multiples(global_batch_size, data_ranks))}"
             )
         micro_batch_size = global_batch_size // data_ranks
     assert isinstance(micro_batch_size, int)
@@ -58,8 +59,8 @@ def plan_batches(
 
 def configured_batch_size(data: Mapping[str, Any]) -> int | None:
     """Return the global batch of a `data` group, or None if only the loaders of a plain LightningDataModule know it."""
-    size = data.get("global_batch_size")
-    return size if size is not None else data.get("batch_size")
+    sizes = (data.get("global_batch_size"), data.get("batch_size"))
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _type(key: str, values: list[int]) -> str:

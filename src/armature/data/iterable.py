@@ -82,8 +82,8 @@ class IterableStream(Stream):
                 if count % 256 == 0 and time.monotonic() - began > COUNT_SECONDS:
                     raise ConfigError(
                         f"{name} has no __len__ and did not end within {COUNT_SECONDS:.0f} s ({count:,} samples). A "
-                        "resume needs the samples per epoch: give it a method __len__, type data.train_limit=…, or return an "
-                        "armature.data.stream.Stream instead, which can skip to a place (docs/data.md)."
+                        "resume needs the samples per epoch: give it a method __len__, type data.train_limit=…, or "
+                        "return an armature.data.stream.Stream instead, which can skip to a place (docs/data.md)."
                     )
         return count
 
