@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +164,13 @@ def _plain(value: Any) -> Any:
 
 def merge(parts: list[Path], file: Path) -> int:
     """Write the rows of all parts to a file, in order; return their number."""
-    with_order = [map(json.loads, part.open()) for part in parts]
-    found = (row for _, row in heapq.merge(*with_order, key=lambda each: each[0]))
     temporary = file.with_name(f".{file.name}.part")
     try:
-        count = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix](temporary, found)
+        with ExitStack() as stack:
+            with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
+            found = (row for _, row in heapq.merge(*with_order, key=lambda each: each[0]))
+            write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix]
+            count = write(temporary, found)
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
