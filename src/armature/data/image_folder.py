@@ -48,9 +48,7 @@ class ImageFiles(Dataset[Batch]):
             with Image.open(path) as opened:
                 image = opened.convert("RGB")
         except OSError as error:
-            raise ConfigError(
-                f"data.path: {path} cannot be read as an image ({error}). Remove or repair it."
-            ) from error
+            raise ConfigError(f"data.path: {path} cannot be read as an image ({error}). Remove it.") from error
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
         width, height = (max(side, round(length * scale)) for length in image.size)
