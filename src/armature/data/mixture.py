@@ -41,6 +41,9 @@ class Mixture:
         self.paths = {name: path if isinstance(path, str) else list(path) for name, path in paths.items()}
         self.weights = dict.fromkeys(self.paths, 1.0) if weights is None else dict(weights)
         self.tokenizer_path, self.arguments = tokenizer, corpus
+
+    def check(self) -> None:
+        """Raise ConfigError if the weights do not fit."""
         if self.weights.keys() != self.paths.keys() or not self.paths:
             raise ConfigError(
                 f"data.weights names {', '.join(self.weights)}, and data.paths {', '.join(self.paths)}: name the same."
@@ -50,6 +53,7 @@ class Mixture:
 
     def prepare(self) -> None:
         """Prepare all corpora. Several processes may call this at once."""
+        self.check()
         for corpus in self.corpora.values():
             corpus.prepare()
 

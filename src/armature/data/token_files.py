@@ -50,8 +50,8 @@ class TokenFiles:
         largest = int(train[: 1 << 20].max())
         if largest >= self.vocab_size:
             raise ConfigError(
-                f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token {largest}. Type the size of "
-                "the vocabulary that made the tokens (GPT-2: 50257), or the right data.source.dtype."
+                f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token {largest}. Type the size "
+                "of the vocabulary that made the tokens (GPT-2: 50257), or the right data.source.dtype."
             )
 
     def tokens(self, split: str) -> Any:
