@@ -24,6 +24,7 @@ RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
+STOCK = "lightning.pytorch.callbacks.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
@@ -45,6 +46,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (EPOCH, "_save_loggers_on_train_batch_end", ("self",), "training/loops.py"),
     (EPOCH, "_skip_next_val", None, "training/loops.py"),
     (EPOCH, "_batches_that_stepped", None, "training/loops.py"),
+    (EPOCH, "_is_training_done", None, "training/loops.py"),
     (EPOCH, "_restart_stage", None, "training/loops.py"),
     (EPOCH, "_warning_cache", None, "training/loops.py"),
     (EPOCH, "_results", None, "training/restore_progress.py"),
@@ -105,6 +107,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "_results", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
+    (LOGGING, "_logged_metrics", None, "training/trainer.py"),
+    (f"{STOCK}:StochasticWeightAveraging", "_scheduler_state", None, "training/stock_callbacks.py"),
+    (f"{STOCK}:StochasticWeightAveraging", "_model_contains_batch_norm", None, "training/stock_callbacks.py"),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
     (LOGGING, "on_batch_start", ("self", "batch", "dataloader_idx"), "training/loops.py"),
     (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
@@ -114,6 +119,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (SIGNALS, "teardown", ("self",), "training/trainer.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor"), "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
+    ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
     (RESULTS, "update_metrics", ("self", "key", "value", "batch_size"), "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_Metadata", "sync", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_Sync", "_should", None, "training/epoch_metrics.py"),

@@ -112,9 +112,7 @@ def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
         ) from None
     if not np.isfinite(numbers).all():
         row = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        raise ConfigError(
-            f"data.{key}: column {name} holds {column[row].item()!r} in data row {row + 1}. Fill it in first."
-        )
+        raise ConfigError(f"data.{key}: column {name} holds {column[row].item()!r} in data row {row + 1}. Fill it in.")
     return numbers
 
 

@@ -207,6 +207,23 @@ def _class_attribute(module: str, node: ast.ClassDef, name: str) -> Any | None:
     return next((value for value in found if value is not None), None)
 
 
+def assigns(target: str, name: str, value: Any) -> bool:
+    """Return whether a method of the class that `target` names, or of its bases, sets `self.<name>` to a literal."""
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef):
+        return False
+    return _assigns(definition[0], definition[1], name, value)
+
+
+def _assigns(module: str, node: ast.ClassDef, name: str, value: Any) -> bool:
+    if module.split(".")[0] in ("torch", "lightning"):
+        return False
+    for item in ast.walk(node):
+        if isinstance(item, ast.Assign) and any(ast.unparse(each) == f"self.{name}" for each in item.targets):
+            return _literal(item.value) == value
+    return any(_assigns(*base, name, value) for base in _bases(module, node))
+
+
 def _literal(node: ast.expr | None) -> Any | None:
     try:
         return ast.literal_eval(node) if node is not None else None
@@ -231,3 +248,21 @@ def _near_definition(target: str) -> str:
     names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" Did you mean '{module}.{near[0]}'?" if near else ""
+
+
+def ancestors(target: str) -> list[str]:
+    """Return the dotted names, as defined, of the class that `target` names and of its readable bases."""
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef):
+        return []
+    found = [(definition[0], definition[1])]
+    for module, node in found:  # grows while it is walked
+        found += [base for base in _bases(module, node) if base not in found]
+    return [f"{module}.{node.name}" for module, node in found]
+
+
+def defines(target: str, method: str) -> bool:
+    """Return whether the class that `target` names, or a base of it outside of torch and Lightning, has a method."""
+    own = [name for name in ancestors(target) if name.split(".")[0] not in ("torch", "lightning")]
+    bodies = [definition[1].body for name in own if (definition := find_definition(name)) is not None]
+    return any(isinstance(item, ast.FunctionDef) and item.name == method for body in bodies for item in body)
