@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 from torch.utils.data import (
     DataLoader,
@@ -378,6 +379,18 @@ def test_keys_that_the_class_does_not_take_are_the_adapters():
     data.setup("fit")
     assert (data.module.hparams["size"], data.module.hparams["num_workers"]) == (12, 1)
     assert (data.global_batch_size, data.batches.accumulate, data.seed, data.train_size) == (3, 3, 3, 12)
+
+
+class TrainOnly(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Numbers(), 4)
+
+
+def test_loaders_that_the_module_lacks_are_not_claimed():
+    data = PlainData(TrainOnly())
+    assert not is_overridden("test_dataloader", data)
+    assert not is_overridden("val_dataloader", data)
+    assert is_overridden("val_dataloader", PlainData(Plain()))
 
 
 def test_something_else_is_refused():

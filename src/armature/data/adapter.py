@@ -81,6 +81,9 @@ class PlainData(DataModule):
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
             if is_overridden(name, module):
                 self.__dict__[name] = getattr(module, name)
+        for name in ("val_dataloader", "test_dataloader"):  # the same question
+            if not is_overridden(name, module):
+                self.__dict__[name] = getattr(module, name)
 
     # ------------------------------------------------------------ the module behind
     def __getattr__(self, name: str) -> Any:
