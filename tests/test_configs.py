@@ -17,6 +17,11 @@ FILES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIG
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
     "data/streamed": ["data.path=text/*.txt"],
+    "data/tokens": ["data.path=text"],
+    "data/mixture": ["data.paths={a: text}"],
+    "data/hf": ["data.path=csv"],
+    "data/table": ["data.path=t.csv", "data.target=y", "task=example", "model=example"],
+    "data/image_folder": ["data.path=text", "task=image_classification", "model=vit_tiny"],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],
     "logger/wandb": ["logger.wandb.offline=true"],
     "logger/many_loggers": ["logger.wandb.offline=true"],

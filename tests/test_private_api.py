@@ -157,6 +157,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/prefetch.py"),
+    ("torch.utils.data._utils", "worker", None, "data/iterable.py"),
+    ("torch.utils.data._utils.worker", "_worker_info", None, "data/iterable.py"),
     ("torch.optim.lr_scheduler:LRScheduler", "_step_count", None, "optim/schedules.py"),
     ("torch.optim.lr_scheduler:LRScheduler", "_last_lr", None, "optim/schedules.py"),
     (f"{DCP}._fsspec_filesystem", "FsspecReader", None, "checkpoint/storage.py"),
@@ -183,7 +185,7 @@ DEEPSPEED = [
     ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat", None),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
 ]
-OURS_OR_PYTHONS = {"_exit", "_target_"}
+OURS_OR_PYTHONS = {"_asdict", "_exit", "_target_"}
 
 
 def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:

@@ -1,5 +1,6 @@
 """The command line around Hydra: config types, .env, the run's name and error messages."""
 
+import argparse
 import functools
 import gc
 import logging
@@ -18,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
+from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.rank import leave
@@ -46,7 +48,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its exceptions instead of printing and exiting
     config.register()
-    sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
+    sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, _ = get_args_parser().parse_known_args()
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
     if problems := foreign_keys.ineffective(arguments.overrides):
@@ -94,6 +96,12 @@ def quoted(argument: str) -> str:
     return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
 
 
+def addable(argument: str) -> str:
+    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have it."""
+    key = argument.partition("=")[0]
+    return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
+
+
 def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
     """Print a ConfigError or RunFailed and end the process. A sweep's failed trial raises, and the others run."""
 
@@ -137,6 +145,16 @@ def _sweep_name(cfg: DictConfig) -> str:
 def overrides() -> list[str]:
     """Return the typed overrides, with references to the environment unresolved."""
     return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set."""
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
+    args, typed = parser.parse_known_args()
+    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE to change the run's configuration, or an option")
+    args.overrides = [*args.set, *typed]
+    return args
 
 
 def accelerator(name: str) -> str:

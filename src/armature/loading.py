@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import run_dir
 from armature.checkpoint import lightning_file, resume, state, storage
 from armature.errors import ConfigError
+from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
 
 
@@ -34,11 +35,7 @@ def open_run(
         )
     cfg = run_dir.read(run_path)
     OmegaConf.set_struct(cfg, True)
-    for override in overrides or []:
-        key, _, value = override.partition("=")
-        if OmegaConf.select(cfg, key, default=run_dir) is run_dir:
-            raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
-        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
+    apply_overrides(cfg, overrides or [], run_dir=run_path)
     OmegaConf.update(cfg, "run.dir", str(run_path))
     if path == run_path and best:
         name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")

@@ -1,7 +1,7 @@
 """The run directory: one for all ranks, restarts and requeues of a run.
 
 outputs/<run.name>/
-  config.yaml      composed and resolved; values from the environment are kept as references
+  config.yaml      composed; references to other keys and to the environment are kept
   overrides.txt    the typed overrides
   checkpoints/     step=000120/ …, and `last`, which names the newest complete one
   metrics.csv      one row per optimizer step, with val/* and test/* values in the row of their step
@@ -27,6 +27,7 @@ from armature import config, files
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 from armature.launcher import environment
+from armature.validation.overrides import keep_references
 
 
 def default_name(label: str) -> str:
@@ -95,7 +96,8 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
     files.clear_parts(run_dir)
     cfg.run.id, cfg.run.git = _id(run_dir), _git()
-    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
+    kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
+    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
     files.replace(typed, before + "".join(f"{override}\n" for override in overrides))

@@ -32,7 +32,8 @@ from armature import run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
-from armature.data import batching
+from armature.data import adapter, batching
+from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.launcher import environment, lock
 from armature.launcher.rank import leave
@@ -91,8 +92,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data = instantiate(cfg.data)
-    data.prepare_data()
+    data = adapter.build(cfg)
+    _prepare(data)
     data.setup("fit")
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
@@ -140,6 +141,16 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )  # fmt: skip
 
 
+def _prepare(data: DataModule) -> None:
+    """Prepare the data: on all ranks at once if they lock what they write, else on one, as Lightning does."""
+    if data.prepares_on_every_rank:
+        data.prepare_data()
+        return
+    local = environment.local_rank() == 0
+    chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
+    process_group.on_all_ranks(data.prepare_data if chosen else lambda: None)
+
+
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
@@ -155,8 +166,8 @@ def fit_and_test(run: Run) -> None:
         metrics = {**_last_row(step_log), **metrics}
         reason = run.stop.received or "finished"  # at the last step, or earlier by a callback such as EarlyStopping
         if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
-            tested = next(iter(trainer.test(run.task, datamodule=run.data, verbose=False)), {})
-            metrics.update({name: float(value) for name, value in tested.items()})
+            for tested in trainer.test(run.task, datamodule=run.data, verbose=False):  # one for each loader
+                metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
     step_log.csv.flush()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from armature import hardware
@@ -72,6 +72,12 @@ def decide(cfg: DictConfig) -> DictConfig:
         cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
     if cfg.launch.max_restarts == "auto":
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
+    if not signatures.derives_from(
+        cfg.data._target_, signatures.OUR_DATA
+    ):  # a plain LightningDataModule (data/adapter.py)
+        with open_dict(cfg):
+            for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
+                cfg.data.setdefault(key, value)
     return cfg
 
 
@@ -220,7 +226,12 @@ def layout_problems(cfg: DictConfig) -> list[str]:
     try:
         layout = Layout.of(cfg)
         if not (problems := parallelism.problems(plain(cfg), layout)):
-            batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, layout.data_ranks)
+            size = batching.configured_batch_size(cfg.data)
+            if size is not None:  # else the loaders of a plain LightningDataModule decide it, which each rank reads
+                key = "data.global_batch_size" if cfg.data.get("global_batch_size") is not None else "data.batch_size"
+                batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks, key=key)
+            elif signatures.derives_from(cfg.data._target_, signatures.OUR_DATA):
+                return ["data.global_batch_size: a value is required. Type data.global_batch_size=…"]
     except ConfigError as error:
         return error.problems
     return problems
