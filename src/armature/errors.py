@@ -27,3 +27,9 @@ class RunFailed(Exception):
     def __str__(self) -> str:
         resume = f" The same command with run.name={self.run_name} resumes from the last checkpoint."
         return super().__str__() + (resume if self.run_name is not None else "")
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error of Python or a library as one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")

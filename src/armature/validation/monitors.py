@@ -1,0 +1,80 @@
+"""Check what refers to another group: monitored metrics, and the lengths of a schedule. Torch-free."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from armature.validation import signatures
+
+log = logging.getLogger(__name__)
+
+
+def problems(cfg: dict[str, Any]) -> list[str]:
+    """Return what cannot work together in a resolved configuration whose classes are sound."""
+    every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
+    if isinstance(every, int) and isinstance(steps, int) and every > steps:
+        log.warning(
+            "trainer.val_every_n_steps=%s is beyond trainer.max_steps=%s: validation runs once, at the end.",
+            every,
+            steps,
+        )
+    return [*_monitors(cfg), *_schedule(cfg)]
+
+
+def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield monitored names that our tasks do not log. What other tasks and callbacks log is not known."""
+    known = _logged(str(cfg["task"]["_target_"]))
+    callbacks = cfg.get("callbacks") or {}
+    if not known or any(not _is_known(node) for node in callbacks.values()):
+        return
+    asked = {"checkpoint.monitor": cfg["checkpoint"]["monitor"]}
+    asked |= {f"callbacks.{name}.monitor": node["monitor"] for name, node in callbacks.items() if "monitor" in node}
+    for key, name in asked.items():
+        if isinstance(name, str) and name.startswith("val/") and name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f" Did you mean {key}={near[0]}?" if near else ""
+            yield f"{key}={name}: the task logs {', '.join(known)}.{hint}"
+        elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
+            yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
+
+
+def _is_known(node: Any) -> bool:
+    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in ("armature", "lightning")
+
+
+def _logged(task: str) -> list[str]:
+    """Return the names that one of our tasks logs in validation, read from its `metrics` and `final_metrics`."""
+    if not task.startswith("armature.tasks."):
+        return []
+    definition = signatures.find_definition(task)
+    names: dict[str, None] = {}
+    for method in signatures.methods_of(definition, ("metrics", "final_metrics")) if definition is not None else ():
+        for node in ast.walk(method):
+            keys = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
+            names |= {f"val/{k.value}": None for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
+    return sorted(names)
+
+
+def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield lengths of our schedules that are longer than the run, as far as its length is known here."""
+    node, steps = cfg.get("scheduler"), cfg["trainer"]["max_steps"]
+    if not isinstance(node, dict) or not isinstance(steps, int):
+        return
+    if (
+        not str(node.get("_target_")).startswith("armature.optim.schedules.")
+        or cfg["trainer"]["max_epochs"] is not None
+    ):
+        return
+    lengths = {key: node[key] for key in ("warmup", "decay") if isinstance(node.get(key), int | float)}
+    total = sum(round(value * steps) if value < 1 else int(value) for value in lengths.values())
+    if total > steps:
+        typed = " and ".join(f"scheduler.{key}={value}" for key, value in lengths.items())
+        verb = "are" if len(lengths) > 1 else "is"
+        yield (
+            f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the run (below 1.0), "
+            "or more steps."
+        )
