@@ -25,7 +25,8 @@ from armature.validation.checks import check
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 @cli.report_errors
 def main(cfg: DictConfig) -> float | None:
-    cfg = cli.with_run_dir(check(cfg))
+    with cli.checking():
+        cfg = cli.with_run_dir(check(cfg))
     return launch.launch(cfg, cli.overrides())
 
 

@@ -1,5 +1,7 @@
 """Errors that are shown to the user without a traceback. Torch-free: a mistake is reported before torch is imported."""
 
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """One or more mistakes in a command, a config or the data that it names.
@@ -27,6 +29,20 @@ class RunFailed(Exception):
     def __str__(self) -> str:
         resume = f" The same command with run.name={self.run_name} resumes from the last checkpoint."
         return super().__str__() + (resume if self.run_name is not None else "")
+
+
+_hidden: set[str] = set()  # values that no message and no log shows
+
+
+def hide(values: Iterable[str]) -> None:
+    """Never show these values, such as those of secret environment variables, in messages and logs."""
+    _hidden.update(value for value in values if len(value) >= 4)  # a shorter one would hide parts of words
+
+
+def masked(text: str) -> str:
+    for value in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
 
 
 def error_line(error: BaseException) -> str:

@@ -47,7 +47,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     digits = path.name.removeprefix(_STEP)
-    return int(digits) if path.name.startswith(_STEP) and digits.isdigit() else None
+    return int(digits) if path.name.startswith(_STEP) and digits.isdecimal() and digits.isascii() else None
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -71,7 +71,8 @@ def is_local(path: Path) -> bool:
 def read_last(folder: Path) -> str | None:
     """Return the name of the newest complete checkpoint, or None if `last` does not exist."""
     pointer = folder / LAST
-    return pointer.read_text().strip() if pointer.is_file() else None
+    # a loss of power can leave anything in it: what names no checkpoint is passed over
+    return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
 
 
 def write_last(folder: Path, name: str) -> None:

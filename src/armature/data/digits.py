@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ class DigitsData(DataModule):
         shift: move training images by up to this many pixels in each direction; 0: do not move them.
         loader: batch sizes and the other arguments of DataModule.
     """
+
+    model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}  # read before launch
 
     def __init__(self, *, shift: int = 1, **loader: Any) -> None:
         super().__init__(**loader)

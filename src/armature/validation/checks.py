@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,7 +20,7 @@ from armature.data import batching
 from armature.errors import ConfigError, error_line
 from armature.layout import Layout
 from armature.models.plan import module_beside
-from armature.validation import monitors, parallelism, signatures, targets, values
+from armature.validation import parallelism, relations, signatures, targets, values
 
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
@@ -41,8 +42,9 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     if not unsound:
         cfg = decide(cfg)
         problems += _model_problems(cfg) + (layout_problems(cfg) + _launch_problems(cfg) if not sizes else [])
-        problems += monitors.problems(plain(cfg))
-    problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
+        problems += [] if problems else relations.problems(plain(cfg))
+    problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
+    problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
     if not unsound:
         problems += _data_problems(cfg, prepare=prepare and not problems)
@@ -222,17 +224,19 @@ def _name_problems(name: str | None) -> list[str]:
     return []
 
 
-def _folder_problems(folder: Path) -> list[str]:
-    existing = folder.absolute()
+def _folder_problems(key: str, folder: str | None) -> list[str]:
+    if folder is None or "://" in folder:
+        return []
+    existing = Path(folder).absolute()
     try:
         while not existing.exists():
             existing = existing.parent
     except (OSError, ValueError) as error:
-        return [f"run.root={folder}: no folder can have this name ({error}). Type another run.root."]
+        return [f"{key}={folder}: no folder can have this name ({error}). Type another {key}."]
     if not existing.is_dir():
-        return [f"run.root={folder}: {existing} is a file. Type run.root=… with a folder."]
+        return [f"{key}={folder}: {existing} is a file. Type {key}=… with a folder."]
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run.root={folder}: {existing} cannot be written. Type another run.root."]
+        return [f"{key}={folder}: {existing} cannot be written. Type another {key}."]
     return []
 
 
@@ -259,6 +263,14 @@ def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
             source.check()
     except ConfigError as error:
         return error.problems
-    except (OSError, TypeError, ValueError) as error:  # an unreadable folder, an argument of a wrong type
-        return [f"data.source: {error_line(error)}. Check data.path and the other keys of data.source."]
+    except (
+        HydraException,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:  # a folder that may not be read, …
+        return [
+            f"data.source: {error_line(error.__cause__ or error)}. Check data.path and the other keys of data.source."
+        ]
     return []

@@ -63,7 +63,7 @@ def _number(
     bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
     words = " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
     kind = f"must be a {'whole ' * whole}number {words}".rstrip()
-    if (least, above, below) == (None, 0, None) or (least, whole, most) == (1, True, None):
+    if (least, above, below) == (None, 0, None) or (least, whole) == (1, True):
         kind = "must be positive and finite" if not whole else "must be a positive whole number"
     kind += f", or null for {null}" if null else ""
 
@@ -102,6 +102,17 @@ def _length(value: Any) -> str | None:
     return None if good else "must be a whole number of optimizer steps from 0, or a share of the run below 1.0"
 
 
+def _counts(value: Any) -> str | None:
+    good = value is None or (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value))
+    return None if good else "must be numbers of blocks from 1, as in [5,6,5], or null"
+
+
+def _paths(value: Any) -> str | None:
+    texts = value if isinstance(value, list) and value else [value]
+    good = value is None or all(isinstance(text, str) and text and "\0" not in text for text in texts)
+    return None if good else "must be a path, a pattern, or a list of them"
+
+
 def _packages(value: Any) -> str | None:
     good = isinstance(value, list) and value and all(isinstance(name, str) and _is_dotted(name) for name in value)
     return None if good else "must be a list of packages, as in [armature,torch.nn,torch.optim,lightning.pytorch]"
@@ -119,8 +130,8 @@ RANGES: dict[str, Rule] = {
     "resume": _text("auto, never, required, or the path of a run or a checkpoint"),
     "run.root": _text("a folder"),
     "trainer.num_nodes": _count,
-    "trainer.max_steps": _number(least=1, whole=True, null="no limit"),
-    "trainer.max_epochs": _number(least=1, whole=True, null="no limit"),
+    "trainer.max_steps": _number(least=1, most=10**12, whole=True, null="no limit"),
+    "trainer.max_epochs": _number(least=1, most=10**9, whole=True, null="no limit"),
     "trainer.gradient_clip_val": _number(above=0, null="no clipping"),
     "trainer.val_every_n_steps": _number(least=1, whole=True, null="the end of each epoch"),
     "trainer.log_every_n_steps": _count,
@@ -139,11 +150,12 @@ RANGES: dict[str, Rule] = {
     "launch.grace_seconds": _number(least=0, most=LONGEST),
     "launch.rdzv_endpoint": _text("HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"),
     "launch.allowed_packages": _packages,
-    "data.eval_batch_size": _count,
+    "data.eval_batch_size": _number(least=1, whole=True, null="the data module's own"),
     "data.num_workers": _number(least=0, whole=True),
     "data.train_limit": _number(least=1, whole=True, null="all"),
 }
 OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
+    "task.preview_prompt": _text("text to continue"),
     "task.preview_tokens": _number(least=0, whole=True),
     "task.preview_temperature": _number(least=0),
     "scheduler.warmup": _length,
@@ -153,14 +165,17 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "strategy.prefetch": _number(least=0, whole=True),
     "strategy.min_num_params": _number(least=0, whole=True),
     "strategy.microbatches": _count,
+    "strategy.stages": _counts,
     "data.seed": _number(least=0, most=2**32 - 1, whole=True),
     "data.shift": _number(least=0, most=8, whole=True),
     "data.samples": _count,
     "data.held_out": _count,
     "data.noise": _number(least=0),
     "data.context": _count,
+    "data.path": _paths,
+    "data.source.path": _paths,
     "data.source.context": _count,
-    "data.source.vocab_size": _number(least=257, whole=True),
+    "data.source.vocab_size": _number(least=257, most=2**24, whole=True),
     "data.source.tokenizer_bytes": _count,
     "data.source.held_out": _count,
     "data.source.block": _count,
@@ -222,7 +237,7 @@ def _trainer(plain: dict[str, Any]) -> Iterator[str]:
     monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
     if trainer["limit_val_batches"] in (0, 0.0) and trainer["limit_val_batches"] is not None and monitored:
         yield (
-            f"trainer.limit_val_batches=0: without validation checkpoint.monitor={checkpoint['monitor']} is never known. "
+            f"trainer.limit_val_batches=0: checkpoint.monitor={checkpoint['monitor']} is never known then. "
             "Type checkpoint.keep_best=0 with it, or trainer.limit_val_batches=null for all batches."
         )
     scale = _select(plain, "strategy.activation_checkpointing")
@@ -259,6 +274,8 @@ def _optimizer(node: Any) -> Iterator[str]:
         value = node.get(key)
         if value is not None and not isinstance(value, list | dict) and (wrong := rule(value)) is not None:
             yield f"optimizer.{key}={_shown(value)}: {wrong}."
+    if node.get("nesterov") is True and not node.get("momentum"):
+        yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
     betas, share = node.get("betas"), _number(least=0, below=1)
     pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
     if "betas" in node and (

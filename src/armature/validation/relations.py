@@ -1,4 +1,9 @@
-"""Check what refers to another group: monitored metrics, and the lengths of a schedule. Torch-free."""
+"""Check values against those of other groups: monitored metrics, factories, sizes, lengths of a schedule. Torch-free.
+
+A data module says what its samples need of a model in a class attribute that is a literal:
+
+    model_sizes = {"image_size": 8, "channels": 1, "classes": 10}
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ def problems(cfg: dict[str, Any]) -> list[str]:
             every,
             steps,
         )
-    return [*_monitors(cfg), *_schedule(cfg)]
+    return [*_monitors(cfg), *_factories(cfg), *_sizes(cfg), *_schedule(cfg)]
 
 
 def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
@@ -57,6 +62,38 @@ def _logged(task: str) -> list[str]:
             keys = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
             names |= {f"val/{k.value}": None for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
     return sorted(names)
+
+
+def _factories(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield groups that our tasks call later, and that would be built at once, or cannot be called so."""
+    definition = signatures.find_definition(cfg["task"]["_target_"])
+    if definition is None or not signatures.derives(definition, ("Task", "PointClassification")):
+        return
+    model, scheduler = cfg["model"], cfg.get("scheduler")
+    built = signatures.find_definition(model["_target_"])
+    if built is not None and isinstance(built[1], ast.ClassDef) and not model.get("_partial_"):
+        yield "model._partial_=false: the task builds the model later, on its device. Type model._partial_=true."
+    found = signatures.find_definition(scheduler["_target_"]) if scheduler else None
+    takes = signatures.signature_of(*found) if found is not None else None
+    if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
+        yield (
+            f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it does not take. Type "
+            "scheduler=cosine, linear, wsd or constant, or a function of your own package in src/ that takes "
+            "(optimizer, total_steps)."
+        )
+
+
+def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield sizes of the model that do not fit the data."""
+    model, data = cfg["model"], cfg["data"]
+    needed = signatures.class_attribute(data["_target_"], "model_sizes") or {}
+    if isinstance(source := data.get("source"), dict) and "vocab_size" in source:
+        needed |= {"vocab_size": source["vocab_size"], "context": data.get("context")}
+    for key, value in needed.items():
+        given = model.get(key)
+        least = key in ("classes", "vocab_size", "context")  # more than needed is no mistake
+        if isinstance(given, int) and isinstance(value, int) and (given < value if least else given != value):
+            yield f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type model.{key}={value}."
 
 
 def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
