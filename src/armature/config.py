@@ -135,17 +135,24 @@ def _read(file: Path) -> DictConfig:
         if "*" in text and "&" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has references (*name), which this program never writes")
         cfg = OmegaConf.create(text)
-        lacking = [
-            name for name in NEEDED if not isinstance(cfg, DictConfig) or not isinstance(cfg.get(name), DictConfig)
-        ]
-        if lacking:
-            raise ValueError(f"it holds no {', '.join(lacking)}")
-        return cfg  # pyright: ignore[reportReturnType]
+        if isinstance(cfg, DictConfig) and len(cfg):
+            return cfg
+        raise ValueError("it is empty, or holds no keys")
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(
-            f"{file} is damaged ({error_line(error)[:200]}). The checkpoints beside it are not affected. To train on, "
-            f"type rm {file} and the command that started the run; else restore the file from a copy."
-        ) from error
+        raise _damaged(file, error_line(error)) from error
+
+
+def require_groups(cfg: DictConfig, file: Path) -> None:
+    """Raise ConfigError if groups of a run are missing, as in a file of which a loss of power left half."""
+    if lacking := [name for name in NEEDED if not isinstance(cfg.get(name), DictConfig)]:
+        raise _damaged(file, f"it holds no {', '.join(lacking)}")
+
+
+def _damaged(file: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{file} is damaged ({why[:200]}). The checkpoints beside it are not affected. To train on, type rm {file} and "
+        "the command that started the run; else restore the file from a copy."
+    )
 
 
 def _rename_targets(node: Any) -> None:

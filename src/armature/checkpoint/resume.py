@@ -57,6 +57,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     if not file.is_file():
         return []
     saved = config.load(file)
+    config.require_groups(saved, file)
     found = []
     for group in ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))

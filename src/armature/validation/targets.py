@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from armature import config
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 from armature.validation import signatures
 from armature.validation.signatures import Definition
 
@@ -74,9 +75,13 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = ()) -> None:
         overrides: typed by the user of this command; they may allow packages (launch.allowed_packages=[…]), which
             the run's own config.yaml may not.
     """
+    config.require_groups(cfg, Path(str(OmegaConf.select(cfg, "run.dir"))) / "config.yaml")
     typed = next((each.partition("=")[2] for each in overrides if each.lstrip("+").partition("=")[0] == _KEY), None)
     named = OmegaConf.from_dotlist([f"value={typed}"]).value if typed is not None else []
-    OmegaConf.resolve(cfg)
+    try:
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{OmegaConf.select(cfg, 'run.dir')}/config.yaml: {error_line(error)}.") from error
     found = problems(OmegaConf.to_container(cfg), [*installed(), *map(str, named or [])])
     if found:
         raise ConfigError(found)
