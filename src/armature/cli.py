@@ -61,7 +61,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
             raise
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
-        print(error, file=sys.stderr)
+        print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     if environment.is_joined():
         leave()
@@ -124,7 +124,7 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
                 raise
             if sweep and error.run_name is not None:
                 error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
-            print(error, file=sys.stderr)
+            print(masked(str(error)), file=sys.stderr)
             sys.exit(error.exit_code)
 
     return wrapper

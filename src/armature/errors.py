@@ -1,5 +1,6 @@
 """Errors that are shown to the user without a traceback. Torch-free: a mistake is reported before torch is imported."""
 
+import logging
 from collections.abc import Iterable
 
 
@@ -43,6 +44,13 @@ def masked(text: str) -> str:
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, "***")
     return text
+
+
+class MaskingFormatter(logging.Formatter):
+    """Writes log records without hidden values."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
 
 
 def error_line(error: BaseException) -> str:

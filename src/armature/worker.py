@@ -31,6 +31,7 @@ from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
+from armature.errors import MaskingFormatter
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.layout import Layout
@@ -46,6 +47,7 @@ from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
 from armature.validation import resize
+from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +231,8 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    hide_secrets(cfg)
+    handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)

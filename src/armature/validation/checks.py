@@ -31,6 +31,7 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
 
     `prepare` the data too, which may take long.
     """
+    values.hide_secrets(cfg)
     if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
     if problems := _interpolation_problems(cfg):

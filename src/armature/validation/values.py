@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from armature.errors import hide
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
@@ -61,7 +64,9 @@ def _number(
 ) -> Rule:  # fmt: skip
     """Return a rule for a number. `null` says what null stands for, if it is allowed."""
     bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
-    words = " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
+    words = " and ".join(
+        f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound, word in bounds if bound is not None
+    )
     kind = f"must be a {'whole ' * whole}number {words}".rstrip()
     if (least, above, below) == (None, 0, None) or (least, whole) == (1, True):
         kind = "must be positive and finite" if not whole else "must be a positive whole number"
@@ -306,6 +311,14 @@ def secrets(cfg: DictConfig) -> Iterator[str]:
             yield f"{path}: a secret typed here would be written to config.yaml. {where}"
         elif _URL_PASSWORD.search(value):
             yield f"{path}: a password in an address would be written to config.yaml. {where}"
+
+
+def hide_secrets(cfg: DictConfig) -> None:
+    """Keep the values of secret environment variables that a configuration refers to out of messages and logs."""
+    for _, value in walk(OmegaConf.to_container(cfg, resolve=False)):
+        for name in re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ():
+            if is_secret(name):
+                hide([os.environ.get(name, "")])
 
 
 def is_secret(name: str) -> bool:
