@@ -38,6 +38,9 @@ test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 parity: $(VENV)/.installed ## Compare every layout with one process, and resume checkpoints under every layout
 	$(BIN)/python -m benchmarks.parity --resume $(ARGS)
 
+habits: $(VENV)/.installed-dev .venv-bench/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
+	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
+
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
 
@@ -74,4 +77,4 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast test-gpu parity resume-proof bench faults checks format clean
+.PHONY: help setup train test test-fast test-gpu parity habits resume-proof bench faults checks format clean

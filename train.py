@@ -19,15 +19,17 @@ import hydra
 from omegaconf import DictConfig
 
 from armature import cli, launch
+from armature.training.limits import prefer_typed
 from armature.validation.checks import check
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 @cli.report_errors
 def main(cfg: DictConfig) -> float | None:
+    overrides = cli.overrides()
     with cli.checking():
-        cfg = cli.with_run_dir(check(cfg))
-    return launch.launch(cfg, cli.overrides())
+        cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides)))
+    return launch.launch(cfg, overrides)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
@@ -63,14 +65,19 @@ class Forks:
         self._server.stdout.close()
         self._server.wait(timeout=20)
 
-    def train(self, *overrides: str, ranks: int = 1, expect: int = 0) -> Ended:
-        """Runs train.py to its end, as `ranks` ranks that a launcher has started."""
+    def train(self, *overrides: str, ranks: int = 1, expect: int | None = 0, seconds: int = 0) -> Ended:
+        """Runs train.py to its end, as `ranks` ranks that a launcher has started.
+
+        Args:
+            expect: the exit code of rank 0; None: any.
+            seconds: after which a rank is ended by SIGALRM; 0: never.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"overrides": overrides, "ranks": ranks}) + "\n")
+        self._server.stdin.write(json.dumps({"overrides": overrides, "ranks": ranks, "seconds": seconds}) + "\n")
         self._server.stdin.flush()
         ended = Ended(**json.loads(self._server.stdout.readline()))
-        assert ended.codes[0] == expect, f"{ended.codes}\n{ended.output[-5000:]}"
+        assert expect in (None, ended.codes[0]), f"{ended.codes}\n{ended.output[-5000:]}"
         return ended
 
 
@@ -88,16 +95,17 @@ def serve() -> None:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         log.write_text("")
-        pids = [_fork(job["overrides"], rank, job["ranks"], port, log) for rank in range(job["ranks"])]
+        pids = [_fork(job, rank, port, log) for rank in range(job["ranks"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         answers.write(json.dumps({"codes": codes, "output": log.read_text()}) + "\n")
         answers.flush()
 
 
-def _fork(overrides: list[str], rank: int, ranks: int, port: int, log: Path) -> int:
+def _fork(job: dict[str, Any], rank: int, port: int, log: Path) -> int:
     if pid := os.fork():
         return pid
-    code = 1
+    code, ranks = 1, job["ranks"]
+    signal.alarm(job["seconds"])
     try:
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
@@ -107,7 +115,7 @@ def _fork(overrides: list[str], rank: int, ranks: int, port: int, log: Path) -> 
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                 GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             )  # fmt: skip
-        sys.argv = [str(ROOT / "train.py"), *overrides]
+        sys.argv = [str(ROOT / "train.py"), *job["overrides"]]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:

@@ -13,6 +13,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from armature.training.progress import completed_batches
+
 EVERY_RANK = -1
 LONGEST_HOLD = 150.0  # seconds
 
@@ -46,7 +48,7 @@ class Inject(Callback):
 
     # ------------------------------------------------------------ Lightning's hooks
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._note(trainer, "start", trainer.global_step)
+        self._note(trainer, "start", completed_batches(trainer))
         if self._is_mine(trainer) and self.fault.startswith("in_"):
             getattr(self, self.fault)(trainer, pl_module)
 
@@ -55,7 +57,7 @@ class Inject(Callback):
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        step = trainer.global_step
+        step = completed_batches(trainer)
         self._note(trainer, "step", step)
         if self._filler is not None and step > self.at_step + 1:
             self._filler.unlink(missing_ok=True)  # free the disk
@@ -111,7 +113,7 @@ class Inject(Callback):
         usual = module.training_step
 
         def failing(*args: Any, **kwargs: Any) -> Any:
-            if trainer.global_step == self.at_step and self._is_mine(trainer):
+            if completed_batches(trainer) == self.at_step and self._is_mine(trainer):
                 self._strike(trainer)
                 raise ArithmeticError("the deliberate mistake")
             return usual(*args, **kwargs)
@@ -169,7 +171,7 @@ class Inject(Callback):
 
     def _die_instead_of(self, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
         def dying(*args: Any, **kwargs: Any) -> Any:
-            if trainer.global_step == self.at_step and self._is_mine(trainer):
+            if completed_batches(trainer) == self.at_step and self._is_mine(trainer):
                 self._strike(trainer)
                 os.kill(os.getpid(), signal.SIGKILL)
             return usual(*args, **kwargs)

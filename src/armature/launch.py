@@ -18,6 +18,7 @@ from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.launcher import environment, rank, slurm, supervise
 from armature.layout import Layout
+from armature.training.limits import Limits
 from armature.validation import resize
 
 log = logging.getLogger(__name__)
@@ -107,17 +108,27 @@ def _finished_message(cfg: DictConfig) -> str | None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
         return None
-    if cfg.trainer.max_steps is not None and cfg.trainer.max_steps > summary["global_step"]:
+    if _limits_were_raised(cfg, summary):
         return None
     if other := _other_settings(cfg):
         raise ConfigError(
             f"{cfg.run.dir} is finished, and was trained with other settings: {'; '.join(other[:3])}"
             f"{f'; and {len(other) - 3} more' if len(other) > 3 else ''}. Type another run.name."
         )
+    limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
     return (
-        f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise trainer.max_steps; "
+        f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise trainer.{limit}; "
         "to start from step 0, type another run.name."
     )
+
+
+def _limits_were_raised(cfg: DictConfig, summary: dict[str, Any]) -> bool:
+    """Return whether the limits of steps and epochs now end a run later than those that it finished with."""
+    if "planned_steps" not in summary:  # of an older version
+        return cfg.trainer.max_steps is not None and cfg.trainer.max_steps > summary["global_step"]
+    samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
+    limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
+    return limits.global_batches > summary["planned_steps"]
 
 
 def _other_settings(cfg: DictConfig) -> list[str]:

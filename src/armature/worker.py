@@ -6,7 +6,6 @@ A rank of the elastic agent enters at `main` (`armature.launcher.rank`), a run o
 import faulthandler
 import gc
 import logging
-import math
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ import lightning.pytorch as L
 import torch
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -31,16 +31,18 @@ from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import batching
-from armature.errors import MaskingFormatter
+from armature.errors import ConfigError, MaskingFormatter
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.layout import Layout
+from armature.loading import build_task
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Display
 from armature.training.heartbeat import Heartbeat
+from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
@@ -50,6 +52,8 @@ from armature.validation import resize
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
+
+AUTO_CLIP = 1.0  # gradient norm to clip to with trainer.gradient_clip_val=auto
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,7 @@ class Run:
     checkpointing: Checkpointing
     stop: StopOnSignal
     display: Display
+    limits: Limits
 
 
 def run(cfg: DictConfig) -> None:
@@ -88,10 +93,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     data.prepare_data()
     data.setup("fit")
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
-    total_steps = _total_steps(cfg, data)
+    limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
-    factories = {name: instantiate(cfg[name]) for name in ("model", "optimizer", "scheduler")}
-    task = instantiate(cfg.task, **factories)
+    task = build_task(cfg)
     strategy = instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
     if checkpoint is not None and is_weights_only(checkpoint):
@@ -109,22 +113,25 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     entries = {"config_hash": run_dir.fingerprint(cfg)}
     checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, manifest_entries=entries, **policy)
     start_line = partial(report.start_line, cfg, batches, checkpoint)
-    display = Display(step_log, total_steps=total_steps, start_line=start_line)
+    display = Display(step_log, total_steps=limits.global_batches, start_line=start_line)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(), Heartbeat(), RestoreProgress(), step_log, *chosen, checkpointing, stop, display],
+        callbacks=[RecordError(), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
         logger=[csv, *_loggers(cfg, checkpoint)],
         profiler=_profiler(cfg, directory),
-        max_steps=total_steps,
-        before_training=[step_log.resume, checkpointing.begin],
+        max_global_batches=limits.global_batches,
+        max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
+        max_epochs=limits.epochs,
+        before_training=[step_log.resume, progress.begin, checkpointing.begin],
         step_ended=[checkpointing.step_ended, stop.step_ended],
         default_root_dir=directory,
-        **_trainer_arguments(cfg, layout, batches),
+        **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
         cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
-        checkpointing=checkpointing, stop=stop, display=display,
+        checkpointing=checkpointing, stop=stop, display=display, limits=limits,
     )  # fmt: skip
 
 
@@ -137,10 +144,11 @@ def fit_and_test(run: Run) -> None:
     _collect_garbage_again()
     try:
         trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        row = trainer.step_metrics.step_values
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in row}
         metrics = {**_last_row(step_log), **metrics}
         reason = run.stop.received or "finished"  # at the last step, or earlier by a callback such as EarlyStopping
-        if reason == "finished" and cfg.trainer.test_at_end:
+        if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
             tested = next(iter(trainer.test(run.task, datamodule=run.data, verbose=False)), {})
             metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
@@ -151,23 +159,36 @@ def fit_and_test(run: Run) -> None:
     can_preview = hasattr(task, "preview") and (strategy is None or strategy.can_generate)
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
-        cfg, trainer, step_log, run.display, reason=reason, metrics=metrics, best=run.checkpointing.best,
+        cfg, trainer, step_log, run.display, run.limits, reason=reason, metrics=metrics, best=run.checkpointing.best,
         seconds=time.monotonic() - started, preview=preview,
         baselines=getattr(run.data, "baselines", list)(),
     )  # fmt: skip
 
 
-def _trainer_arguments(cfg: DictConfig, layout: Layout, batches: batching.Batches) -> dict[str, Any]:
+def _can_test(run: Run) -> bool:
+    """Return whether the task and the data have a test; if only one has, say what is missing."""
+    steps = is_overridden("test_step", run.task)
+    data = is_overridden("test_dataloader", run.data, L.LightningDataModule)
+    if steps != data and process_group.rank() == 0:
+        missing, name = (run.data, "test_dataloader") if steps else (run.task, "test_step")
+        log.info("There is no test at the end of the run: %s has no %s.", type(missing).__name__, name)
+    return steps and data
+
+
+def _trainer_arguments(
+    cfg: DictConfig, layout: Layout, batches: batching.Batches, task: L.LightningModule
+) -> dict[str, Any]:
     """Return Lightning's arguments that follow from the `trainer` group."""
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
+    if not task.automatic_optimization:
+        _check_manual(type(task).__name__, cfg, batches)
     return {
         "accelerator": trainer.accelerator,
         "devices": environment.local_world_size() if layout.world_size > 1 else 1,
         "num_nodes": trainer.num_nodes,
         "precision": trainer.precision,
-        "max_epochs": -1,
         "accumulate_grad_batches": batches.accumulate,
-        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_val": _gradient_clip_val(trainer, task),
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "limit_val_batches": 1.0 if trainer.limit_val_batches is None else trainer.limit_val_batches,
         "limit_test_batches": 1.0 if trainer.limit_test_batches is None else trainer.limit_test_batches,
@@ -190,14 +211,28 @@ def _collect_garbage_again() -> None:
     gc.enable()
 
 
-def _total_steps(cfg: DictConfig, data: Any) -> int:
-    """Return the optimizer steps of the run: max_steps, or those that see max_epochs × the training samples."""
-    limits = []
-    if cfg.trainer.max_steps is not None:
-        limits.append(cfg.trainer.max_steps)
-    if cfg.trainer.max_epochs is not None:
-        limits.append(math.ceil(cfg.trainer.max_epochs * data.train_size / data.global_batch_size))
-    return min(limits)
+def _check_manual(name: str, cfg: DictConfig, batches: batching.Batches) -> None:
+    """Refuse accumulation with manual optimization."""
+    if batches.accumulate > 1:
+        raise ConfigError(
+            f"{name} optimizes manually, so it decides itself when to step: data.micro_batch_size="
+            f"{batches.micro_batch_size} would accumulate {batches.accumulate} micro-batches per global batch of "
+            f"{batches.global_batch_size}. Type data.micro_batch_size=auto."
+        )
+
+
+def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | None:
+    """Return the norm or value to clip to. `auto` leaves clipping to a module that does it itself."""
+    value, name = trainer.gradient_clip_val, type(task).__name__
+    if value == "auto":
+        itself = is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization
+        return None if itself else AUTO_CLIP
+    if value is not None and not task.automatic_optimization:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={value}: {name} optimizes manually, where Lightning does not clip. Leave it "
+            "out, and call self.clip_gradients(optimizer, gradient_clip_val=…) before optimizer.step()."
+        )
+    return value
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from armature.training.progress import completed_batches
 from armature.training.strategy_access import StrategyAccess, strategy_of
 
 
@@ -52,7 +53,7 @@ class EMA(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.steps == 0:
             self._begin()  # the checkpoint has no average: begin with the weights that were loaded
-        self._seen_step = trainer.global_step
+        self._seen_step = completed_batches(trainer)
 
     def _begin(self) -> None:
         self.average = {name: param.detach().float().clone() for name, param in self._weights.items()}
@@ -60,9 +61,9 @@ class EMA(L.Callback):
     @override
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == self._seen_step:
+        if completed_batches(trainer) == self._seen_step:
             return  # still accumulating
-        self._seen_step = trainer.global_step
+        self._seen_step = completed_batches(trainer)
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
         local = self._strategy.local

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from armature import hardware
 from armature.training import flops
+from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.strategy_access import StrategyAccess, strategy_of
 from armature.training.timings import DataWait, Window
@@ -100,12 +101,12 @@ class Monitors(L.Callback):
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self.norms is not None:
-            self.norms.before_step(trainer.global_step + 1)
+            self.norms.before_step(completed_batches(trainer) + 1)
 
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:
             self._phases.end(stepped=stepped)
-        return self.norms.after_step(trainer.global_step) if self.norms is not None and stepped else {}
+        return self.norms.after_step(completed_batches(trainer)) if self.norms is not None and stepped else {}
 
     def measured(self, trainer: L.Trainer, window: Window) -> dict[str, float]:
         values: dict[str, float] = {}

@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from armature.training.progress import completed_batches
+
 
 class StopAt(Callback):
     """Let rank 0 signal itself at the end of a step, once per run directory: the resumed run is not signaled again.
@@ -28,7 +30,7 @@ class StopAt(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        step = completed_batches(trainer)
         if not trainer.is_global_zero or step not in self.signals or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         done = Path(trainer.default_root_dir) / f".stopped-at-{step}"  # a file, since SIGKILL saves no state

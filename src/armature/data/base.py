@@ -19,6 +19,7 @@ from armature.data.sampler import EvalSampler, TrainSampler
 from armature.data.samples import Batch, Samples
 from armature.data.stream import Stream
 from armature.errors import ConfigError
+from armature.training.progress import completed_batches
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class DataModule(L.LightningDataModule):
         self.seed, self.train_limit = seed, train_limit
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
-        self._resumed = (0, 0)  # (samples, optimizer steps) seen when this run began
+        self._resumed = (0, 0)  # (samples, global batches) seen when this run began
 
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
         """Return a map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once per split.
@@ -82,10 +83,10 @@ class DataModule(L.LightningDataModule):
 
     @property
     def samples_seen(self) -> int:
-        """Position in the stream of training samples: the number of samples in all completed optimizer steps.
+        """Position in the stream of training samples: the number of samples in all completed global batches.
 
-        It is computed from the trainer's step count, so batches fetched ahead do not change it. Set it only after the
-        trainer knows its step.
+        It is computed from the trainer's count of global batches, so batches fetched ahead do not change it. Set it
+        only after the trainer knows its step.
         """
         samples, steps = self._resumed
         return samples + (self._steps() - steps) * self.global_batch_size
@@ -186,8 +187,12 @@ class DataModule(L.LightningDataModule):
         kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
         return kwargs.get("rank", 0), kwargs.get("num_replicas", 1)
 
+    def skip_epoch(self) -> None:
+        """Leave out the rest of this epoch's samples."""
+        self.samples_seen = (self.epoch_position()[0] + 1) * self.train_size
+
     def _steps(self) -> int:
-        return self._resumed[1] if self.trainer is None else self.trainer.global_step
+        return self._resumed[1] if self.trainer is None else completed_batches(self.trainer)
 
     def _epoch(self) -> int:
         """Return the epoch that the position is in, or the one before if Lightning has not closed that yet.

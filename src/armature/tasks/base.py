@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -62,6 +63,23 @@ class Task(L.LightningModule):
         self._metrics: dict[str, Metric] = {}
 
     @override
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Return a trained task, in evaluation mode if it comes from a run.
+
+        Args:
+            checkpoint_path: a run directory, or a checkpoint in one, whose config.yaml says which model it is; or a
+                .ckpt from elsewhere, for which Lightning's own function needs `model`, `optimizer` and `scheduler`.
+            map_location: the device; None: the CPU.
+            kwargs: arguments of the constructor that override the run's.
+        """
+        from armature import loading
+
+        if isinstance(checkpoint_path, str | Path) and loading.is_of_a_run(Path(checkpoint_path)):
+            return loading.load(checkpoint_path, device=str(map_location or "cpu"), expect=cls, **kwargs)  # pyright: ignore[reportReturnType]
+        return super().load_from_checkpoint(checkpoint_path, map_location, *args, **kwargs)
+
+    @override
     def configure_model(self) -> None:
         """Build the model: without memory if it can initialize itself by name, which the strategy then does."""
         if self.model is not None:
@@ -76,7 +94,8 @@ class Task(L.LightningModule):
         optimizer = self._make_optimizer(parameter_groups(self.model))
         if self._make_scheduler is None:
             return optimizer
-        scheduler = self._make_scheduler(optimizer, total_steps=self.trainer.max_steps)
+        total_steps = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
+        scheduler = self._make_scheduler(optimizer, total_steps=int(total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override

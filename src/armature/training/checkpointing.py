@@ -11,9 +11,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from armature.checkpoint import directory
+from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
+from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
+from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
@@ -88,11 +90,16 @@ class Checkpointing(Checkpoint):
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes."""
+        """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
+
+        Raises:
+            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
+        """
+        plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
-        self._saved_step = trainer.global_step  # the checkpoint of this step exists, or there is nothing to save yet
+        self._saved_step = completed_batches(trainer)  # its checkpoint exists, or there is nothing to save yet
         if self._owes_validation:
             random_state = StrategyMixin.of(trainer).random_state
             random_state.restore()
@@ -102,7 +109,7 @@ class Checkpointing(Checkpoint):
 
     def step_ended(self, trainer: OurTrainer) -> None:
         """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
-        step = trainer.global_step
+        step = completed_batches(trainer)
         self._due = (
             self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
         )
@@ -112,9 +119,10 @@ class Checkpointing(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        self._validated_step, self._owes_validation = trainer.global_step, False
+        self._validated_step, self._owes_validation = completed_batches(trainer), False
         value = trainer.callback_metrics.get(self.monitor)
-        score = None if value is None or math.isnan(value) else float(value)
+        score = None if value is None or not math.isfinite(value) else float(value)
+        score = process_group.broadcast_object(score)  # whatever each rank has logged, all ranks save or none does
         if value is None and self.keep_best and trainer.is_global_zero and not self._warned_of_monitor:
             self._warned_of_monitor = True
             log.warning(
@@ -135,7 +143,7 @@ class Checkpointing(Checkpoint):
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
             assert isinstance(trainer, OurTrainer)
             due = trainer.fit_loop.epoch_loop.validation_is_due
-            self._owes_validation = due and self._validated_step != trainer.global_step
+            self._owes_validation = due and self._validated_step != completed_batches(trainer)
             self._save(trainer)
             self.writer.finish()
         else:
@@ -145,7 +153,7 @@ class Checkpointing(Checkpoint):
         self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if self.every is None or trainer.global_step % 10:  # not in every step, since the ranks must agree
+        if self.every is None or completed_batches(trainer) % 10:  # not in every step, since the ranks must agree
             return False
         due = time.monotonic() - self._saved_at > self.every.total_seconds()
         return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
@@ -161,7 +169,7 @@ class Checkpointing(Checkpoint):
 
     def _save(self, trainer: Trainer, score: float | None = None, *, final: bool = False) -> None:
         self._due = False
-        step = trainer.global_step
+        step = completed_batches(trainer)
         if score is not None:
             self.scores[step] = score
         if step == self._saved_step:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.timings import MAX_DATA_WAIT
 
@@ -53,7 +54,7 @@ class Display(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = self._printed = time.monotonic()
-        self._first_step = trainer.global_step
+        self._first_step = completed_batches(trainer)
         self.print(self.start_line(trainer))
         self._show_model(pl_module)
         if self._enabled and self.console.is_terminal:
@@ -69,7 +70,7 @@ class Display(ProgressBar):
                 refresh_per_second=1,  # drawing takes a millisecond of a core that may be training
                 expand=True,
             )
-            self._task = self._progress.add_task("", total=self.total_steps, completed=trainer.global_step)
+            self._task = self._progress.add_task("", total=self.total_steps, completed=completed_batches(trainer))
             self._progress.start()
 
     def on_train_batch_end(
@@ -81,12 +82,12 @@ class Display(ProgressBar):
             now = time.monotonic()
             if now - self._printed > 0.5:
                 self._printed = now
-                self._progress.update(self._task, completed=trainer.global_step, description=self._values())
+                self._progress.update(self._task, completed=completed_batches(trainer), description=self._values())
         elif time.monotonic() - self._printed > self.plain_every:
             self._printed = time.monotonic()
-            done = trainer.global_step - self._first_step
-            left = (self._printed - self._started) / done * (self.total_steps - trainer.global_step)
-            self.print(f"step {trainer.global_step}/{self.total_steps} {self._values()} {_duration(left)} left")
+            done = completed_batches(trainer) - self._first_step
+            left = (self._printed - self._started) / done * (self.total_steps - completed_batches(trainer))
+            self.print(f"step {completed_batches(trainer)}/{self.total_steps} {self._values()} {_duration(left)} left")
 
     def _values(self) -> str:
         last = self.step_log.last
@@ -103,11 +104,11 @@ class Display(ProgressBar):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             names = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
             values = " ".join(f"{name} {float(trainer.callback_metrics[name]):.4f}" for name in names)
-            self.print(f"step {trainer.global_step}/{self.total_steps} {values}")
+            self.print(f"step {completed_batches(trainer)}/{self.total_steps} {values}")
 
     def _stop(self, trainer: Trainer) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=trainer.global_step, description=self._values())
+            self._progress.update(self._task, completed=completed_batches(trainer), description=self._values())
             self._progress.stop()
             self._progress = None
 

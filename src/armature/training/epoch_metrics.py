@@ -1,46 +1,137 @@
-"""Save and restore what `self.log(..., on_epoch=True)` has collected so far in an epoch.
+"""Save and restore what metrics have collected so far in an epoch, on any number of ranks.
 
-Lightning keeps these values in objects that its own checkpoints leave out.
+`self.log(..., on_epoch=True)` collects values in objects that Lightning's own checkpoints leave out, and torchmetrics'
+objects do not save their states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
-EpochMetrics = dict[str, dict[str, Any]]
-_META = ("fx", "name", "prog_bar", "logger", "on_step")
+log = logging.getLogger(__name__)
+
+Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute")
 
 
-def collect(results: Any) -> EpochMetrics:
-    """Return, by key, this rank's sum (with its number of samples), maximum or minimum, and how it was logged."""
+def collect(results: Any, module: nn.Module) -> Facts:
+    """Return, by key, this rank's sum (with its number of samples), maximum or minimum, and how it was logged.
+
+    For a metric object: its name in the module. Its state is one of `metric_states`.
+    """
+    names = {id(metric): name for name, metric in _metrics(module)}
+    collected = {}
+    for key, metric in results.items():
+        if not metric.meta.on_epoch or metric.has_reset:
+            continue
+        facts = {name: getattr(metric.meta, name) for name in _META}
+        facts |= {"reduce_fx": metric.meta.reduce_fx.__name__}
+        if metric.is_tensor:
+            facts |= {
+                "value": float(metric.value),
+                "samples": int(getattr(metric, "cumulated_batch_size", 0)),
+                "sync": metric.meta.sync.should,
+                "rank_zero_only": metric.meta.sync.rank_zero_only,
+            }
+        elif (name := names.get(id(metric.value))) is not None:
+            facts |= {"metric": name}
+        else:
+            continue
+        collected[key] = facts
+    return collected
+
+
+def metric_states(module: nn.Module) -> Facts:
+    """Return the state of each metric object of the module, on the CPU, by its name in the module."""
+    for collection in (m for m in module.modules() if isinstance(m, MetricCollection)):
+        list(collection.items())  # brings the states of metrics that are computed together up to date
     return {
-        key: {name: getattr(metric.meta, name) for name in _META}
-        | {
-            "value": float(metric.value),
-            "samples": int(getattr(metric, "cumulated_batch_size", 0)),
-            "reduce_fx": metric.meta.reduce_fx.__name__,
-            "sync": metric.meta.sync.should,
-            "rank_zero_only": metric.meta.sync.rank_zero_only,
-        }
-        for key, metric in results.items()
-        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+        name: {"state": _to_cpu(_state_of(metric)), "updates": metric.update_count} for name, metric in _metrics(module)
     }
 
 
-def for_rank(of_ranks: list[EpochMetrics], *, rank: int, ranks: int) -> EpochMetrics:
-    """Return the values that a rank had. If the number of ranks has changed, every rank takes those of rank 0."""
-    if len(of_ranks) == ranks:
+def for_rank(of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]) -> Facts:
+    """Return the values that a rank continues from.
+
+    On other ranks than those of the checkpoint, what all ranks had collected is combined: the ranks that share the
+    first part of the data take sums over all, the others start from nothing. Maxima and minima go to all.
+
+    Args:
+        saved_data_ranks, data_ranks: each rank's place on the data axis, when the checkpoint was saved and now.
+    """
+    if saved_data_ranks == data_ranks:
         return of_ranks[rank]
-    return of_ranks[0] if of_ranks else {}
+    combined: Facts = {}
+    for facts in _one_per_data_rank(of_ranks, saved_data_ranks):
+        for key, new in facts.items():
+            combined[key] = new if key not in combined else _combined(combined[key], new)
+    if data_ranks[rank] == 0:
+        return combined
+    empty = {"value": 0.0, "samples": 0}
+    return {key: facts | (empty if facts["reduce_fx"] in ("mean", "sum") else {}) for key, facts in combined.items()}
 
 
-def resume(results: Any, before: EpochMetrics) -> None:
+def _combined(facts: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    if "value" not in facts:
+        return facts
+    choose = {"max": max, "min": min}.get(facts["reduce_fx"])
+    if choose is not None:
+        return facts | {"value": choose(facts["value"], more["value"])}
+    return facts | {"value": facts["value"] + more["value"], "samples": facts["samples"] + more["samples"]}
+
+
+def restore_states(
+    module: nn.Module, of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]
+) -> None:
+    """Set the state of the module's metric objects; on other ranks than the checkpoint's, to what all had collected."""
+    metrics = dict(_metrics(module))
+    unknown = sorted({name for facts in of_ranks for name in facts} - metrics.keys())
+    if unknown and rank == 0:
+        log.warning(
+            "The checkpoint has the states of metrics that the module does not have when training begins (%s). They "
+            "start anew, so values of the epoch in which the run was stopped differ. Create metrics in __init__.",
+            ", ".join(unknown),
+        )
+    if saved_data_ranks == data_ranks:
+        chosen, first = [of_ranks[rank]], True
+    else:
+        chosen, first = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank] == 0
+    for name, metric in metrics.items():
+        found = [facts[name] for facts in chosen if name in facts]
+        if found:
+            _set_state(metric, name, found, keep_sums=first)
+
+
+def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, keep_sums: bool) -> None:
+    metric.reset()
+    for key, value in found[0]["state"].items():
+        reduction = metric._reductions.get(key)
+        values = [one["state"][key] for one in found]
+        if len(found) == 1 or key not in metric._reductions:
+            new = value
+        elif isinstance(value, list):
+            new = [item for items in values for item in items]
+        elif callable(reduction):
+            new = reduction(torch.stack(values))
+        else:
+            log.warning("%s.%s cannot be combined over ranks: it continues with the value of rank 0.", name, key)
+            new = value
+        is_sum = isinstance(value, list) or getattr(reduction, "__name__", "") == "dim_zero_sum"
+        if keep_sums or not is_sum:
+            setattr(metric, key, _to_device(new, metric.device))
+    metric._update_count = sum(one["updates"] for one in found)
+
+
+def resume(results: Any, before: Facts) -> None:
     """Continue each value from where it was, when it is logged for the first time after the resume."""
-    update, left = results.update_metrics, dict(before)
+    update, left = results.update_metrics, {key: facts for key, facts in before.items() if "value" in facts}
 
     def update_from_there(key: str, value: Any, batch_size: int) -> None:
         if key in left:
@@ -50,18 +141,30 @@ def resume(results: Any, before: EpochMetrics) -> None:
     results.update_metrics = update_from_there
 
 
-def restore(results: Any, before: EpochMetrics, *, reduce: Callable[..., Any], device: torch.device) -> None:
+def restore(
+    results: Any, before: Facts, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device
+) -> None:
     """Restore the values as if they had been logged: if no batch is left, the end of the epoch needs them."""
+    metrics = dict(_metrics(module))
     for key, facts in before.items():
-        meta = _Metadata(**{name: facts[name] for name in _META}, on_epoch=True, reduce_fx=facts["reduce_fx"])
-        meta.sync = _Sync(fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"])
-        metric = _ResultMetric(meta, is_tensor=True).to(device)
-        _restore(metric, facts)
+        meta = _Metadata(
+            **{name: facts[name] for name in _META if name in facts}, on_epoch=True, reduce_fx=facts["reduce_fx"]
+        )
+        if "value" in facts:
+            meta.sync = _Sync(fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"])
+            metric = _ResultMetric(meta, is_tensor=True).to(device)
+            _restore(metric, facts)
+        elif facts["metric"] in metrics:
+            meta.sync = _Sync()
+            metric = _ResultMetric(meta, is_tensor=False)
+            metric.value = metrics[facts["metric"]]
+        else:
+            continue
         metric._update_count = 1
         results[key] = metric
 
 
-def clear(results: Any, before: EpochMetrics) -> None:
+def clear(results: Any, before: Facts) -> None:
     """Discard restored values after their epoch, so that they are logged anew with the caller's own settings."""
     vars(results).pop("update_metrics", None)
     for key in before:
@@ -72,3 +175,28 @@ def _restore(metric: Any, facts: dict[str, Any]) -> None:
     metric.value = torch.full_like(metric.value, facts["value"])
     if metric.meta.is_mean_reduction:
         metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])
+
+
+def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, Metric))
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """Return the states, and further tensors that some metrics keep, such as MinMaxMetric's extremes."""
+    others = {key: value for key, value in vars(metric).items() if isinstance(value, Tensor) and key[0] != "_"}
+    return others | metric.metric_state
+
+
+def _one_per_data_rank(of_ranks: list[Facts], data_ranks: list[int]) -> list[Facts]:
+    """Return one rank's of each part of the data: ranks that share a part have collected the same."""
+    return [of_ranks[data_ranks.index(place)] for place in sorted(set(data_ranks))]
+
+
+def _to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _to_device(value, torch.device("cpu")) for key, value in state.items()}
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().to(device)
+    return [_to_device(item, device) for item in value] if isinstance(value, list) else value

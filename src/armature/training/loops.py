@@ -40,16 +40,22 @@ class EpochLoop(_TrainingEpochLoop):
 
     Args:
         limits: Lightning's loop, whose limits this one takes over.
-        step_ended: called after each optimizer step, when every hook of its last micro-batch has run and its values are
+        max_global_batches: end the run after so many global batches; None: Lightning's limits alone.
+        step_ended: called after each global batch, when every hook of its last micro-batch has run and its values are
             logged, before validation. A checkpoint saved here holds the whole step.
 
     Attributes:
         data_wait: measures how long the loader's `next` takes, if set.
     """
 
-    def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, step_ended: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None = None,
+        step_ended: list[Callable[[], None]],
+    ) -> None:  # fmt: skip
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
+        self.max_global_batches = max_global_batches
         self.step_ended = step_ended
+        self._completed_batches: int | None = None  # unknown until a batch is trained or a checkpoint of ours is loaded
         self.data_wait: DataWait | None = None
         self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
         self._takes_index = True
@@ -67,6 +73,7 @@ class EpochLoop(_TrainingEpochLoop):
 
         # fetch, and move to the device
         takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        completed = self.completed_batches
         fetched, index = next(data_fetcher), self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step(dataloader_iter) moves its batches
@@ -97,12 +104,17 @@ class EpochLoop(_TrainingEpochLoop):
                     else:
                         outputs = self.manual_optimization.run(arguments)
         progress.increment_processed()
+        if not skips_epoch:
+            self._completed_batches = completed + (not self._should_accumulate())
 
         # learning rates
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skips_epoch:
+            skip_epoch = getattr(getattr(trainer, "datamodule", None), "skip_epoch", None)
+            if skip_epoch is not None:  # ours, which knows the position in the data
+                skip_epoch()
             raise StopIteration
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step has fetched the batch
             batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
@@ -225,12 +237,35 @@ class EpochLoop(_TrainingEpochLoop):
     def _should_accumulate(self) -> bool:
         return self.trainer.accumulate_grad_batches > 1 and super()._should_accumulate()
 
+    # ------------------------------------------------------------ limits
+    @property
+    def completed_batches(self) -> int:
+        """Global batches that were trained on, over all resumes.
+
+        With automatic optimization they are the optimizer steps. Manual optimization makes any number of steps per
+        batch.
+        """
+        return self.global_step if self._completed_batches is None else self._completed_batches
+
+    @property
+    def last_batch_is_done(self) -> bool:
+        """Whether the last global batch or optimizer step of the run has been completed."""
+        if self.max_global_batches is not None and self.completed_batches >= self.max_global_batches:
+            return True
+        return 0 <= self.max_steps <= self.global_step
+
+    @property
+    @override
+    def _is_training_done(self) -> bool:
+        return self.last_batch_is_done or self._num_ready_batches_reached()
+
     # ------------------------------------------------------------ validation
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         due = super()._should_check_val_fx(data_fetcher)
-        at_the_end = 0 <= self.max_steps <= self.global_step and self._accumulated_batches_reached()
-        return due or (at_the_end and self.trainer.enable_validation)
+        return due or (
+            self.last_batch_is_done and self._accumulated_batches_reached() and self.trainer.enable_validation
+        )
 
     @property
     def validation_is_due(self) -> bool:
@@ -248,6 +283,15 @@ class EpochLoop(_TrainingEpochLoop):
         trainer._logger_connector._first_loop_iter = first_loop_iter
 
     # ------------------------------------------------------------ resume
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        return super().on_save_checkpoint() | {"completed_batches": self.completed_batches}
+
+    @override
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._completed_batches = state_dict.get("completed_batches")  # older checkpoints: as many as optimizer steps
+
     def _only_validation_is_left(self, data_fetcher: _DataFetcher) -> bool:
         """Return whether a resumed epoch has no batch left; count a validation that had ended as done."""
         left = False
@@ -266,7 +310,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Set the counters of a resumed run.
 
         Args:
-            step: optimizer steps made.
+            step: global batches completed.
             batches: micro-batches of this epoch that are done; all of them if `closing`.
             closing: no batch is left, only the end of the epoch.
         """
@@ -307,6 +351,12 @@ class FitLoop(_FitLoop):
     def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
         self._before_training = before_training
+        self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self.epoch_loop.last_batch_is_done or super().done
 
     @override
     def setup_data(self) -> None:
@@ -314,15 +364,23 @@ class FitLoop(_FitLoop):
         # A checkpoint is saved between two steps, so the next validation starts anew
         self.epoch_loop.val_loop.restarting = False
         self.epoch_loop.val_loop.batch_progress.reset()
+
+    @override
+    def run(self) -> None:
+        self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
         functions, self._before_training = self._before_training, []
         for function in functions:
             function()
+        super().run()
 
     @override
     def on_advance_start(self) -> None:
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
+        functions, self.before_first_batch = self.before_first_batch, []
+        for function in functions:
+            function()
         super().on_advance_start()
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:

@@ -15,6 +15,8 @@ from armature.data.batching import Batches
 from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
+from armature.training.limits import Limits
+from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
 
@@ -37,15 +39,17 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     )
     if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
-    return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {trainer.global_step}"
+    return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
 
 
 def summarize(
-    cfg: DictConfig, trainer: Trainer, step_log: StepLog, *, reason: str, metrics: dict[str, float], best: Path | None
-) -> dict[str, Any]:
+    cfg: DictConfig, trainer: Trainer, step_log: StepLog, limits: Limits, *, reason: str, metrics: dict[str, float],
+    best: Path | None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the contents of summary.json, except the run's duration.
 
     Args:
+        limits: the run's limits, by which a later start sees whether they were raised.
         reason: why the run ended, one of training.stop.REASONS or "finished".
         best: the checkpoint with the best score.
     """
@@ -53,9 +57,13 @@ def summarize(
     rate = step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None
     summary = {
         "stop_reason": reason,
-        "global_step": trainer.global_step,
+        "global_step": completed_batches(trainer),
         "epochs": step_log.samples_seen / step_log.train_size,
         "samples": step_log.samples_seen,
+        "planned_steps": limits.global_batches,
+        "samples_per_epoch": step_log.train_size,
+        "global_batch_size": step_log.global_batch_size,
+        "loss_not_finite_since": step_log.not_finite_since,
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "best_checkpoint": str(best) if best else None,
         "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
@@ -81,8 +89,8 @@ def _peak_memory(trainer: Trainer) -> int:
 
 
 def finish(
-    cfg: DictConfig, trainer: Trainer, step_log: StepLog, display: Display, *, reason: str, metrics: dict[str, float],
-    best: Path | None, seconds: float, preview: str | None, baselines: list[str],
+    cfg: DictConfig, trainer: Trainer, step_log: StepLog, display: Display, limits: Limits, *, reason: str,
+    metrics: dict[str, float], best: Path | None, seconds: float, preview: str | None, baselines: list[str],
 ) -> None:  # fmt: skip
     """Write summary.json and print the last lines: on rank 0.
 
@@ -93,7 +101,9 @@ def finish(
     """
     if not trainer.is_global_zero:
         return
-    summary = summarize(cfg, trainer, step_log, reason=reason, metrics=metrics, best=best) | {"seconds": seconds}
+    summary = summarize(cfg, trainer, step_log, limits, reason=reason, metrics=metrics, best=best) | {
+        "seconds": seconds
+    }
     run_dir.write_summary(Path(cfg.run.dir), summary)
     display.show_metrics(metrics)
     for line in baselines:
@@ -102,6 +112,12 @@ def finish(
         f"{reason} at step {summary['global_step']} after {seconds:.0f} s; "
         f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
     )
+    if step_log.not_finite_since is not None:
+        now = step_log.last.get("train/loss", math.nan)
+        ending = "it recovered" if math.isfinite(now) else "the weights are of no use"
+        display.print(
+            f"train/loss was not finite at step {step_log.not_finite_since}; at the end, it is {now}: {ending}"
+        )
     if preview:
         display.print(preview)
     if reason == "finished":

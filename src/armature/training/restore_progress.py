@@ -1,13 +1,16 @@
 """Restore Lightning's counters after a resume at any step, also on other ranks or with another micro-batch size."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics
-from armature.training.loops import EpochLoop, FitLoop
+from armature.training.progress import completed_batches
+from armature.training.trainer import Trainer as OurTrainer
 
 
 class RestoreProgress(Callback):
@@ -18,38 +21,69 @@ class RestoreProgress(Callback):
     stops are counted in the wrong epoch.
 
     A checkpoint always holds whole steps. If it was saved at an epoch's last step, the end-of-epoch hooks and
-    schedulers run after the resume. Values that `self.log` has collected in the epoch so far are restored, too.
+    schedulers run after the resume. Values that `self.log` and metric objects have collected so far are restored, too.
     """
 
     def __init__(self) -> None:
         self._epoch = 0  # when the checkpoint was saved
         self._metrics: dict[str, float] = {}
-        self._logged: list[epoch_metrics.EpochMetrics] = []  # of each rank
-        self._restored: epoch_metrics.EpochMetrics = {}
-        self._trainer: Trainer | None = None
+        self._step_values: list[str] = []
+        self._data_ranks: list[int] = []  # of each rank
+        self._logged: list[epoch_metrics.Facts] = []  # of each rank
+        self._states: list[epoch_metrics.Facts] = []  # of each rank
+        self._restored: epoch_metrics.Facts = {}
+        self._trainer: OurTrainer | None = None
 
     @property
     def state_key(self) -> str:
         return "CountOn"  # its name in checkpoints of the first version
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        assert isinstance(trainer, OurTrainer)
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._trainer is not None
-        metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
-        collected = epoch_metrics.collect(_epoch_loop(self._trainer)._results)
-        logged = process_group.all_gather_object(collected)
-        return {"epoch": self._trainer.current_epoch, "metrics": metrics, "logged": logged}
+        trainer = self._trainer
+        assert trainer is not None
+        module = trainer.lightning_module
+        own = (
+            epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module),
+            epoch_metrics.metric_states(module),
+            _data_rank(trainer),
+        )
+        logged, states, data_ranks = zip(*process_group.all_gather_object(own), strict=True)
+        return {
+            "epoch": trainer.current_epoch,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "step_values": sorted(trainer.step_metrics.step_values),
+            "data_ranks": list(data_ranks),
+            "logged": list(logged),
+            "states": list(states),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
-        self._logged = state_dict["logged"]
+        self._logged, self._states = state_dict["logged"], state_dict.get("states", [])
+        self._step_values = state_dict.get("step_values", [])
+        self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["completed_batches"] = completed_batches(trainer)
+
+    def begin(self, trainer: OurTrainer) -> None:
+        """Before the first batch, and before the validation that a checkpoint owes: restore metric objects."""
+        if self._states:
+            epoch_metrics.restore_states(trainer.lightning_module, self._states, **self._ranks(trainer))
+
+    def _ranks(self, trainer: OurTrainer) -> dict[str, Any]:
+        data_ranks = process_group.all_gather_object(_data_rank(trainer))
+        return {"rank": trainer.global_rank, "saved_data_ranks": self._data_ranks, "data_ranks": data_ranks}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step = trainer.global_step
+        step = completed_batches(trainer)
         if not step:
             return
+        assert isinstance(trainer, OurTrainer)
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         epoch, position = divmod(data.samples_seen, data.train_size)
         if data.global_batch_size > data.train_size:  # a step is an epoch to Lightning
@@ -58,34 +92,39 @@ class RestoreProgress(Callback):
         closing = not batches and self._epoch < epoch
         if closing:
             epoch, batches = epoch - 1, int(trainer.num_training_batches)
-        fit_loop, epoch_loop = trainer.fit_loop, _epoch_loop(trainer)
-        assert isinstance(fit_loop, FitLoop)
+        fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         fit_loop.restore_progress(epoch=epoch, started=bool(batches))
         epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
         self._restore_metrics(trainer, closing=closing, mid_epoch=bool(batches) and not closing)
         if batches:  # schedulers that follow a metric step after everything that a step saves
             epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
-    def _restore_metrics(self, trainer: Trainer, *, closing: bool, mid_epoch: bool) -> None:
+    def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
         known = trainer.callback_metrics.keys()  # of the validation that the checkpoint owed
         trainer.callback_metrics.update({n: torch.tensor(v) for n, v in self._metrics.items() if n not in known})
-        own = epoch_metrics.for_rank(self._logged, rank=trainer.global_rank, ranks=trainer.world_size)
-        results, strategy = _epoch_loop(trainer)._results, trainer.strategy
+        trainer.step_metrics.step_values.update(self._step_values)
+        module, strategy, results = trainer.lightning_module, trainer.strategy, trainer.fit_loop.epoch_loop._results
+        own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer)) if self._logged else {}
         if closing:
             self._restored = own
-            epoch_metrics.restore(results, own, reduce=strategy.reduce, device=strategy.root_device)
+            epoch_metrics.restore(results, own, module, reduce=strategy.reduce, device=strategy.root_device)
         elif mid_epoch:
             epoch_metrics.resume(results, own)
+        # A module may reset its metrics in on_train_start, which an undisturbed run does once
+        states = [epoch_metrics.metric_states(module)]
+        same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
+        trainer.fit_loop.before_first_batch.append(partial(epoch_metrics.restore_states, module, states, **same))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _epoch_loop(trainer).close_epoch()
+        assert isinstance(trainer, OurTrainer)
+        trainer.fit_loop.epoch_loop.close_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch_metrics.clear(_epoch_loop(trainer)._results, self._restored)
+        assert isinstance(trainer, OurTrainer)
+        epoch_metrics.clear(trainer.fit_loop.epoch_loop._results, self._restored)
         self._restored = {}
 
 
-def _epoch_loop(trainer: Trainer) -> EpochLoop:
-    loop = trainer.fit_loop.epoch_loop
-    assert isinstance(loop, EpochLoop)
-    return loop
+def _data_rank(trainer: Trainer) -> int:
+    strategy = StrategyMixin.find(trainer)
+    return trainer.global_rank if strategy is None else strategy.data_rank

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from armature.loggers import RowWriter
 from armature.strategies.base import StrategyMixin
 from armature.training.metrics_csv import MetricsCSV
+from armature.training.progress import completed_batches
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
+from armature.training.trainer import Trainer as OurTrainer
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ class StepLog(Callback):
         monitors: further sources of columns.
     """
 
+    COLUMNS = frozenset({"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"})
+    MONITORED = ("epoch", "lr", "train/loss", "train/grad_norm")  # callbacks find them in callback_metrics
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(
@@ -83,7 +87,7 @@ class StepLog(Callback):
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr = 0.0
-        self._warned_of_nan = False
+        self.not_finite_since: int | None = None  # the first step whose loss was infinite or NaN
         self._since = 0.0
 
     @classmethod
@@ -93,19 +97,32 @@ class StepLog(Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": dict(self.csv.held)}
+        return {"row": dict(self.csv.held), "lr": self._lr, "not_finite_since": self.not_finite_since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.csv.held = dict(state_dict["row"])
+        self._lr = state_dict.get("lr", 0.0)  # of the next row too, if its batch makes no optimizer step
+        self.not_finite_since = state_dict.get("not_finite_since")
 
     def resume(self, trainer: Trainer) -> None:
         """Drop the rows after the restored checkpoint."""
-        self.csv.resume_from(trainer.global_step)
-        self.timings.resume_from(trainer.global_step)
+        self.csv.resume_from(completed_batches(trainer))
+        self.timings.resume_from(completed_batches(trainer))
 
     def summary(self) -> dict[str, float]:
         """Return the columns of timings.csv over all steps of this process: time-weighted means, maxima for memory."""
         return self._totals.values()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        assert isinstance(trainer, OurTrainer)
+        trainer.step_metrics.reserved, trainer.step_metrics.epoch = self.COLUMNS, self._epoch
+
+    def _epoch(self) -> float:
+        """Return the row's `epoch`: where its global batch began, in epochs."""
+        return self._epoch_of(self.samples_seen)
+
+    def _epoch_of(self, samples: int) -> float:
+        return round(max(0, samples - self.global_batch_size) / self.train_size, 6)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,7 +133,8 @@ class StepLog(Callback):
         self._loss = None  # left over from an epoch that ended within a global batch
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it
+        if pl_module.automatic_optimization:
+            self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -137,12 +155,14 @@ class StepLog(Callback):
         if not stepped:
             return
         self.samples_seen = _samples_seen(trainer)
-        self.csv.step = step = trainer.global_step
+        if not pl_module.automatic_optimization:  # any number of optimizers may have stepped, or none
+            self._lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0
+        self.csv.step = step = completed_batches(trainer)
         row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
         if self._loss is not None:
             scale = strategy.gradient_scale() if strategy is not None else None
             row["train/loss"], self._loss = self._loss if scale is None else self._loss * scale, None
-        if strategy is not None:
+        if strategy is not None and pl_module.automatic_optimization:  # manual: any number of gradients per batch
             row["train/grad_norm"] = strategy.grad_norm
         for column in columns:
             row.update(column)
@@ -206,8 +226,8 @@ class StepLog(Callback):
     def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
         """Warn once of a loss that is not finite. The run continues, since one bad batch may do no harm."""
         lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
-        if lost is not None and not self._warned_of_nan:
-            self._warned_of_nan = True
+        if lost is not None and self.not_finite_since is None:
+            self.not_finite_since = lost["step"]
             if trainer.is_global_zero:
                 log.warning(
                     "train/loss is %s at step %d. Look at that step's samples and the learning rate; debug=nan shows "
@@ -218,10 +238,12 @@ class StepLog(Callback):
 
     def _write(self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
         for row in rows:
-            row["epoch"] = round((row["samples"] - self.global_batch_size) / self.train_size, 6)
+            row["epoch"] = self._epoch_of(row["samples"])
             if self.tokens_per_sample is not None:
                 row["tokens"] = row["samples"] * self.tokens_per_sample
         self.last = rows[-1]
+        assert isinstance(trainer, OurTrainer)
+        trainer.step_metrics.publish({name: self.last[name] for name in self.MONITORED if name in self.last})
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
         if len(rows) < self.every_n_steps:  # before validation, a save or the end
@@ -250,6 +272,9 @@ class StepLog(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.restart_clock()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.flush(trainer)  # for callbacks and schedulers that monitor a column
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)

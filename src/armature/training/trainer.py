@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
+from armature.loggers import RowWriter
 from armature.strategies.base import StrategyMixin
 from armature.training.loops import EpochLoop, FitLoop
 
@@ -28,11 +31,51 @@ class NoSignals:
 
 
 class LoggerConnector(_LoggerConnector):
-    """Lightning's, with the number of optimizer steps as the step, and no work for values that nobody logs."""
+    """Lightning's, with the number of completed global batches as the step, and no work for values that nobody logs.
+
+    Attributes:
+        reserved: names of the columns of `StepLog`. A module's values of these names are logged under others.
+        epoch: returns the `epoch` of the rows that `StepLog` writes; None: Lightning's number of the epoch.
+        step_values: names in `callback_metrics` whose values come from `StepLog`, since the module logs none.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._trainer = trainer
+        self.reserved: frozenset[str] = frozenset()
+        self.epoch: Callable[[], float] | None = None
+        self.step_values: set[str] = set()
 
     @override
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        super().log_metrics(metrics, step=self.trainer.global_step if step is None and "step" not in metrics else step)
+        if not self.trainer.loggers or not metrics:
+            return
+        self._logged_metrics.update(metrics)
+        named = {self._logged_name(name): value for name, value in convert_tensors_to_scalars(metrics).items()}
+        epoch = {}
+        if step is None and "step" in named:
+            step = int(named.pop("step"))
+        elif step is None:
+            epoch = {"epoch": self.trainer.current_epoch if self.epoch is None else self.epoch()}
+            step = self._trainer.completed_batches
+        for logger in self.trainer.loggers:
+            # a RowWriter has received the epoch with the row of this step
+            logger.log_metrics(named if isinstance(logger, RowWriter) else epoch | named, step=step)
+            logger.save()
+
+    def _logged_name(self, name: str) -> str:
+        if name not in self.reserved:
+            return name
+        if not name.startswith("train/"):
+            return f"{name}_module"
+        return f"{name}_epoch" if self._first_loop_iter is None else f"{name}_step"
+
+    def publish(self, values: Mapping[str, float]) -> None:
+        """Set values of `callback_metrics`, for callbacks that monitor them, except those that the module logs."""
+        logged = {metric.meta.name for metric in self.trainer.fit_loop.epoch_loop._results.values()}
+        self.step_values = (self.step_values | (values.keys() - self._callback_metrics.keys())) - logged
+        for name in self.step_values & values.keys():
+            self._callback_metrics[name] = torch.tensor(values[name])
 
     @override
     def on_batch_end(self) -> None:
@@ -51,7 +94,7 @@ class Trainer(L.Trainer):
     - loggers receive the number of optimizer steps made as the step, for training, validation and test alike.
 
     Args:
-        before_training, step_ended: see `FitLoop` and `EpochLoop`.
+        max_global_batches, before_training, step_ended: see `EpochLoop` and `FitLoop`.
         kwargs: Lightning's.
     """
 
@@ -61,6 +104,7 @@ class Trainer(L.Trainer):
     def __init__(
         self,
         *args: Any,
+        max_global_batches: int | None = None,
         before_training: Iterable[Callable[[Trainer], None]] = (),
         step_ended: Iterable[Callable[[Trainer], None]] = (),
         **kwargs: Any,
@@ -68,9 +112,21 @@ class Trainer(L.Trainer):
         super().__init__(*args, **kwargs)
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(self, limits, before_training=[partial(f, self) for f in before_training])
-        self.fit_loop.epoch_loop = EpochLoop(self, limits, step_ended=[partial(f, self) for f in step_ended])
-        self._logger_connector = LoggerConnector(self)
+        self.fit_loop.epoch_loop = EpochLoop(
+            self, limits, max_global_batches=max_global_batches, step_ended=[partial(f, self) for f in step_ended]
+        )
+        self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
+
+    @property
+    def completed_batches(self) -> int:
+        """Global batches trained on so far, over all resumes: see `EpochLoop.completed_batches`."""
+        return self.fit_loop.epoch_loop.completed_batches
+
+    @property
+    def step_metrics(self) -> LoggerConnector:
+        """Where `StepLog` announces its columns and publishes its newest row."""
+        return self._logger_connector
 
     @property
     def parameter_count(self) -> int:

@@ -20,7 +20,7 @@ from armature.data import batching
 from armature.errors import ConfigError, error_line
 from armature.layout import Layout
 from armature.models.plan import module_beside
-from armature.validation import parallelism, relations, signatures, targets, values
+from armature.validation import manual, parallelism, relations, signatures, targets, values
 
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     if not unsound:
         cfg = decide(cfg)
         problems += _model_problems(cfg) + (layout_problems(cfg) + _launch_problems(cfg) if not sizes else [])
+        problems += manual.problems(cfg)
         problems += [] if problems else relations.problems(plain(cfg))
     problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)

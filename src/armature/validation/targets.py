@@ -66,7 +66,7 @@ PASSED = {"optimizer": 1, "scheduler": 1}  # positional arguments that a task pa
 PASSED_BY_NAME = {"task": ("model", "optimizer", "scheduler"), "scheduler": ("total_steps",)}
 
 
-def check(cfg: DictConfig, *, overrides: Sequence[str] = ()) -> None:
+def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[str] = ()) -> None:
     """Resolve a run's configuration in place, and raise ConfigError if it would call what this installation forbids.
 
     Interpolations are resolved first, so that what was checked is what is called.
@@ -74,6 +74,7 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = ()) -> None:
     Args:
         overrides: typed by the user of this command; they may allow packages (launch.allowed_packages=[…]), which
             the run's own config.yaml may not.
+        packages: allowed by the caller besides.
     """
     config.require_groups(cfg, Path(str(OmegaConf.select(cfg, "run.dir"))) / "config.yaml")
     typed = next((each.partition("=")[2] for each in overrides if each.lstrip("+").partition("=")[0] == _KEY), None)
@@ -82,7 +83,7 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = ()) -> None:
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{OmegaConf.select(cfg, 'run.dir')}/config.yaml: {error_line(error)}.") from error
-    found = problems(OmegaConf.to_container(cfg), [*installed(), *map(str, named or [])])
+    found = problems(OmegaConf.to_container(cfg), [*installed(), *map(str, named or []), *packages])
     if found:
         raise ConfigError(found)
 

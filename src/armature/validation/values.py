@@ -127,6 +127,7 @@ def _is_dotted(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
 
+_clip = _number(above=0, null="no clipping")
 _steps = _number(least=1, whole=True, null="never")
 _count = _number(least=1, whole=True)
 _seconds = _number(above=0, most=LONGEST, null="never")
@@ -137,7 +138,7 @@ RANGES: dict[str, Rule] = {
     "trainer.num_nodes": _count,
     "trainer.max_steps": _number(least=1, most=10**12, whole=True, null="no limit"),
     "trainer.max_epochs": _number(least=1, most=10**9, whole=True, null="no limit"),
-    "trainer.gradient_clip_val": _number(above=0, null="no clipping"),
+    "trainer.gradient_clip_val": lambda value: None if value == "auto" else _clip(value),
     "trainer.val_every_n_steps": _number(least=1, whole=True, null="the end of each epoch"),
     "trainer.log_every_n_steps": _count,
     "trainer.limit_train_batches": _batches,

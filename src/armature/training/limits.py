@@ -1,0 +1,54 @@
+"""How long a run trains: trainer.max_steps and trainer.max_epochs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+KEYS = ("max_steps", "max_epochs")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The end of a run.
+
+    Attributes:
+        global_batches: global batches of the whole run.
+        epochs: the Trainer's max_epochs, which modules read: as typed, else what `global_batches` begin.
+    """
+
+    global_batches: int
+    epochs: int
+
+    @classmethod
+    def of(cls, cfg: DictConfig, *, samples_per_epoch: int, global_batch_size: int) -> Limits:
+        """Return the limits of a configuration. The one that is reached first ends the run."""
+        steps, epochs = cfg.trainer.max_steps, cfg.trainer.max_epochs
+        limits = [] if steps is None else [steps]
+        if epochs is not None:
+            limits.append(math.ceil(epochs * samples_per_epoch / global_batch_size))
+        total = min(limits)
+        if global_batch_size > samples_per_epoch:  # each step is an epoch to Lightning
+            epochs = total
+        return cls(total, epochs or math.ceil(total * global_batch_size / samples_per_epoch))
+
+
+def prefer_typed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """Return the configuration without the limit that a file sets, if the other one was typed."""
+    names = [override.partition("=")[0].lstrip("+") for override in overrides]
+    typed = [key for key in KEYS if f"trainer.{key}" in names and cfg.trainer[key] is not None]
+    if len(typed) == 1:
+        (other,) = set(KEYS) - set(typed)
+        if cfg.trainer[other] is not None:
+            cfg = cfg.copy()
+            log.info(
+                "trainer.%s=%s replaces the configuration's trainer.%s=%s.",
+                typed[0], cfg.trainer[typed[0]], other, cfg.trainer[other],
+            )  # fmt: skip
+            cfg.trainer[other] = None
+    return cfg

@@ -1,0 +1,128 @@
+"""Callbacks of users."""
+
+import copy
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from torch import nn
+
+from tests.lightning_habits.regression import Regressor
+
+
+class Finetuned(Regressor):
+    """A backbone that a callback freezes, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = None
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+    def configure_optimizers(self):
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+
+class Unfreeze(BaseFinetuning):
+    """Lightning's FeatureExtractorFreezeUnfreeze."""
+
+    def __init__(self, unfreeze_at_epoch: int = 1):
+        super().__init__()
+        self._unfreeze_at_epoch = unfreeze_at_epoch
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == self._unfreeze_at_epoch:
+            self.unfreeze_and_add_param_group(modules=pl_module.backbone, optimizer=optimizer, train_bn=True)
+
+
+class Counts(Callback):
+    """State in state_dict, a value logged from a callback."""
+
+    def __init__(self):
+        self.state = {"batches": 0, "epochs": 0}
+
+    @property
+    def state_key(self):
+        return "Counts[mine]"
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.state["batches"] += 1
+        pl_module.log("counted", float(self.state["batches"]))
+        trainer.logger.log_metrics({"direct": self.state["batches"]}, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.state["epochs"] += 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state.update(state_dict)
+
+    def state_dict(self):
+        return self.state.copy()
+
+
+class OwnEMA(Callback):
+    """A moving average as many write it: a deep copy in on_fit_start, kept by on_save_checkpoint of the callback."""
+
+    def __init__(self, decay: float = 0.9):
+        self.decay, self.average = decay, None
+
+    def on_fit_start(self, trainer, pl_module):
+        if self.average is None:
+            self.average = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for name, value in pl_module.state_dict().items():
+            self.average[name].mul_(self.decay).add_(value, alpha=1 - self.decay)
+        total = sum(value.float().sum() for value in self.average.values())
+        pl_module.log("average", total if not hasattr(total, "full_tensor") else total.full_tensor())
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["my_average"] = self.average
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.average = checkpoint["my_average"]
+
+
+class StopsByHand(Callback):
+    """trainer.should_stop, set by a condition."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.current_epoch == 2 and batch_idx == 3:
+            trainer.should_stop = True
+
+
+class LowersRate(Callback):
+    """Sets the learning rate of the optimizer at the start of an epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.05 / (1 + trainer.current_epoch)
+
+
+class Probe(Callback):
+    """Runs the module in eval mode within training, as callbacks that draw samples do."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx % 3 == 0:
+            was = pl_module.training
+            pl_module.eval()
+            with torch.no_grad():
+                value = pl_module(torch.linspace(-1, 1, 16, device=pl_module.device).reshape(2, 8)).mean()
+            pl_module.train(was)
+            pl_module.log("probe", value, rank_zero_only=False, sync_dist=True)
+
+
+class CopiesModule(Callback):
+    """A deep copy of the whole module at the end of an epoch."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        twin = copy.deepcopy(pl_module.net)
+        assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in pl_module.net.parameters())

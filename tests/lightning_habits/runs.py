@@ -1,0 +1,163 @@
+"""Run a habit under a layout, straight or stopped and resumed, and compare two runs."""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts import resume_proof
+from tests.forked import Ended, Forks
+from tests.lightning_habits.gradients import FILE
+
+CONFIGS = Path(__file__).parent / "configs"
+PACKAGES = "armature,torch.nn,torch.optim,torchmetrics,lightning.pytorch,tests,builtins"
+BASE = (
+    "--config-dir", str(CONFIGS), "task=habit", "model=own", "optimizer=sgd", "scheduler=constant",
+    "trainer.max_steps=null", "trainer.max_epochs=3", "trainer.accelerator=cpu", "trainer.precision=32-true",
+    "trainer.test_at_end=false", "trainer.log_every_n_steps=3", "logger=none", f"launch.allowed_packages=[{PACKAGES}]",
+    "launch.max_restarts=0",
+)  # fmt: skip
+LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "single": (1, ("strategy=single",)),
+    "ddp2": (2, ("strategy=ddp", "trainer.devices=2")),
+    "fsdp2": (2, ("strategy=fsdp", "trainer.devices=2", "strategy.min_num_params=0")),
+}
+EXIT_REFUSED = 2
+SECONDS = 60  # until a run is taken for one that hangs
+STEP_OF_STOP = 9  # of 18; epochs have 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit:
+    """A module, callback or data module as a user of Lightning writes it.
+
+    Attributes:
+        task: class below tests.lightning_habits, as "vision.UNet".
+        data: name in tests/lightning_habits/data.py `SAMPLES`, or a class as "plain.Vectors".
+        refused: layout → words of the message that refuses it before launch.
+        layouts: those that are tried.
+        random: draws random numbers while training, so layouts cannot agree with one another.
+        local: columns of metrics.csv that hold rank 0's value: not compared between layouts.
+        stop: completed batches at which the run is stopped.
+        sample: whether `make test` runs it, and under which layouts.
+        needs: a package without which the habit is skipped.
+    """
+
+    name: str
+    task: str
+    data: str = "vectors"
+    overrides: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    layouts: tuple[str, ...] = ("single", "ddp2", "fsdp2")
+    random: bool = False
+    local: tuple[str, ...] = ()
+    stop: int = STEP_OF_STOP
+    sample: tuple[str, ...] = ()
+    needs: str | None = None
+
+    def command(self) -> list[str]:
+        data = ["data=samples", f"data.samples={self.data}"]
+        if "." in self.data:
+            data = ["data=plain", f"data._target_=tests.lightning_habits.{self.data}"]
+        return [*BASE, *data, f"task._target_=tests.lightning_habits.{self.task}", *self.overrides]
+
+
+class Runs:
+    """Runs of habits below one folder; each straight run is made once."""
+
+    def __init__(self, forks: Forks) -> None:
+        self.forks = forks
+        self.straights: dict[tuple[str, str], Path | Ended] = {}
+
+    def straight(self, habit: Habit, layout: str, *overrides: str) -> Path | Ended:
+        """Return the directory of the run that nothing stopped, or how it ended if it was refused."""
+        key = (f"{habit.name}{''.join(overrides)}", layout)
+        if key not in self.straights:
+            run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}{'-float64' * bool(overrides)}"
+            ended = self._go(habit, layout, run_dir, *overrides)
+            self.straights[key] = ended if ended.codes[0] == EXIT_REFUSED else run_dir
+            assert set(ended.codes) == {0} or ended.codes[0] == EXIT_REFUSED, _tail(ended)
+        return self.straights[key]
+
+    def without_gradient(self, habit: Habit) -> set[str]:
+        """Return the parameters whose gradient is 0 in exact arithmetic, found by a run in float64."""
+        callback = "+callbacks.without_gradient={_target_:tests.lightning_habits.gradients.WithoutGradient}"
+        run = self.straight(habit, "single", "trainer.precision=64-true", callback)
+        return set(json.loads((run / FILE).read_text())) if isinstance(run, Path) else set()
+
+    def resumed(self, habit: Habit, layout: str) -> Path:
+        """Return the directory of a run that was stopped inside an epoch and started again by the same command."""
+        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-resumed"
+        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGTERM:{habit.stop}}}}}"
+        stopped = self._go(habit, layout, run_dir, stop)
+        assert stopped.codes[0] == 143, f"not stopped at step {habit.stop}: {_tail(stopped)}"
+        ended = self._go(habit, layout, run_dir, stop)
+        assert set(ended.codes) == {0}, _tail(ended)
+        return run_dir
+
+    def _go(self, habit: Habit, layout: str, run_dir: Path, *overrides: str) -> Ended:
+        ranks, strategy = LAYOUTS[layout]
+        command = (*habit.command(), *strategy, f"run.name={run_dir.name}", *overrides)
+        return self.forks.train(*command, ranks=ranks, expect=None, seconds=SECONDS)
+
+
+def _tail(ended: Ended) -> str:
+    return f"exit codes {ended.codes}\n{ended.output[-3000:]}"
+
+
+def assert_equal(straight: Path, resumed: Path) -> None:
+    """Metrics, weights, optimizer state and random state are equal bit for bit."""
+    difference, _ = resume_proof.compare(straight, resumed)
+    assert difference is None, difference.text
+    assert (straight / "metrics.csv").read_bytes() == (resumed / "metrics.csv").read_bytes()
+
+
+def differences(run_dir: Path, single: Path, *, local: tuple[str, ...], without_gradient: set[str]) -> list[str]:
+    """Return what differs by more than 1e-5 (gradient norm: 1e-4) from the run of one process."""
+    found = []
+    rows, others = (_rows(path / "metrics.csv") for path in (run_dir, single))
+    if [row["step"] for row in rows] != [row["step"] for row in others]:
+        return [f"steps {[row['step'] for row in rows]}, in one process {[row['step'] for row in others]}"]
+    for column in others[0]:
+        worst = max(
+            (_relative(row.get(column, ""), other[column]), row["step"])
+            for row, other in zip(rows, others, strict=True)
+        )
+        allowed = 1e-4 if column == "train/grad_norm" else 1e-5
+        if worst[0] > allowed and column not in local:
+            found.append(f"{column} by {worst[0]:.1e} at step {worst[1]}")
+    weights, expected = weights_of(run_dir), weights_of(single)
+    if weights.keys() != expected.keys():
+        return [*found, f"weights {sorted(weights.keys() ^ expected.keys())}"]
+    for name, value in expected.items():
+        size = float(value.double().norm())
+        apart = float((weights[name].double() - value.double()).norm()) / max(size, 1e-12)
+        if apart > 1e-5 and name not in without_gradient:
+            found.append(f"{name} by {apart:.1e}")
+    return found
+
+
+def weights_of(run_dir: Path) -> dict[str, Any]:
+    """Return the weights and buffers of a run's last checkpoint, by name."""
+    from armature.checkpoint import resume, storage
+    from armature.checkpoint import state as checkpoint
+
+    path = resume.last_checkpoint(run_dir)
+    assert path is not None
+    saved = storage.read_metadata(path).state_dict_metadata
+    tensors = checkpoint.load_tensors(path, saved, saved)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(checkpoint.RESERVED)}
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _relative(value: str, other: str) -> float:
+    if not value or not other:
+        return 0.0 if value == other else float("inf")
+    one, two = float(value), float(other)
+    return 0.0 if one == two else abs(one - two) / max(abs(two), 1e-12)

@@ -1,0 +1,59 @@
+"""Modules, callbacks and data modules as users of Lightning write them: exact under every layout and after a resume.
+
+Without --all-habits (`make habits`) a sample of them runs.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.lightning_habits.habits import HABITS
+from tests.lightning_habits.runs import Habit, assert_equal, differences
+
+pytestmark = [pytest.mark.slow]
+NAMES = [habit.name for habit in HABITS]
+
+
+def pytest_generate_tests(metafunc):
+    everything = metafunc.config.getoption("--all-habits")
+    cells = [
+        pytest.param(habit, layout, id=f"{habit.name}-{layout}")
+        for habit in HABITS
+        for layout in (habit.layouts if everything else habit.sample)
+        if metafunc.function is test_a_resume_inside_an_epoch_is_exact or layout != "single"
+        if not (habit.random and metafunc.function is test_layouts_agree_with_one_process)
+    ]
+    if "habit" in metafunc.fixturenames:
+        metafunc.parametrize(("habit", "layout"), cells)
+
+
+def straight(runs, habit: Habit, layout: str) -> Path:
+    """Return the directory of a run without a stop; end the test if the habit is refused as expected."""
+    if habit.needs is not None and importlib.util.find_spec(habit.needs) is None:
+        pytest.skip(f"{habit.needs} is not installed")
+    expected, run = habit.refused.get(layout), runs.straight(habit, layout)
+    if isinstance(run, Path):
+        assert expected is None, f"not refused, though this was expected: {expected}"
+        return run
+    assert expected is not None, f"refused: {run.output[-3000:]}"
+    assert expected in run.output
+    assert "Traceback" not in run.output
+    pytest.skip(f"refused by name: {expected}")
+
+
+def test_a_resume_inside_an_epoch_is_exact(runs, habit, layout):
+    run = straight(runs, habit, layout)
+    assert_equal(run, runs.resumed(habit, layout))
+
+
+def test_layouts_agree_with_one_process(runs, habit, layout):
+    run, single = straight(runs, habit, layout), straight(runs, habit, "single")
+    found = differences(run, single, local=habit.local, without_gradient=set())
+    if found:
+        found = differences(run, single, local=habit.local, without_gradient=runs.without_gradient(habit))
+    assert not found, found
+
+
+def test_there_are_many_habits_with_names_of_their_own():
+    assert len(set(NAMES)) == len(NAMES) >= 40

@@ -1,0 +1,53 @@
+"""How trainer.max_steps and trainer.max_epochs end a run."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from armature.training.limits import Limits, prefer_typed
+
+
+def limits(steps, epochs, *, samples=52, batch=8):
+    cfg = OmegaConf.create({"trainer": {"max_steps": steps, "max_epochs": epochs}})
+    found = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
+    return found.global_batches, found.epochs
+
+
+def test_epochs_are_as_typed():
+    assert limits(None, 5) == (33, 5)  # 5 × 52 samples in steps of 8
+
+
+def test_epochs_that_were_not_typed_are_those_that_the_steps_begin():
+    assert limits(20, None) == (20, 4)  # 160 samples of 52
+
+
+def test_the_first_limit_ends_the_run():
+    assert limits(20, 5) == (20, 5)
+    assert limits(100, 5) == (33, 5)
+
+
+def test_a_batch_larger_than_an_epoch_is_an_epoch_of_lightning():
+    assert limits(None, 4, samples=6, batch=8) == (3, 3)
+    assert limits(7, None, samples=6, batch=8) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ([], (500, 7)),
+        (["seed=1"], (500, 7)),
+        (["trainer.max_epochs=7"], (None, 7)),
+        (["++trainer.max_epochs=7"], (None, 7)),
+        (["trainer.max_steps=500"], (500, None)),
+        (["trainer.max_steps=500", "trainer.max_epochs=7"], (500, 7)),
+    ],
+)
+def test_a_typed_limit_replaces_the_one_of_a_file(typed, expected):
+    cfg = OmegaConf.create({"trainer": {"max_steps": 500, "max_epochs": 7}})
+    found = prefer_typed(cfg, typed)
+    assert (found.trainer.max_steps, found.trainer.max_epochs) == expected
+    assert cfg.trainer.max_steps == 500  # the argument is left alone
+
+
+def test_null_is_no_typed_limit():
+    cfg = OmegaConf.create({"trainer": {"max_steps": 500, "max_epochs": None}})
+    assert prefer_typed(cfg, ["trainer.max_epochs=null"]).trainer.max_steps == 500
