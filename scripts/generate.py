@@ -47,7 +47,7 @@ def check(args: argparse.Namespace) -> None:
         "top_p": args.top_p is None or 0 < args.top_p <= 1,
     }
     ranges = {
-        "temperature": "a number from 0", "top_p": "a number above 0, up to 1", "seed": "a whole number from 0 to 2^63 - 1"
+        "temperature": "a number from 0", "top_p": "a number above 0, up to 1", "seed": "a whole number from 0",
     }  # fmt: skip
     problems = [
         f"--{name.replace('_', '-')} {getattr(args, name)}: must be {ranges.get(name, 'a whole number of at least 1')}."

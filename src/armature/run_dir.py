@@ -146,7 +146,13 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         summary = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(summary["metrics"], dict) and isinstance(summary["global_step"], int) and summary["stop_reason"]:
             return summary
-    except (OSError, ValueError, TypeError, KeyError):  # ValueError: also text that is no JSON, or not UTF-8
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ):  # ValueError: also text that is no JSON, or not UTF-8
         pass
     log.warning("%s is damaged and is ignored; the run's checkpoints are what counts.", file)
     return None

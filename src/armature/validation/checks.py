@@ -48,7 +48,7 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
-    if not unsound:
+    if not unsound and not any(each.startswith("data.") for each in problems):
         problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -109,7 +109,9 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
     try:
         plain(cfg)
     except OmegaConfBaseException as error:
-        return ["; ".join(line.strip() for line in str(error).splitlines() if line.strip())]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
+        return [f"{key}: {lines[0]}.".removeprefix(": ")]
     return []
 
 
