@@ -203,7 +203,7 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
                 yield f"{group}.{name}={node!r}: has no _target_. Type +{group}.{name}._target_=package.Class."
     for group in ("task", "model", "data", "optimizer", "strategy"):
         if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
-            yield f"{group}._target_ is missing: it names the class to build. Type {group}=NAME, a file of configs/{group}/."
+            yield f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of configs/{group}/."
 
 
 def _role_problems(path: str, node: dict[str, Any], definition: Definition, *, complete: bool) -> list[str]:
