@@ -4,6 +4,7 @@ import difflib
 import logging
 import netrc
 import os
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
-        return [f"{key}: {lines[0]}.".removeprefix(": ")]
+        said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
+        return [f"{key}: {said}.".removeprefix(": ")]
     return []
 
 
