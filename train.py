@@ -27,7 +27,8 @@ from armature.validation.checks import check
 @cli.report_errors
 def main(cfg: DictConfig) -> float | None:
     overrides = cli.overrides()
-    cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides)))
+    with cli.checking():
+        cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides)))
     return launch.launch(cfg, overrides)
 
 

@@ -5,13 +5,14 @@ python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 
 def main() -> None:
@@ -29,9 +30,32 @@ def main() -> None:
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
+        check(args)
         generate(args)
     except (ConfigError, ValueError) as error:
         cli.refuse(getattr(error, "problems", [str(error)]))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options out of range."""
+    rules = {
+        "tokens": args.tokens >= 1,
+        "samples": args.samples >= 1,
+        "seed": 0 <= args.seed < 2**63,
+        "temperature": 0 <= args.temperature < math.inf,
+        "top_k": args.top_k is None or args.top_k >= 1,
+        "top_p": args.top_p is None or 0 < args.top_p <= 1,
+    }
+    ranges = {
+        "temperature": "a number from 0", "top_p": "a number above 0, up to 1", "seed": "a whole number from 0",
+    }  # fmt: skip
+    problems = [
+        f"--{name.replace('_', '-')} {getattr(args, name)}: must be {ranges.get(name, 'a whole number of at least 1')}."
+        for name, good in rules.items()
+        if not good
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -49,7 +73,14 @@ def generate(args: argparse.Namespace) -> None:
     file = Path(cfg.run.dir) / "tokenizer.json"
     if not file.exists():
         raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except BaseException as error:  # PanicException of a hostile file is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(
+            f"{file} is damaged ({error_line(error)}). Copy it from another run on the same data."
+        ) from None
     device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
     model = load_task(cfg, checkpoint).get_submodule("model").to(device)
     prompt = tokenizer.encode(args.prompt).ids

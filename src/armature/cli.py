@@ -5,7 +5,11 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
+import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,13 +24,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.data.batching import LOADER_KEYS
-from armature.errors import ConfigError, RunFailed
+from armature.errors import ConfigError, RunFailed, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.validation import foreign_keys
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
+_composed = threading.Event()  # the configuration composed, and the command itself began
+_full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
 
 
@@ -62,8 +68,12 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     except CONFIG_ERRORS as error:
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
-        print(error, file=sys.stderr)
+        print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception as error:
+        if _composed.is_set():  # training had begun: this is no mistake in the command
+            raise
+        refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
 
@@ -88,12 +98,30 @@ def _sets_mode(config_dir: Path) -> bool:
 
 
 def quoted(argument: str) -> str:
-    """Write an argument as Hydra's grammar needs it: `debug='nan'`, quotes around a value with `=`, `logger=[]`."""
+    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`, `é`, `'` or `(`.
+
+    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group.
+    """
     key, _, value = argument.partition("=")
-    if value == "null" and (config.CONFIGS / key).is_dir():  # no option of a group: Hydra refuses null
+    if value == "null" and (config.CONFIGS / key).is_dir():
         return f"{key}=[]"
-    needed = argument == "debug=nan" or ("=" in value and not argument.startswith("-"))
-    return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
+    if argument == "debug=nan":
+        return "debug='nan'"
+    if argument.startswith("-") or value[:1] in ("'", '"', "[", "{") or "${" in value:
+        return argument
+    parts = value.split(",")  # of a sweep; the arguments of range(…) are no such parts
+    if _FUNCTION.fullmatch(value) or not any(_ODD.search(part) for part in parts):
+        return argument
+    return f"{key}={','.join(_quote(part) if _ODD.search(part) else part for part in parts)}"
+
+
+_ODD = re.compile(r"[^\w/\-\\+.$%*@?|:\s]", re.ASCII)  # what Hydra takes in quotes only
+_FUNCTION = re.compile(r"\w+\(.*\)", re.ASCII)
+
+
+def _quote(value: str) -> str:
+    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def addable(argument: str) -> str:
@@ -107,6 +135,7 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
 
     @functools.wraps(task)
     def wrapper(cfg: DictConfig) -> float | None:
+        _composed.set()
         try:
             return task(cfg)
         except ConfigError as error:
@@ -117,13 +146,33 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
                 raise
             if sweep and error.run_name is not None:
                 error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
-            print(error, file=sys.stderr)
+            print(masked(str(error)), file=sys.stderr)
             sys.exit(error.exit_code)
 
     return wrapper
 
 
+@contextmanager
+def checking() -> Iterator[None]:
+    """Turn an unexpected error of a check into one line. Its traceback goes into a file."""
+    try:
+        yield
+    except (ConfigError, RunFailed, *CONFIG_ERRORS):
+        raise
+    except Exception as error:
+        if _full_error:
+            raise
+        with tempfile.NamedTemporaryFile("w", prefix="armature-", suffix=".txt", delete=False) as file:
+            file.write(masked(traceback.format_exc()))
+        typed = ", ".join(overrides())
+        raise ConfigError(
+            f"{error_line(error)}. The configuration could not be checked, probably because of a value that was "
+            f"typed ({typed}). Correct it; HYDRA_FULL_ERROR=1 shows the traceback, which is in {file.name}."
+        ) from error
+
+
 def refuse(problems: list[str]) -> NoReturn:
+    problems = [masked(problem) for problem in problems]
     head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
     print("\n".join([head, *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
     sys.exit(EXIT_CONFIG)
@@ -132,6 +181,10 @@ def refuse(problems: list[str]) -> NoReturn:
 def with_run_dir(cfg: DictConfig) -> DictConfig:
     """Return the configuration with run.name and run.dir, named after the experiment, or the sweep and the trial."""
     hydra = HydraConfig.get()
+    if hydra.job.chdir:
+        raise ConfigError(
+            "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… names the outputs."
+        )
     label = str(hydra.runtime.choices.get("experiment") or hydra.runtime.choices.get("model"))
     trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)

@@ -10,9 +10,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from armature.errors import ConfigError, error_line
+
+NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
+LARGEST = 1_000_000  # bytes of a config.yaml
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
     "armature.callbacks.tensorboard.TensorBoard": "armature.loggers.tensorboard.TensorBoard",
@@ -112,9 +118,11 @@ def register() -> None:
 
 
 def load(file: Path) -> DictConfig:
-    """Return a run's config.yaml. One of an older version gets defaults for its missing keys, and MOVED classes."""
-    cfg = OmegaConf.load(file)
-    assert isinstance(cfg, DictConfig)
+    """Return a run's config.yaml. One of an older version gets defaults for its missing keys, and MOVED classes.
+
+    Raises ConfigError for a damaged one, and one that was made to fill the memory.
+    """
+    cfg = _read(file)
     groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}
     if any(field.name not in (cfg.get(name) or {}) for name, kind in groups.items() for field in fields(kind)):
         train = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), ["run", "seed", "resume"])  # pyright: ignore[reportArgumentType]
@@ -122,6 +130,34 @@ def load(file: Path) -> DictConfig:
         cfg = OmegaConf.merge(train, defaults, cfg)
     _rename_targets(cfg)
     return cfg  # pyright: ignore[reportReturnType]
+
+
+def _read(file: Path) -> DictConfig:
+    try:
+        if file.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} bytes")
+        text = file.read_bytes().decode("utf-8")
+        if "*" in text and "&" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has references (*name), which this program never writes")
+        cfg = OmegaConf.create(text)
+        if isinstance(cfg, DictConfig) and len(cfg):
+            return cfg
+        raise ValueError("it is empty, or holds no keys")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise _damaged(file, error_line(error)) from error
+
+
+def require_groups(cfg: DictConfig, file: Path) -> None:
+    """Raise ConfigError if groups of a run are missing, as in a file of which a loss of power left half."""
+    if lacking := [name for name in NEEDED if not isinstance(cfg.get(name), DictConfig)]:
+        raise _damaged(file, f"it holds no {', '.join(lacking)}")
+
+
+def _damaged(file: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"{file} is damaged ({why[:200]}). The checkpoints beside it are not affected. To train on, type rm {file} and "
+        "the command that started the run; else restore the file from a copy."
+    )
 
 
 def _rename_targets(node: Any) -> None:

@@ -1,5 +1,8 @@
 """Errors that are shown to the user without a traceback. Torch-free: a mistake is reported before torch is imported."""
 
+import logging
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """One or more mistakes in a command, a config or the data that it names.
@@ -27,3 +30,30 @@ class RunFailed(Exception):
     def __str__(self) -> str:
         resume = f" The same command with run.name={self.run_name} resumes from the last checkpoint."
         return super().__str__() + (resume if self.run_name is not None else "")
+
+
+_hidden: set[str] = set()  # values that no message and no log shows
+
+
+def hide(values: Iterable[str]) -> None:
+    """Never show these values, such as those of secret environment variables, in messages and logs."""
+    _hidden.update(value for value in values if len(value) >= 4)  # a shorter one would hide parts of words
+
+
+def masked(text: str) -> str:
+    for value in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
+
+
+class MaskingFormatter(logging.Formatter):
+    """Writes log records without hidden values."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
+def error_line(error: BaseException) -> str:
+    """Return an error of Python or a library as one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")

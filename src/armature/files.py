@@ -9,10 +9,14 @@ import psutil
 
 
 def replace(file: Path, text: str) -> None:
-    """Write a file next to its target and rename it, so that no reader sees half of it."""
+    """Write a file next to its target and rename it: no reader sees half of it, nor anybody after a loss of power."""
     part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8", newline="")
+    with part.open("w", encoding="utf-8", newline="") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(part, file)
+    sync(file.parent)
 
 
 def clear_parts(folder: Path) -> None:

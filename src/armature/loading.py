@@ -1,5 +1,6 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ from omegaconf import DictConfig, OmegaConf
 from armature import run_dir
 from armature.checkpoint import lightning_file, resume, state, storage
 from armature.errors import ConfigError
+from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
 
 
 def open_run(
-    path: Path, *, best: bool = False, overrides: list[str] | None = None, trust: bool = False
+    path: Path,
+    *,
+    best: bool = False,
+    overrides: list[str] | None = None,
+    trust: bool = False,
+    packages: Sequence[str] = (),
 ) -> tuple[DictConfig, Path]:
     """Return the configuration of a run, with run.dir set to where it is now, and one of its checkpoints, verified.
 
@@ -24,6 +31,7 @@ def open_run(
         path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in it.
         overrides: `key=value`, applied to the run's configuration.
         trust: accept a checkpoint without a manifest.
+        packages: that the run's configuration may name besides those of this installation (launch.allowed_packages).
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
@@ -37,6 +45,7 @@ def open_run(
     OmegaConf.set_struct(cfg, True)
     apply_overrides(cfg, overrides or [], run_dir=run_path)
     OmegaConf.update(cfg, "run.dir", str(run_path))
+    targets.check(cfg, overrides=overrides or [], packages=packages)
     if path == run_path and best:
         name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")
         named = [resume.folder(run_path, cfg) / Path(name).name] if name else []
@@ -50,7 +59,7 @@ def open_run(
 
 def load(
     path: str | Path, *, device: str = "cpu", best: bool = False, trust: bool = False,
-    expect: type[L.LightningModule] = L.LightningModule, **arguments: Any,
+    packages: Sequence[str] = (), expect: type[L.LightningModule] = L.LightningModule, **arguments: Any,
 ) -> L.LightningModule:  # fmt: skip
     """Return a trained LightningModule with its weights, in evaluation mode, ready for inference.
 
@@ -60,13 +69,14 @@ def load(
         path: a run directory (its last checkpoint, or its `best`), or one checkpoint in it: a directory, or a .ckpt.
         device: where to put the module.
         trust: accept a checkpoint without a manifest.
+        packages: your own packages that the run's classes are in, if they are not in src/ of this installation.
         expect: the class that the module must be of.
         arguments: of the module's constructor, which override those of the run.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or it cannot be read.
     """
-    cfg, checkpoint = open_run(Path(path), best=best, trust=trust)
+    cfg, checkpoint = open_run(Path(path), best=best, trust=trust, packages=packages)
     task = load_task(cfg, checkpoint, **arguments)
     if not isinstance(task, expect):
         raise ConfigError(f"{path} holds a {cfg.task._target_}, not a {expect.__module__}.{expect.__qualname__}.")

@@ -12,6 +12,7 @@ outputs/<run.name>/
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import subprocess
@@ -28,6 +29,8 @@ from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 from armature.launcher import environment
 from armature.validation.overrides import keep_references
+
+log = logging.getLogger(__name__)
 
 
 def default_name(label: str) -> str:
@@ -99,7 +102,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
     typed = run_dir / "overrides.txt"
-    before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
+    before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
     files.replace(typed, before + "".join(f"{override}\n" for override in overrides))
     return run_dir
 
@@ -107,7 +110,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
 def _id(run_dir: Path) -> str:
     """Return the run's id for loggers: random at its first start, the same at every later one."""
     file = run_dir / "config.yaml"
-    known = OmegaConf.select(OmegaConf.load(file), "run.id", default=None) if file.is_file() else None
+    known = OmegaConf.select(config.load(file), "run.id", default=None) if file.is_file() else None
     return known or secrets.token_hex(6)
 
 
@@ -162,5 +165,21 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Return the summary of the newest start that ended, or None, also for a file that a loss of power damaged."""
     file = run_dir / "summary.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(summary["metrics"], dict) and isinstance(summary["global_step"], int) and summary["stop_reason"]:
+            return summary
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ):  # ValueError: also text that is no JSON, or not UTF-8
+        pass
+    log.warning("%s is damaged and is ignored; the run's checkpoints are what counts.", file)
+    return None

@@ -34,7 +34,7 @@ from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
-from armature.errors import ConfigError
+from armature.errors import ConfigError, MaskingFormatter
 from armature.launcher import environment, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
@@ -53,6 +53,7 @@ from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
 from armature.validation import resize
+from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +284,8 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    hide_secrets(cfg)
+    handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class MoonsData(DataModule):
 
     The base class shuffles, batches, shares samples among ranks, and holds the position to resume from.
     """
+
+    model_sizes: ClassVar[dict[str, int]] = {"features": 2, "classes": 2}  # what a model needs, checked before launch
 
     def __init__(self, *, samples: int, held_out: int, noise: float, **loader: Any) -> None:
         super().__init__(**loader)

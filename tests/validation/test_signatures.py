@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from armature.validation import signatures
+from armature.validation import signatures, targets
 
 ALLOWED = ["armature", "torch.optim", "lightning.pytorch", "sample"]
 
@@ -29,7 +29,7 @@ def sample(tmp_path, monkeypatch):
 
 
 def found(**node):
-    return signatures.problems("node", node, ALLOWED)
+    return targets.problems({"node": node}, ALLOWED)
 
 
 @pytest.mark.usefixtures("sample")
@@ -41,7 +41,7 @@ def found(**node):
         {"_target_": "sample.net.Inherits", "depth": 1},
         {"_target_": "sample.net.Options", "rate": 0.5, "name": "a"},
         {"_target_": "sample.net.build", "path": "x", "_partial_": True},
-        {"_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.1},
+        {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},
     ],
 )
@@ -59,7 +59,10 @@ def test_sound_arguments_are_accepted(node):
         ({"_target_": "sample.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
         ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),
-        ({"_target_": "torch.optim.AdamW", "learning_rate": 1.0}, ["takes no argument 'learning_rate'"]),
+        (
+            {"_target_": "torch.optim.AdamW", "_partial_": True, "learning_rate": 1.0},
+            ["takes no argument 'learning_rate'"],
+        ),
         ({"_target_": "os.system", "command": "true"}, ["launch.allowed_packages"]),
         ({"_target_": "torch.load", "f": "x"}, ["launch.allowed_packages"]),
         ({"inner": [{"_target_": "pathlib.Path.unlink"}]}, ["node.inner[0]._target_"]),

@@ -65,6 +65,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     if trained_in is None or not (trained_in / "config.yaml").is_file():
         return []
     saved = config.load(trained_in / "config.yaml")
+    config.require_groups(saved, trained_in / "config.yaml")
     found = []
     for group in ("model",) if checkpoint.is_file() else ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))

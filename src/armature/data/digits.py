@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ class DigitsData(DataModule):
         loader: batch sizes and the other arguments of DataModule.
     """
 
+    model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}  # read before launch
+
     def __init__(self, *, shift: int = 1, **loader: Any) -> None:
         super().__init__(**loader)
         self.shift = shift
@@ -33,7 +35,7 @@ class DigitsData(DataModule):
         from sklearn.datasets import load_digits
 
         images, digits = load_digits(return_X_y=True)
-        chosen = split_indices(digits)[split]
+        chosen = split_indices(np.asarray(digits))[split]
         inputs = torch.tensor(images[chosen] / 16.0, dtype=torch.float32).view(-1, 1, 8, 8)
         return Images(inputs, torch.tensor(digits[chosen], dtype=torch.int64), shift=self.shift)
 

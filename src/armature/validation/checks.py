@@ -5,11 +5,11 @@ import logging
 import netrc
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -18,25 +18,22 @@ from armature import hardware
 from armature.checkpoint import resume
 from armature.config import Config
 from armature.data import batching
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 from armature.layout import Layout
 from armature.models.plan import module_beside
-from armature.validation import foreign_keys, lightning_parts, manual, parallelism, signatures
+from armature.validation import (
+    foreign_keys,
+    lightning_parts,
+    manual,
+    parallelism,
+    relations,
+    signatures,
+    targets,
+    values,
+)
 
+LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
-
-CHOICES = {
-    "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
-    "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
-    "trainer.gradient_clip_algorithm": ("norm", "value"),
-    "trainer.matmul_precision": ("highest", "high", "medium"),
-    "checkpoint.mode": ("min", "max"),
-    "checkpoint.on_failure": ("continue", "stop"),
-}
-ALIASES = {"fp16": "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "32": "32-true",
-           "cuda": "gpu"}  # fmt: skip
-_SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
-_SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours may be named in `_target_`
 
 
 def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
@@ -44,18 +41,26 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
 
     `prepare` the data too, which may take long.
     """
-    if problems := (_missing_problems(cfg) + _unknown_problems(cfg)) or _interpolation_problems(cfg):
+    values.hide_secrets(cfg)
+    if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
-    problems = _choice_problems(cfg) + _range_problems(cfg) + _secret_problems(cfg)
+    if problems := _interpolation_problems(cfg):
+        raise ConfigError(problems)
+    problems = values.problems(cfg, plain(cfg))
     unsound = _target_problems(cfg) + _device_problems(cfg)
+    sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
     problems += unsound
     if not unsound:
         cfg = decide(cfg)
-        problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg) + manual.problems(cfg)
+        problems += _model_problems(cfg) + (layout_problems(cfg) + _launch_problems(cfg) if not sizes else [])
+        problems += manual.problems(cfg)
+        problems += [] if problems else relations.problems(plain(cfg))
     problems += lightning_parts.problems(cfg) + _logger_problems(cfg)
-    problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
-    problems += resume.problems(cfg)
-    problems += _data_problems(cfg, prepare=prepare and not problems)
+    problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
+    problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
+    problems += _resume_problems(cfg)
+    if not unsound and not any(each.startswith("data.") for each in problems):
+        problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return cfg
@@ -85,17 +90,23 @@ def plain(node: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
 
 
-def _walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key in node:
-        path = f"{prefix}{key}"
-        yield path, node[key]
-        if isinstance(node[key], dict):
-            yield from _walk(node[key], f"{path}.")
+def _group_problems(cfg: DictConfig) -> list[str]:
+    """Return the core's own groups and keys that were deleted (`~seed`), or are no group any more."""
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    found = []
+    for item in fields(Config):
+        if is_dataclass(item.type):
+            here = raw.get(item.name)
+            gone = [f"{item.name}.{f.name}" for f in fields(item.type) if f.name not in here] if here else [item.name]
+        else:
+            gone = [item.name] if item.name not in raw else []
+        found += [f"~{key}: every run needs {key}. Remove ~{key} from the command." for key in gone]
+    return found
 
 
 def _missing_problems(cfg: DictConfig) -> list[str]:
     raw = OmegaConf.to_container(cfg, resolve=False)
-    return [f"{path}: a value is required. Type {path}=…" for path, value in _walk(raw) if value == "???"]
+    return [f"{path}: a value is required. Type {path}=…" for path, value in values.walk(raw) if value == "???"]
 
 
 def _unknown_problems(cfg: DictConfig) -> list[str]:
@@ -117,65 +128,15 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
     try:
         plain(cfg)
     except OmegaConfBaseException as error:
-        return ["; ".join(line.strip() for line in str(error).splitlines() if line.strip())]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
+        said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
+        return [f"{key}: {said}.".removeprefix(": ")]
     return []
 
 
-def _choice_problems(cfg: DictConfig) -> list[str]:
-    problems = []
-    for key, choices in CHOICES.items():
-        value = OmegaConf.select(cfg, key)
-        if value not in choices:
-            meant = ALIASES.get(str(value)) or next(iter(difflib.get_close_matches(str(value), choices, 1, 0.4)), None)
-            hint = f" Did you mean {key}={meant}?" if meant else ""
-            problems.append(f"{key}={value}: must be one of {', '.join(choices)}.{hint}")
-    return problems
-
-
-def _range_problems(cfg: DictConfig) -> list[str]:
-    problems, trainer = [], cfg.trainer
-    if trainer.max_steps is None and trainer.max_epochs is None:
-        problems.append(
-            "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
-            "Type trainer.max_steps=… or trainer.max_epochs=…."
-        )
-    positive = ["num_nodes", "max_steps", "max_epochs", "val_every_n_steps", "log_every_n_steps"]
-    every = [f"checkpoint.{key}" for key in ("every_n_steps", "every_n_minutes", "keep_every_n_steps")]
-    for key in [*(f"trainer.{key}" for key in positive), *every, "data.train_limit", "data.eval_batch_size"]:
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, (int, float)) and value <= 0:
-            problems.append(f"{key}={value}: must be positive (or null, if it may be off).")
-    workers = OmegaConf.select(cfg, "data.num_workers")
-    if isinstance(workers, int) and workers < 0:
-        problems.append(f"data.num_workers={workers}: must not be negative. Type 0 to load in the training process.")
-    rate = OmegaConf.select(cfg, "optimizer.lr")
-    if isinstance(rate, (int, float)) and rate <= 0:
-        problems.append(f"optimizer.lr={rate}: must be positive.")
-    base_width = OmegaConf.select(cfg, "optimizer.base_width")
-    if base_width is not None and (not isinstance(base_width, int) or base_width < 1):
-        problems.append(f"optimizer.base_width={base_width}: must be a model's width, or null.")
-    if (kept := cfg.checkpoint.keep_last) < 1:
-        problems.append(f"checkpoint.keep_last={kept}: must be at least 1, or nothing could be resumed.")
-    if (limit := trainer.max_time) is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", limit):
-        problems.append(f"trainer.max_time={limit}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00.")
-    return problems
-
-
-def _secret_problems(cfg: DictConfig) -> list[str]:
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    return [
-        f"{path}: a secret typed here would be written to config.yaml. Put it into .env and refer to it, "
-        f"as in '{path}=${{oc.env:{path.rsplit('.', 1)[-1].upper()}}}'."
-        for path, value in _walk(raw)
-        if _SECRET.search(path.rsplit(".", 1)[-1]) and isinstance(value, str) and value and "${" not in value
-    ]
-
-
 def _target_problems(cfg: DictConfig) -> list[str]:
-    own = [p.name for p in _SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists()]
-    allowed = [*cfg.launch.allowed_packages, *(name for name in own if name not in cfg.launch.allowed_packages)]
-    nodes = {group: node for group, node in plain(cfg).items() if isinstance(node, dict)}
-    return [problem for group, node in nodes.items() for problem in signatures.problems(group, node, allowed)]
+    return targets.problems(plain(cfg), [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])])
 
 
 def _device_problems(cfg: DictConfig) -> list[str]:
@@ -265,8 +226,11 @@ def _logger_problems(cfg: DictConfig) -> list[str]:
     return [
         f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb login`), "
         f"or type logger.{name}.offline=true."
-        for name, node in (cfg.logger or {}).items()
-        if "wandb" in str(node.get("_target_", "")).lower() and not node.get("offline", False) and not _has_wandb_key()
+        for name, node in (cfg.logger if isinstance(cfg.logger, DictConfig) else {}).items()
+        if isinstance(node, DictConfig)
+        and "wandb" in str(node.get("_target_", "")).lower()
+        and not node.get("offline", False)
+        and not _has_wandb_key()
     ]
 
 
@@ -281,26 +245,49 @@ def _has_wandb_key() -> bool:
 
 
 def _name_problems(name: str | None) -> list[str]:
-    if name is None or (name and not Path(name).is_absolute() and ".." not in Path(name).parts):
+    if name is None:
         return []
-    return [f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."]
-
-
-def _folder_problems(folder: Path) -> list[str]:
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        return [f"run.root={folder}: {existing} is a file. Type run.root=… with a folder."]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run.root={folder}: {existing} cannot be written. Type another run.root."]
+    parts = Path(name).parts
+    if not name.isprintable():
+        return [f"run.name={name!r}: holds characters that cannot be printed. Type another run.name."]
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        return [f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."]
+    if (longest := max(len(os.fsencode(part)) for part in parts)) > LONGEST_NAME:
+        return [f"run.name={name[:40]}…: {longest} bytes, but a folder's name has at most {LONGEST_NAME}. Shorten it."]
     return []
+
+
+def _folder_problems(key: str, folder: str | None) -> list[str]:
+    if folder is None or "://" in folder:
+        return []
+    existing = Path(folder).absolute()
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except (OSError, ValueError) as error:
+        return [f"{key}={folder}: no folder can have this name ({error}). Type another {key}."]
+    if not existing.is_dir():
+        return [f"{key}={folder}: {existing} is a file. Type {key}=… with a folder."]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{key}={folder}: {existing} cannot be written. Type another {key}."]
+    return []
+
+
+def _resume_problems(cfg: DictConfig) -> list[str]:
+    try:
+        return resume.problems(cfg)
+    except (OSError, ValueError) as error:  # a name that no path can have, a folder that may not be read
+        return [f"resume={cfg.resume}: it cannot be read ({error}). Name a run directory, or a step=… folder in one."]
 
 
 def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
     """Prepare the data source once, so that the ranks only open it; if the run is refused anyway, check it quickly."""
     if not isinstance(OmegaConf.select(cfg, "data.source"), DictConfig):
         return []
+    if "path" in cfg.data and not cfg.data.path:
+        return [
+            "data.path=null: name a file, a folder or a pattern. For the standard library's source type data=stdlib."
+        ]
     try:
         source = instantiate(cfg.data.source)
         if prepare:
@@ -309,4 +296,14 @@ def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
             source.check()
     except ConfigError as error:
         return error.problems
+    except (
+        HydraException,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:  # a folder that may not be read, …
+        return [
+            f"data.source: {error_line(error.__cause__ or error)}. Check data.path and the other keys of data.source."
+        ]
     return []

@@ -5,6 +5,7 @@ Hydra stops at the first mistake. On this path alone, each override is tried by 
 
 import difflib
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from armature.validation import foreign_keys
 
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
+MOST_SECONDS = 4.0  # for trying them
 GLOBAL = ("experiment", "debug", "sweep")  # groups whose files set values of the whole configuration
 HEADER = "# @package _global_"
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -57,8 +59,10 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
             fixed, values, here = _sweep(overrides)
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
-        found = []
+        found, end = [], time.monotonic() + MOST_SECONDS
         for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][:MOST_VALUES]:
+            if time.monotonic() > end:  # its trial meets the rest
+                break
             others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
             made = _composed((*others, value))
             if isinstance(made, Exception):
@@ -101,7 +105,7 @@ def _try(overrides: list[str]) -> Exception | None:
 def _composed(overrides: tuple[str, ...]) -> DictConfig | Exception:
     try:
         return compose("train", overrides=[*overrides])
-    except CONFIG_ERRORS as error:
+    except Exception as error:  # for a group that is no word, Hydra raises ValueError and TypeError
         return error
 
 
@@ -118,7 +122,7 @@ def _groups(config_dir: Path) -> dict[str, list[str]]:
 def _describe(error: Exception, override: str, groups: dict[str, list[str]], sound: list[str], config_dir: Path) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
-    except HydraException:
+    except Exception:
         form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
         return f"{override}: this is not of the form {form}."
     key = parsed.key_or_group

@@ -8,7 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from armature.validation import foreign_keys
 OUR_DATA = "armature.data.base.DataModule"
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
 FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
+Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
 
@@ -28,33 +29,13 @@ class Signature:
 
     parameters: dict[str, ast.expr | None] = field(default_factory=dict)  # annotation of each
     defaults: dict[str, ast.expr] = field(default_factory=dict)  # of each that has one
+    required: list[str] = field(default_factory=list)  # without a default, in order
     open: bool = False  # it takes any keyword, or cannot be read from the source
 
 
-def problems(path: str, node: dict[str, Any], allowed: list[str]) -> list[str]:
-    """Return what is wrong with the `_target_` node at `path` of the configuration and with the nodes below it."""
-    target = node.get("_target_")
-    found = _target_problems(path, target, node, allowed) if isinstance(target, str) else []
-    for key, value in node.items():
-        below = (
-            {f".{key}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {f".{key}": value}
-        )
-        for name, item in below.items():
-            if isinstance(item, dict):
-                found += problems(f"{path}{name}", item, allowed)
-    return found
-
-
-def _target_problems(path: str, target: str, node: dict[str, Any], allowed: list[str]) -> list[str]:
-    if not any(target == prefix or target.startswith(f"{prefix}.") for prefix in allowed):
-        return [
-            f"{path}._target_={target}: only packages in launch.allowed_packages may be called ({', '.join(allowed)}). "
-            f"If you trust it: 'launch.allowed_packages=[{','.join([*allowed, target.split('.')[0]])}]'."
-        ]
-    definition = find_definition(target)
-    if definition is None:
-        return [f"{path}._target_={target}: there is no such class or function.{_near_definition(target)}"]
-    signature = signature_of(*definition)
+def argument_problems(path: str, node: dict[str, Any], definition: Definition) -> list[str]:
+    """Return which arguments of the `_target_` node at `path` its class or function does not take."""
+    target, signature = node["_target_"], signature_of(*definition)
     plain_data = path == "data" and not derives_from(target, OUR_DATA)  # data/adapter.py takes its LOADER_KEYS
     found = []
     for key, value in node.items():
@@ -114,16 +95,44 @@ def _tree(module: str) -> ast.Module | None:
     return ast.parse(file.read_text(encoding="utf-8")) if file else None
 
 
-def find_definition(target: str, *, depth: int = 0) -> tuple[str, ast.ClassDef | ast.FunctionDef] | None:
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that define a module's names, also in its `if` and `try`."""
+    for node in body:
+        yield node
+        for inner in ("body", "orelse", "handlers", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+                yield from _top_level(getattr(node, inner, []))
+
+
+def is_assigned(target: str) -> bool:
+    """Return whether a dotted name is a variable of its module, such as a function that another one made."""
+    module, _, name = target.rpartition(".")
+    tree = _tree(module) if module else None
+    targets = [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets] if tree else []
+    return any(isinstance(each, ast.Name) and each.id == name for each in targets)
+
+
+def is_lazy(target: str) -> bool:
+    """Return whether a dotted name lies in a module that makes its names on demand, as transformers does."""
+    tree = _tree(target.rpartition(".")[0])
+    return tree is not None and any(
+        (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+        or (isinstance(node, ast.Name) and node.id == "_LazyModule")
+        for node in ast.walk(tree)
+    )
+
+
+def find_definition(target: str, *, depth: int = 0) -> Definition | None:
     """Return the defining module and the syntax tree of a dotted name, through re-exports, or None."""
     module, _, name = target.rpartition(".")
     tree = _tree(module) if module and depth <= 8 else None
     if tree is None:
         return None
-    for node in ast.walk(tree):
+    statements = [*_top_level(tree.body)]
+    for node in statements:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return module, node
-    for node in ast.walk(tree):
+    for node in statements:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) in (name, "*"):
@@ -152,8 +161,11 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
         own = Signature({item.target.id: item.annotation for item in fields if isinstance(item.target, ast.Name)})
+        own.required = [i.target.id for i in fields if i.value is None and isinstance(i.target, ast.Name)]
         return _with_bases(module, node, own) if node.bases else own
-    return _with_bases(module, node, Signature(open=bool(node.bases)))
+    inherited = _with_bases(module, node, Signature(open=bool(node.bases)))
+    inherited.required = next((signature_of(*base).required for base in _bases(module, node)), [])
+    return inherited
 
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
@@ -161,8 +173,8 @@ def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
     for base in _bases(module, node):
         inherited = signature_of(*base)
         defaults = {**inherited.defaults, **own.defaults}
-        return Signature({**inherited.parameters, **own.parameters}, defaults, open=inherited.open)
-    return Signature(own.parameters, own.defaults, open=bool(node.bases) or own.open)
+        return Signature({**inherited.parameters, **own.parameters}, defaults, own.required, open=inherited.open)
+    return Signature(own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open)
 
 
 def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
@@ -209,6 +221,47 @@ def derives_from(target: str, base: str, *, depth: int = 0) -> bool:
         return True
     bases = _bases(definition[0], definition[1])
     return any(derives_from(f"{module}.{node.name}", base, depth=depth + 1) for module, node in bases)
+
+
+def derives(definition: Definition, names: Collection[str]) -> bool | None:
+    """Return whether a class is one of `names` or derives from one; None if it is a function, or a base is unknown."""
+    module, node = definition
+    if not isinstance(node, ast.ClassDef):
+        return None
+    if node.name in names:
+        return True
+    unknown = False
+    for base in node.bases:
+        written = ast.unparse(base).split("[")[0]
+        if written.split(".")[-1] in names:
+            return True
+        found = find_definition(f"{module}.{written.split('.')[-1]}") or find_definition(_spelt_out(module, written))
+        above = derives(found, names) if found is not None else None
+        if above:
+            return True
+        unknown |= above is None and written not in ("object", "ABC", "Generic", "Protocol")
+    return None if unknown else False
+
+
+def _spelt_out(module: str, name: str) -> str:
+    """Return `nn.Module` as `torch.nn.Module`, after the module's own imports."""
+    first, _, rest = name.partition(".")
+    tree = _tree(module)
+    for node in ast.walk(tree) if tree is not None else ():
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if (alias.asname or alias.name) == first:
+                above = f"{_absolute(module, node)}." if isinstance(node, ast.ImportFrom) else ""
+                return f"{above}{alias.name}.{rest}"
+    return name
+
+
+def methods_of(definition: Definition, names: Collection[str]) -> Iterator[ast.FunctionDef]:
+    """Yield the methods of these names of a class and its readable bases, except torch's and Lightning's."""
+    module, node = definition
+    if isinstance(node, ast.ClassDef) and module.split(".")[0] not in ("torch", "lightning"):
+        yield from (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name in names)
+        for base in _bases(module, node):
+            yield from methods_of(base, names)
 
 
 def defaults_of(target: str) -> dict[str, Any]:
@@ -269,10 +322,11 @@ def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
     given = zip(positional[::-1], node.args.defaults[::-1], strict=False)  # defaults belong to the last parameters
     keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     defaults = {argument.arg: default for argument, default in (*given, *keywords) if default is not None}
-    return Signature({a.arg: a.annotation for a in arguments}, defaults, open=node.args.kwarg is not None)
+    required = [argument.arg for argument in arguments if argument.arg not in defaults]
+    return Signature({a.arg: a.annotation for a in arguments}, defaults, required, open=node.args.kwarg is not None)
 
 
-def _near_definition(target: str) -> str:
+def near_definition(target: str) -> str:
     module, _, name = target.rpartition(".")
     tree = _tree(module) if module else None
     if tree is None:

@@ -1,0 +1,117 @@
+"""Check values against those of other groups: monitored metrics, factories, sizes, lengths of a schedule. Torch-free.
+
+A data module says what its samples need of a model in a class attribute that is a literal:
+
+    model_sizes = {"image_size": 8, "channels": 1, "classes": 10}
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from armature.validation import signatures
+
+log = logging.getLogger(__name__)
+
+
+def problems(cfg: dict[str, Any]) -> list[str]:
+    """Return what cannot work together in a resolved configuration whose classes are sound."""
+    every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
+    if isinstance(every, int) and isinstance(steps, int) and every > steps:
+        log.warning(
+            "trainer.val_every_n_steps=%s is beyond trainer.max_steps=%s: validation runs once, at the end.",
+            every,
+            steps,
+        )
+    return [*_monitors(cfg), *_factories(cfg), *_sizes(cfg), *_schedule(cfg)]
+
+
+def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield monitored names that our tasks do not log. What other tasks and callbacks log is not known."""
+    known = _logged(str(cfg["task"]["_target_"]))
+    callbacks = cfg.get("callbacks") or {}
+    if not known or any(not _is_known(node) for node in callbacks.values()):
+        return
+    asked = {"checkpoint.monitor": cfg["checkpoint"]["monitor"]}
+    asked |= {f"callbacks.{name}.monitor": node["monitor"] for name, node in callbacks.items() if "monitor" in node}
+    for key, name in asked.items():
+        if isinstance(name, str) and name.startswith("val/") and name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f" Did you mean {key}={near[0]}?" if near else ""
+            yield f"{key}={name}: the task logs {', '.join(known)}.{hint}"
+        elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
+            yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
+
+
+def _is_known(node: Any) -> bool:
+    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in ("armature", "lightning")
+
+
+def _logged(task: str) -> list[str]:
+    """Return the names that one of our tasks logs in validation, read from its `metrics` and `final_metrics`."""
+    if not task.startswith("armature.tasks."):
+        return []
+    definition = signatures.find_definition(task)
+    names: dict[str, None] = {}
+    for method in signatures.methods_of(definition, ("metrics", "final_metrics")) if definition is not None else ():
+        for node in ast.walk(method):
+            keys = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
+            names |= {f"val/{k.value}": None for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
+    return sorted(names)
+
+
+def _factories(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield groups that our tasks call later, and that would be built at once, or cannot be called so."""
+    definition = signatures.find_definition(cfg["task"]["_target_"])
+    if definition is None or not signatures.derives(definition, ("Task", "PointClassification")):
+        return
+    model, scheduler = cfg["model"], cfg.get("scheduler")
+    built = signatures.find_definition(model["_target_"])
+    if built is not None and isinstance(built[1], ast.ClassDef) and not model.get("_partial_"):
+        yield "model._partial_=false: the task builds the model later, on its device. Type model._partial_=true."
+    found = signatures.find_definition(scheduler["_target_"]) if scheduler else None
+    takes = signatures.signature_of(*found) if found is not None else None
+    if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
+        yield (
+            f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it does not take. Type "
+            "scheduler=cosine, linear, wsd or constant, or a function of your own package in src/ that takes "
+            "(optimizer, total_steps)."
+        )
+
+
+def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield sizes of the model that do not fit the data."""
+    model, data = cfg["model"], cfg["data"]
+    needed = signatures.class_attribute(data["_target_"], "model_sizes") or {}
+    if isinstance(source := data.get("source"), dict) and "vocab_size" in source:
+        needed |= {"vocab_size": source["vocab_size"], "context": data.get("context")}
+    for key, value in needed.items():
+        given = model.get(key)
+        least = key in ("classes", "vocab_size", "context")  # more than needed is no mistake
+        if isinstance(given, int) and isinstance(value, int) and (given < value if least else given != value):
+            yield f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type model.{key}={value}."
+
+
+def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield lengths of our schedules that are longer than the run, as far as its length is known here."""
+    node, steps = cfg.get("scheduler"), cfg["trainer"]["max_steps"]
+    if not isinstance(node, dict) or not isinstance(steps, int):
+        return
+    if (
+        not str(node.get("_target_")).startswith("armature.optim.schedules.")
+        or cfg["trainer"]["max_epochs"] is not None
+    ):
+        return
+    lengths = {key: node[key] for key in ("warmup", "decay") if isinstance(node.get(key), int | float)}
+    total = sum(round(value * steps) if value < 1 else int(value) for value in lengths.values())
+    if total > steps:
+        typed = " and ".join(f"scheduler.{key}={value}" for key, value in lengths.items())
+        verb = "are" if len(lengths) > 1 else "is"
+        yield (
+            f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the run (below 1.0), "
+            "or more steps."
+        )

@@ -1,0 +1,234 @@
+"""Check everything that a configuration would call: may it be called, does it exist, does it take these arguments.
+
+A config.yaml can come from a stranger, and whatever a `_target_` names is imported and called. It must be a class or a
+function that builds something, in a package that this installation allows. What calls others by name, or loads
+pickles, is refused in every package. The module that *defines* a class or function decides: a name that some other
+module merely imported is no way around the rules. The user's own packages in src/ are trusted.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from armature import config
+from armature.errors import ConfigError, error_line
+from armature.validation import signatures
+from armature.validation.signatures import Definition
+
+_SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours may be named in `_target_`
+_KEY = "launch.allowed_packages"
+# inside these packages, only these parts may be named
+CLASSES = {
+    "armature": ("models", "tasks", "data", "optim", "strategies", "callbacks", "loggers"),
+    "torch": ("nn", "optim", "utils.data"),
+    "lightning": tuple(
+        f"{side}.{part}"
+        for side in ("pytorch", "fabric")
+        for part in ("accelerators", "callbacks", "core", "demos.boring_classes", "demos.transformer", "loggers",
+                     "plugins", "profilers", "strategies")
+    ),
+    "torchmetrics": ("",),
+}  # fmt: skip
+FUNCTIONS = {
+    "armature": ("optim", "strategies.auto"),
+    "torch": ("nn.functional", "nn.init", "nn.utils.parametrizations", "optim"),
+    "lightning": (),
+    "torchmetrics": ("functional",),
+}
+# refused also if their package is allowed: they call what they are given by name, load pickles, or change files
+NEVER = (
+    "hydra", "omegaconf", "joblib", "cloudpickle", "dill", "fsspec", "lightning.pytorch.cli", "lightning.fabric.cli",
+    "numpy.load", "numpy.fromfile", "numpy.memmap", "numpy.save", "numpy.savez", "numpy.lib", "numpy.f2py",
+    "numpy.distutils", "numpy.testing", "pandas.read_pickle", "pandas.io.pickle", "pandas.eval",
+    "torch.hub", "torch.load", "torch.save", "torch.serialization", "torch.jit", "torch.package", "torch.export",
+    "torch.compile", "torch.ops", "torch.distributed", "torch.multiprocessing", "torch.utils.cpp_extension",
+    "torch.utils.model_zoo", "torch.utils.bottleneck", "torch.utils.checkpoint", "setuptools", "pip", "pkg_resources",
+)  # fmt: skip
+PLAIN = ("collections", "datetime", "decimal", "fractions", "pathlib")  # of the standard library, harmless classes
+ROLES = {  # group → base classes of which one is needed
+    "callbacks": ("Callback",),
+    "logger": ("Logger",),
+    "task": ("LightningModule",),
+    "model": ("Module",),
+    "data": ("LightningDataModule",),
+    "optimizer": ("Optimizer",),
+    "scheduler": ("LRScheduler", "_LRScheduler", "ReduceLROnPlateau"),
+    "strategy": ("Strategy",),
+}
+PASSED = {"optimizer": 1, "scheduler": 1}  # positional arguments that a task passes to the factory
+PASSED_BY_NAME = {"task": ("model", "optimizer", "scheduler"), "scheduler": ("total_steps",)}
+
+
+def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[str] = ()) -> None:
+    """Resolve a run's configuration in place, and raise ConfigError if it would call what this installation forbids.
+
+    Interpolations are resolved first, so that what was checked is what is called.
+
+    Args:
+        overrides: typed by the user of this command; they may allow packages (launch.allowed_packages=[…]), which
+            the run's own config.yaml may not.
+        packages: allowed by the caller besides.
+    """
+    config.require_groups(cfg, Path(str(OmegaConf.select(cfg, "run.dir"))) / "config.yaml")
+    typed = next((each.partition("=")[2] for each in overrides if each.lstrip("+").partition("=")[0] == _KEY), None)
+    named = OmegaConf.from_dotlist([f"value={typed}"]).value if typed is not None else []
+    try:
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{OmegaConf.select(cfg, 'run.dir')}/config.yaml: {error_line(error)}.") from error
+    found = problems(OmegaConf.to_container(cfg), [*installed(), *map(str, named or []), *packages])
+    if found:
+        raise ConfigError(found)
+
+
+def installed() -> list[str]:
+    """Return the packages that the configuration files of this installation allow, and the user's own in src/."""
+    files = [config.CONFIGS / "launch" / "default.yaml", config.CONFIGS / "local" / "default.yaml"]
+    found = [OmegaConf.load(file) for file in files if file.is_file()]
+    lists = [OmegaConf.select(found[0], "allowed_packages"), *(OmegaConf.select(each, _KEY) for each in found[1:])]
+    return [*dict.fromkeys([*(str(name) for names in lists for name in names or ()), *own()])]
+
+
+def own() -> list[str]:
+    """Return the packages in src/."""
+    return sorted(p.name for p in _SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists())
+
+
+def problems(cfg: Any, allowed: Sequence[str]) -> list[str]:
+    """Return what is wrong with any `_target_` node of a resolved configuration and with its arguments."""
+    found = [*_shape_problems(cfg)] if isinstance(cfg, dict) else []
+    for path, node, complete in _nodes(cfg):
+        found += _node_problems(path, node, allowed, complete=complete)
+    return found
+
+
+def _nodes(node: Any, path: str = "", *, complete: bool = True) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield each mapping that Hydra would call, with its key, in mappings and lists at any depth.
+
+    The third value is False below `_recursive_: false`, where the object above calls it, maybe with more arguments.
+    """
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield path, node, complete
+        complete = complete and node.get("_recursive_", True) is not False
+        for key, value in node.items():
+            yield from _nodes(value, f"{path}.{key}" if path else str(key), complete=complete)
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _nodes(value, f"{path}[{i}]", complete=complete)
+
+
+def _node_problems(path: str, node: dict[str, Any], allowed: Sequence[str], *, complete: bool) -> list[str]:
+    """Return what is wrong with one `_target_` node; those below it are not looked at."""
+    target = node["_target_"]
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
+        return [f"{path}._target_={target}: must be the dotted name of a class, as in 'torch.optim.AdamW'."]
+    found = [
+        f"{path}.{key}={node[key]!r}: must be true or false."
+        for key in ("_partial_", "_recursive_")
+        if key in node and not isinstance(node[key], bool)
+    ]
+    if (refused := _forbidden(path, target, allowed)) is not None:
+        return [refused]
+    definition = signatures.find_definition(target)
+    if definition is None:
+        if signatures.is_assigned(target) or (target.split(".")[0] not in CLASSES and signatures.is_lazy(target)):
+            return found  # no source to read: made by another function, as torch.nn.functional.gelu, or made on demand
+        return [f"{path}._target_={target}: there is no such class or function.{signatures.near_definition(target)}"]
+    found += signatures.argument_problems(path, node, definition)
+    return found or _role_problems(path, node, definition, complete=complete)
+
+
+# ---------------------------------------------------------------- what may be called
+def _under(name: str, prefixes: Sequence[str]) -> bool:
+    return any(not prefix or name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
+    """Return why a target may not be called, or None."""
+    what = f"{path}._target_={target}"
+    if not _under(target, allowed):
+        return (
+            f"{what}: only packages in launch.allowed_packages may be called ({', '.join(allowed)}). "
+            f"If you trust it: '{_KEY}=[{','.join([*dict.fromkeys([*allowed, target.split('.')[0]])])}]'."
+        )
+    definition = signatures.find_definition(target)
+    if definition is None:
+        return _refusal(what, target, is_class=not signatures.is_assigned(target))
+    module, node = definition
+    defined, is_class = f"{module}.{node.name}", isinstance(node, ast.ClassDef)
+    top, home = target.split(".")[0], module.split(".")[0]
+    if home != top and not _under(defined, allowed):
+        return (
+            f"{what}: it is defined in {module}, which is not in launch.allowed_packages. Name your own class in src/."
+        )
+    private = top in CLASSES and "._" in target
+    return _refusal(what, "os" if private else target, is_class=is_class) or _refusal(what, defined, is_class=is_class)
+
+
+def _refusal(what: str, name: str, *, is_class: bool) -> str | None:
+    top, _, rest = name.partition(".")
+    kind = "class" if is_class else "function"
+    remedy = (
+        f"Name a class that builds one thing; what else you need belongs into a {kind} of your own package in src/."
+    )
+    if _under(name, NEVER) or (top in sys.stdlib_module_names and top not in PLAIN):
+        return f"{what}: it can run other code or change files, so a configuration may not name it. {remedy}"
+    if top not in CLASSES:
+        return None
+    places = (CLASSES if is_class else FUNCTIONS)[top]
+    package_root = is_class and rest.count(".") <= (1 if top == "lightning" else 0)  # re-exported, as armature.X
+    if not (_under(rest, places) or package_root):
+        return f"{what}: a configuration may not name this {kind} of {top}. {remedy}"
+    return None
+
+
+# ---------------------------------------------------------------- what each group needs
+def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
+    """Yield groups that hold no `_target_` where one is needed."""
+    for group in ("callbacks", "logger"):
+        members = cfg.get(group) or {}
+        if not isinstance(members, dict):
+            yield f"{group}={members!r}: must be a mapping of names. Type {group}=null for none."
+            continue
+        for name, node in members.items():
+            if not isinstance(node, dict) or "_target_" not in node:
+                yield f"{group}.{name}={node!r}: has no _target_. Type +{group}.{name}._target_=package.Class."
+    for group in ("task", "model", "data", "optimizer", "strategy"):
+        if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
+            yield f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of configs/{group}/."
+
+
+def _role_problems(path: str, node: dict[str, Any], definition: Definition, *, complete: bool) -> list[str]:
+    """Return whether a group's own class is of the wrong kind, or lacks arguments that nobody else passes."""
+    group, _, rest = path.partition(".")
+    if group not in ROLES or "." in rest or "[" in rest or bool(rest) != (group in ("callbacks", "logger")):
+        if node.get("_partial_") or not complete:
+            return []
+        return _missing(path, node, definition, passed=0, by_name=())
+    target, kinds = node["_target_"], ROLES[group]
+    if signatures.derives(definition, kinds) is False:
+        return [f"{path}._target_={target}: is no {kinds[0]}, which {group} needs. Name a class that derives from one."]
+    partial = bool(node.get("_partial_"))
+    if group in PASSED and not partial:
+        given = node.get("_partial_")
+        return [f"{path}._partial_={given}: the task calls it with its parameters. Type {path}._partial_=true."]
+    by_name = PASSED_BY_NAME.get(group, ())
+    return _missing(path, node, definition, passed=PASSED.get(group, 0), by_name=by_name)
+
+
+def _missing(
+    path: str, node: dict[str, Any], definition: Definition, *, passed: int, by_name: Sequence[str]
+) -> list[str]:
+    if node.get("_args_"):
+        return []
+    required = [name for name in signatures.signature_of(*definition).required[passed:] if name not in by_name]
+    lacking = [name for name in required if name not in node]
+    return [f"{path}.{name}: {node['_target_']} needs it. Type +{path}.{name}=…" for name in lacking]

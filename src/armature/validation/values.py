@@ -1,0 +1,337 @@
+"""Check the values of a composed configuration that have a range, a fixed set of choices, or must not be secret."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature.errors import hide
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
+    "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
+    "trainer.gradient_clip_algorithm": ("norm", "value"),
+    "trainer.matmul_precision": ("highest", "high", "medium"),
+    "checkpoint.mode": ("min", "max"),
+    "checkpoint.on_failure": ("continue", "stop"),
+}
+OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
+    "strategy.backend": ("auto", "gloo", "nccl", "mpi", "ucc", "xccl"),
+    "strategy.compile": ("none", "block", "model"),
+    "strategy.comm_hook": (None, "bf16", "fp16"),
+    "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
+    "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
+    "strategy.stage": (1, 2, 3),
+}
+ALIASES = {
+    "trainer.precision": {
+        "fp16": "16-mixed",
+        "16": "16-mixed",
+        "bf16": "bf16-mixed",
+        "fp32": "32-true",
+        "32": "32-true",
+    },
+    "trainer.accelerator": {"cuda": "gpu"},
+}
+LONGEST = 1e9  # seconds, 31 years: what torch and Python still take as a time
+_SECRET = re.compile(
+    r"(^|_)(api_?keys?|key|key_?id|tokens?|auth|authorization|passw(or)?d|passphrase|pwd|secrets?|credentials?)$",
+    re.IGNORECASE,
+)
+# names that end in "key" or "token" and are no secrets
+_PLAIN_KEY = re.compile(
+    r"(^|_)(metric|monitor|input|output|target|batch|sort|state|image|text|label|primary|data|field|column|cache|group"
+    r"|config|document|pad|eos|bos|eot|unk|mask|special)_(key|token)$|^key$",
+    re.IGNORECASE,
+)
+_URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
+
+
+def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
+    """Return every value out of its range; `plain` is the resolved configuration."""
+    found = [*_choices(plain, CHOICES), *_ranges(plain, RANGES), *_trainer(plain), *_not_finite(plain), *_names(plain)]
+    found += [*_optimizer(plain.get("optimizer")), *secrets(cfg)]
+    ours = [group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))]
+    found += _choices(plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours})
+    found += _ranges(plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours})
+    return found
+
+
+# ---------------------------------------------------------------- ranges: rule → what is wrong
+Rule = Callable[[Any], str | None]
+
+
+def _number(
+    *, least: float | None = None, above: float | None = None, most: float | None = None, below: float | None = None,
+    whole: bool = False, null: str | None = None,
+) -> Rule:  # fmt: skip
+    """Return a rule for a number. `null` says what null stands for, if it is allowed."""
+    bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
+    words = " and ".join(
+        f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound, word in bounds if bound is not None
+    )
+    kind = f"must be a {'whole ' * whole}number {words}".rstrip()
+    if (least, above, below) == (None, 0, None) or (least, whole) == (1, True):
+        kind = "must be positive and finite" if not whole else "must be a positive whole number"
+    kind += f", or null for {null}" if null else ""
+
+    def rule(value: Any) -> str | None:
+        if value is None and null:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            return kind
+        good = not whole or isinstance(value, int)
+        good = good and (least is None or value >= least) and (above is None or value > above)
+        good = good and (most is None or value <= most) and (below is None or value < below)
+        return None if good else kind
+
+    return rule
+
+
+def _text(what: str, *, null: str | None = None, form: str = r"(?s).*\S.*") -> Rule:
+    def rule(value: Any) -> str | None:
+        if (value is None and null) or (isinstance(value, str) and re.fullmatch(form, value)):
+            return None
+        return f"must be {what}" + (f", or null for {null}" if null else "")
+
+    return rule
+
+
+def _length(value: Any) -> str | None:
+    """A number of steps, or a share of the run."""
+    good = (type(value) is int and value >= 0) or (
+        type(value) is float and math.isfinite(value) and value >= 0 and (value < 1.0 or value == int(value))
+    )
+    return None if good else "must be a whole number of optimizer steps from 0, or a share of the run below 1.0"
+
+
+def _counts(value: Any) -> str | None:
+    good = value is None or (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value))
+    return None if good else "must be numbers of blocks from 1, as in [5,6,5], or null"
+
+
+def _paths(value: Any) -> str | None:
+    texts = value if isinstance(value, list) and value else [value]
+    good = value is None or all(isinstance(text, str) and text and "\0" not in text for text in texts)
+    return None if good else "must be a path, a pattern, or a list of them"
+
+
+def _packages(value: Any) -> str | None:
+    good = isinstance(value, list) and value and all(isinstance(name, str) and _is_dotted(name) for name in value)
+    return None if good else "must be a list of packages, as in [armature,torch.nn,torch.optim,lightning.pytorch]"
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+_clip = _number(above=0, null="no clipping")
+_steps = _number(least=1, whole=True, null="never")
+_count = _number(least=1, whole=True)
+_seconds = _number(above=0, most=LONGEST, null="never")
+RANGES: dict[str, Rule] = {
+    "seed": _number(least=0, most=2**32 - 1, whole=True),
+    "resume": _text("auto, never, required, or the path of a run or a checkpoint"),
+    "run.root": _text("a folder"),
+    "trainer.num_nodes": _count,
+    "trainer.max_steps": _number(least=1, most=10**12, whole=True, null="no limit"),
+    "trainer.max_epochs": _number(least=1, most=10**9, whole=True, null="no limit"),
+    "trainer.gradient_clip_val": lambda value: None if value == "auto" else _clip(value),
+    "trainer.val_every_n_steps": _number(least=1, whole=True, null="the end of each epoch"),
+    "trainer.log_every_n_steps": _count,
+    "checkpoint.every_n_steps": _steps,
+    "checkpoint.every_n_minutes": _number(above=0, most=LONGEST / 60, null="never"),
+    "checkpoint.keep_last": _number(least=1, whole=True),
+    "checkpoint.keep_best": _number(least=0, whole=True),
+    "checkpoint.keep_every_n_steps": _steps,
+    "checkpoint.monitor": _text("the name of a metric, as in val/loss"),
+    "checkpoint.root": _text("a folder or an object store", null="the run directory"),
+    "launch.hang_timeout": _seconds,
+    "launch.stop_minutes_before_limit": _number(above=0, most=LONGEST / 60, null="never"),
+    "launch.grace_seconds": _number(least=0, most=LONGEST),
+    "launch.rdzv_endpoint": _text("HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"),
+    "launch.allowed_packages": _packages,
+    "data.eval_batch_size": _number(least=1, whole=True, null="the data module's own"),
+    "data.num_workers": _number(least=0, whole=True),
+    "data.train_limit": _number(least=1, whole=True, null="all"),
+}
+OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
+    "task.preview_prompt": _text("text to continue"),
+    "task.preview_tokens": _number(least=0, whole=True),
+    "task.preview_temperature": _number(least=0),
+    "scheduler.warmup": _length,
+    "scheduler.decay": _length,
+    "scheduler.final": _number(least=0),
+    "strategy.seed": _number(least=0, most=2**32 - 1, whole=True),
+    "strategy.prefetch": _number(least=0, whole=True),
+    "strategy.min_num_params": _number(least=0, whole=True),
+    "strategy.microbatches": _count,
+    "strategy.stages": _counts,
+    "data.seed": _number(least=0, most=2**32 - 1, whole=True),
+    "data.shift": _number(least=0, most=8, whole=True),
+    "data.samples": _count,
+    "data.held_out": _count,
+    "data.noise": _number(least=0),
+    "data.context": _count,
+    "data.path": _paths,
+    "data.source.path": _paths,
+    "data.source.context": _count,
+    "data.source.vocab_size": _number(least=257, most=2**24, whole=True),
+    "data.source.tokenizer_bytes": _count,
+    "data.source.held_out": _count,
+    "data.source.block": _count,
+    "data.source.val_fraction": _number(above=0, below=0.9),
+    "data.source.test_fraction": _number(above=0, below=0.9),
+}
+_UNSET = object()
+
+
+def _select(plain: dict[str, Any], key: str) -> Any:
+    """Return the value of a key, or _UNSET if the configuration has no such key."""
+    node: Any = plain
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return _UNSET
+        node = node[part]
+    return node
+
+
+def _is_ours(node: Any) -> bool:
+    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in ("armature", "example")
+
+
+def _ranges(plain: dict[str, Any], rules: dict[str, Rule]) -> Iterator[str]:
+    for key, rule in rules.items():
+        value = _select(plain, key)
+        if value is not _UNSET and (wrong := rule(value)) is not None:
+            yield f"{key}={_shown(value)}: {wrong}."
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else "''" if value == "" else str(value)
+
+
+def _choices(plain: dict[str, Any], choices: dict[str, tuple[Any, ...]]) -> Iterator[str]:
+    for key, names in choices.items():
+        value = _select(plain, key)
+        if value is _UNSET or (value in names and not isinstance(value, bool)):
+            continue
+        texts = [_shown(name) for name in names]
+        meant = ALIASES.get(key, {}).get(str(value))
+        meant = meant or next(iter(difflib.get_close_matches(str(value), texts, 1, 0.4)), None)
+        hint = f" Did you mean {key}={meant}?" if meant else ""
+        yield f"{key}={_shown(value)}: must be one of {', '.join(texts)}.{hint}"
+
+
+def _trainer(plain: dict[str, Any]) -> Iterator[str]:
+    trainer, checkpoint = plain["trainer"], plain["checkpoint"]
+    if trainer["max_steps"] is None and trainer["max_epochs"] is None:
+        yield (
+            "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
+            "Type trainer.max_steps=… or trainer.max_epochs=…."
+        )
+    if (limit := trainer["max_time"]) is not None:
+        found = re.fullmatch(r"(\d{1,5}):(\d{2}):(\d{2}):(\d{2})", str(limit))
+        days, hours, minutes, seconds = map(int, found.groups()) if found else (0, 0, 0, 0)
+        if hours > 23 or minutes > 59 or seconds > 59 or not any((days, hours, minutes, seconds)):
+            yield f"trainer.max_time={limit}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00."
+    monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
+    if trainer["limit_val_batches"] in (0, 0.0) and trainer["limit_val_batches"] is not None and monitored:
+        yield (
+            f"trainer.limit_val_batches=0: checkpoint.monitor={checkpoint['monitor']} is never known then. "
+            "Type checkpoint.keep_best=0 with it, or trainer.limit_val_batches=null for all batches."
+        )
+    scale = _select(plain, "strategy.activation_checkpointing")
+    words = scale is _UNSET or scale in ("none", "every", "selective")
+    if not words and (not isinstance(scale, int) or isinstance(scale, bool) or scale < 1):
+        key = f"strategy.activation_checkpointing={_shown(scale)}"
+        yield f"{key}: must be none, every, selective, or n for every n-th block."
+
+
+def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
+    """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
+    known = {*RANGES, *OWN_RANGES}
+    for group, node in plain.items():
+        if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
+            for path, value in walk(node, f"{group}."):
+                if (
+                    isinstance(value, float)
+                    and not math.isfinite(value)
+                    and path not in known
+                    and path != "optimizer.lr"
+                ):
+                    yield f"{path}={value}: must be a finite number."
+
+
+def _optimizer(node: Any) -> Iterator[str]:
+    """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers share."""
+    if not isinstance(node, dict):
+        return
+    for key, rule in (
+        ("lr", _number(above=0)), ("weight_decay", _number(least=0)), ("eps", _number(least=0)),
+        ("momentum", _number(least=0, below=1)), ("newton_schulz_steps", _number(least=1, whole=True)),
+        ("base_width", _number(least=1, whole=True, null="no scaling")),
+    ):  # fmt: skip
+        value = node.get(key)
+        if value is not None and not isinstance(value, list | dict) and (wrong := rule(value)) is not None:
+            yield f"optimizer.{key}={_shown(value)}: {wrong}."
+    if node.get("nesterov") is True and not node.get("momentum"):
+        yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
+    betas, share = node.get("betas"), _number(least=0, below=1)
+    pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
+    if "betas" in node and (
+        not isinstance(betas, list)
+        or any(share(beta) for beta in betas)
+        or len(betas) < 2
+        or (pairs and len(betas) > 2)
+    ):
+        yield f"optimizer.betas={_shown(betas)}: must be two numbers of at least 0 and below 1, as in [0.9,0.95]."
+
+
+def _names(plain: dict[str, Any]) -> Iterator[str]:
+    run = plain["run"]
+    for key in ("dir", "id"):
+        if run.get(key) is not None:
+            yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
+
+
+# ---------------------------------------------------------------- secrets
+def secrets(cfg: DictConfig) -> Iterator[str]:
+    """Yield keys whose typed values look secret, because config.yaml would hold them. The values are not shown."""
+    for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
+        if not isinstance(value, str) or not value or "${" in value:
+            continue
+        name = path.rsplit(".", 1)[-1].split("[")[0]
+        where = f"Put it into .env and refer to it, as in '{path}=${{oc.env:{name.upper()}}}'."
+        if is_secret(name):
+            yield f"{path}: a secret typed here would be written to config.yaml. {where}"
+        elif _URL_PASSWORD.search(value):
+            yield f"{path}: a password in an address would be written to config.yaml. {where}"
+
+
+def hide_secrets(cfg: DictConfig) -> None:
+    """Keep the values of secret environment variables that a configuration refers to out of messages and logs."""
+    for _, value in walk(OmegaConf.to_container(cfg, resolve=False)):
+        for name in re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ():
+            if is_secret(name):
+                hide([os.environ.get(name, "")])
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a key's name says that its value is secret."""
+    return _SECRET.search(name) is not None and _PLAIN_KEY.search(name) is None
+
+
+def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full key and the value of every entry, in mappings and lists at any depth."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        path = f"{prefix.rstrip('.')}[{key}]" if isinstance(node, list) else f"{prefix}{key}"
+        yield path, value
+        yield from walk(value, f"{path}.")

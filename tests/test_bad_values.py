@@ -1,0 +1,241 @@
+"""Values, targets and files that cannot be right are refused before anything starts, with the key and the remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from armature import cli, config, run_dir
+from armature.errors import ConfigError
+from armature.validation import targets, values
+from armature.validation.checks import check
+from armature.validation.compose import explain
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+OUT_OF_RANGE = words("""
+seed=-1 seed=4294967296 seed=100000000000000000000 trainer.gradient_clip_val=-1 trainer.gradient_clip_val=0
+trainer.gradient_clip_val=nan trainer.gradient_clip_val=inf trainer.limit_val_batches=-1
+trainer.limit_test_batches=-1 trainer.limit_val_batches=0 trainer.num_nodes=0 trainer.max_time=00:99:99:99
+trainer.max_time=1h trainer.max_steps=99999999999999999999 optimizer.lr=nan optimizer.lr=inf optimizer.lr=0
+optimizer.weight_decay=-1 optimizer.weight_decay=nan optimizer.eps=-1 optimizer.eps=nan optimizer.betas=0.9
+optimizer.betas=[a,b] optimizer.betas=[0.9,1.5] optimizer.betas=[0.9] optimizer.momentum=1.5
+optimizer.newton_schulz_steps=0 optimizer.base_width=0 optimizer._partial_=false scheduler.warmup=-1
+scheduler.warmup=2.5 scheduler.warmup=nan scheduler.warmup=600 scheduler.decay=-1 scheduler.final=-1
+checkpoint.every_n_minutes=nan checkpoint.every_n_minutes=inf checkpoint.keep_best=-1 checkpoint.keep_last=0
+checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope checkpoint.monitor=loss
+launch.hang_timeout=nan launch.hang_timeout=inf launch.hang_timeout=1e20 launch.allowed_packages=[]
+launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
+launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=-1 task.preview_prompt=''
+data.source.tokenizer_bytes=-1 data.source.vocab_size=100 data.source.val_fraction=nan data.source.path=5
+data.seed=-1 data.num_workers=null data.context=0 data.source=5 strategy.activation_checkpointing=some
+strategy.compile=yes strategy.backend=tcp model._target_=null model._target_=5 model._target_=[a]
+model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.name=. run.name=.. run.dir=x
+run.id=x resume='' resume=/dev/zero
+""")
+OF_ANOTHER_FORM = words("""
+model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5 logger=5 ~run
+~seed ~trainer ~model.width ~task._target_ +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
++logger.e._target_=torch.nn.Identity
++callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
+""")
+TOGETHER = [
+    ("experiment=digits", "data.shift=-1"), ("experiment=digits", "data.shift=100"),
+    ("experiment=digits", "model.classes=2"),
+    ("experiment=digits", "model.image_size=16"), ("experiment=digits", "model.channels=3"),
+    ("experiment=example", "model.features=3"), ("experiment=example", "model.width=0"),
+    ("optimizer=sgd", "optimizer.lr=abc"), ("optimizer=sgd", "optimizer.momentum=-1"),
+    ("data=text", "data.path=null"), ("data=text", "data.path=[1,2]"), ("data=text", "data.path=/dev/zero"),
+]  # fmt: skip
+
+
+def problems_of(*typed: str) -> list[str]:
+    overrides = [cli.quoted(each) for each in typed]
+    config.register()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+            cfg = compose("train", overrides=overrides)
+    except Exception as error:
+        return explain(error, overrides, CONFIGS)
+    try:
+        check(cfg, prepare=False)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.fixture(scope="module")
+def default() -> DictConfig:
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        return compose("train")
+
+
+def assert_refused(problems: list[str], typed: str) -> None:
+    key = typed.lstrip("+~").partition("=")[0]
+    assert any(key in problem for problem in problems), problems
+    assert all("TypeError" not in problem and "ValueError" not in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("typed", OUT_OF_RANGE)
+def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    key, _, value = typed.partition("=")
+    cfg = default.copy()
+    value = OmegaConf.from_dotlist([f"value={value}"]).value
+    OmegaConf.update(cfg, key, float(value) if value in ("nan", "inf") else value, merge=False, force_add=True)
+    with pytest.raises(ConfigError) as caught:
+        check(cfg, prepare=False)
+    assert_refused(caught.value.problems, typed)
+
+
+@pytest.mark.parametrize("typed", [*((each,) for each in OF_ANOTHER_FORM), *TOGETHER], ids=" ".join)
+def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(problems_of(*typed), typed[-1])
+
+
+@pytest.mark.parametrize("length", [256, 300, 5000])
+def test_a_name_that_no_folder_can_have_is_refused(length):
+    (problem,) = problems_of(f"run.name={'a' * length}")
+    assert "Shorten it" in problem
+
+
+@pytest.mark.parametrize("value", ["/home/müller/x", "it's", "a;b", "a (1)", "a#b", "日本", "a=b"])
+def test_names_that_hydra_takes_in_quotes_only_arrive_as_typed(value):
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        assert compose("train", overrides=[cli.quoted(f"run.root={value}")]).run.root == value
+
+
+@pytest.mark.parametrize("value", ["range(1,5)", "a,b", "[a,b]", "{a: 1}", "'a b'", "${seed}", "1e-3", "s3://a/b"])
+def test_what_hydra_understands_is_left_alone(value):
+    assert cli.quoted(f"key={value}") == f"key={value}"
+
+
+def test_a_sweep_over_odd_names_stays_a_sweep():
+    assert cli.quoted("resume=a/step=1,b/step=2") == "resume='a/step=1','b/step=2'"
+
+
+SECRETS = ["aws_secret_access_key", "auth", "openai_key", "password", "token", "private_key", "credentials"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_is_refused_and_not_repeated(name):
+    (problem,) = values.secrets(OmegaConf.create({"logger": {"x": [{name: "hunter22"}]}}))
+    assert name in problem
+    assert "oc.env" in problem
+    assert "hunter22" not in problem
+
+
+def test_a_password_in_an_address_is_refused_and_ordinary_keys_are_not():
+    (problem,) = values.secrets(OmegaConf.create({"checkpoint": {"root": "s3://me:hunter22@bucket/x"}}))
+    assert "checkpoint.root" in problem
+    assert "hunter22" not in problem
+    plain = {"metric_key": "a", "document_token": "b", "url": "https://host:80/x@y", "token": "${oc.env:TOKEN}"}
+    assert not [*values.secrets(OmegaConf.create(plain))]
+
+
+def test_the_value_of_a_secret_variable_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", "s3cr3tvalue")
+    problems = problems_of("model.width=${oc.env:MY_TOKEN}")
+    with pytest.raises(SystemExit):
+        cli.refuse(problems)
+    shown = capsys.readouterr().err
+    assert "model.width" in shown
+    assert "s3cr3tvalue" not in shown
+
+
+ALLOWED = words("""
+armature.optim.muon.Muon armature.optim.adamw.adamw armature.strategies.auto.auto
+armature.models.decoder.model.Decoder armature.data.corpus.Corpus example.task.PointClassification torch.nn.GELU
+torch.nn.functional.gelu torch.optim.Muon torch.optim.lr_scheduler.OneCycleLR
+lightning.pytorch.callbacks.EarlyStopping lightning.pytorch.loggers.CSVLogger
+lightning.pytorch.profilers.SimpleProfiler lightning.pytorch.strategies.DDPStrategy torchmetrics.MeanMetric
+""")
+FORBIDDEN = words("""
+os.system shutil.copyfile torch.load torch.hub.load numpy.load functools.partial builtins.eval
+hydra.utils.instantiate hydra.utils.call hydra.utils.get_method lightning.pytorch.cli.instantiate_class
+lightning.pytorch.cli.LightningCLI lightning.pytorch.Trainer armature.checkpoint.storage.remove
+armature.checkpoint.directory.remove armature.loading.instantiate armature.loading.load_task armature.files.replace
+torch.nn.functional.boolean_dispatch torch.nn.parallel.parallel_apply torch.jit.load subprocess.Popen
+importlib.import_module
+""")
+WIDE = ["armature", "example", "torch", "torchmetrics", "lightning", "numpy", "shutil", "functools", "hydra", "os",
+        "builtins", "subprocess", "importlib"]  # fmt: skip
+
+
+def called(target: str, packages: list[str]) -> list[str]:
+    node = {"_target_": target, "_partial_": True}
+    return targets.problems({"logger": {}, "x": {"deep": [[node]]}}, packages)
+
+
+@pytest.mark.parametrize("target", ALLOWED)
+def test_what_configurations_name_is_allowed(target):
+    assert called(target, targets.installed()) == []
+
+
+@pytest.mark.parametrize("target", FORBIDDEN)
+def test_what_runs_other_code_is_refused_in_nested_lists_and_in_allowed_packages(target):
+    for packages in (targets.installed(), WIDE):
+        (problem,) = called(target, packages)
+        assert problem.startswith(f"x.deep[0][0]._target_={target}: ")
+
+
+def test_a_stranger_s_run_allows_no_packages(tmp_path):
+    node = {"_target_": "shutil.copyfile", "src": "a", "dst": "b"}
+    groups = {name: {"_target_": "torch.nn.Identity"} for name in config.NEEDED}
+    cfg = OmegaConf.create(
+        {**groups, "run": {"dir": str(tmp_path)}, "model": node, "launch": {"allowed_packages": ["shutil"]}}
+    )
+    with pytest.raises(ConfigError, match=r"model._target_=shutil.copyfile: only packages in launch.allowed_packages"):
+        targets.check(cfg)
+    with pytest.raises(ConfigError, match=r"model._target_=shutil.copyfile: it can run other code"):
+        targets.check(cfg, overrides=["launch.allowed_packages=[shutil]"])
+
+
+DAMAGED = {
+    "empty": b"",
+    "NUL": bytes(400),
+    "no text": b"\xff\xfe\x80",
+    "half": b"run:\n  name: [a",
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_file_that_a_loss_of_power_damaged_is_named_or_passed_over(tmp_path, content, caplog):
+    for name in ("summary.json", "config.yaml"):
+        (tmp_path / name).write_bytes(content)
+    assert run_dir.read_summary(tmp_path) is None
+    assert "summary.json is damaged" in caplog.text
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged .* checkpoints beside it are not affected.*type rm"):
+        run_dir.read(tmp_path)
+
+
+def test_a_config_that_grows_without_end_is_refused(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="references"):
+        run_dir.read(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"metrics": {}, "global_step": 1, "stop_reason": "finished"}))
+    assert run_dir.read_summary(tmp_path) is not None
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "ARMATURE_DEADLINE", "RANK"])
+def test_a_variable_that_is_no_number_is_named(name, monkeypatch):
+    from armature.launcher import environment
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ConfigError, match=f"{name}=soon: must be a number"):
+        _ = environment.world_size(), environment.rank(), environment.deadline()
