@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from hydra.utils import get_object, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -96,6 +97,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     data = adapter.build(cfg)
     _prepare(data)
     data.setup("fit")
+    data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
@@ -161,7 +163,10 @@ def fit_and_test(run: Run) -> None:
     started = time.monotonic()
     _collect_garbage_again()
     try:
-        trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
+        try:
+            trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
+        except MisconfigurationException as error:  # what Lightning finds in the user's classes
+            raise ConfigError(str(error)) from error
         row = trainer.step_metrics.step_values
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in row}
         metrics = {**_last_row(step_log), **metrics}

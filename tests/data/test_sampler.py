@@ -156,3 +156,16 @@ def test_samplers_have_a_batch_size(rank):
     batches = plan_batches(8, 2, 2)
     assert TrainSampler(9, seed=0, batches=batches, rank=rank, position=lambda: 0).batch_size == 2
     assert EvalSampler(9, batch_size=3, rank=rank, ranks=2).batch_size == 3
+
+
+def test_a_limited_epoch_is_the_beginning_of_each_epochs_order():
+    """`trainer.limit_train_batches` shortens epochs; over many of them, all samples come."""
+    batches = plan_batches(4, "auto", 1)
+    seen = []
+    for epoch in range(12):
+        sampler = TrainSampler(8, seed=0, batches=batches, rank=0, position=lambda e=epoch: 8 * e, population=20)
+        keys = [key for batch in sampler for key in batch]
+        assert len(keys) == len(set(keys)) == 8
+        assert all(key // 20 == epoch for key in keys)
+        seen += [key % 20 for key in keys]
+    assert set(seen) == set(range(20))

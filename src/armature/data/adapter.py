@@ -191,7 +191,7 @@ class PlainData(DataModule):
 
     @property
     @override
-    def train_size(self) -> int:
+    def _train_samples(self) -> int:
         read: ReadLoader = self._read["train"]
         size = len(read.dataset) if read.draw is None else read.draw.size
         return size if self.train_limit is None else min(size, self.train_limit)
@@ -209,8 +209,8 @@ class PlainData(DataModule):
             return TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments())
         draw, limited = read.draw, self.train_limit is not None
         return DrawnSampler(
-            self.train_size, draw=lambda epoch: draw(0 if limited else epoch), population=len(read.dataset),
-            **self._order_arguments(),
+            self.train_size, draw=lambda epoch: draw(0 if limited else epoch),
+            **self._order_arguments() | {"population": len(read.dataset)},
         )  # fmt: skip
 
     @override

@@ -62,6 +62,7 @@ class DataModule(L.LightningDataModule):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.seed, self.train_limit = seed, train_limit
+        self.limit_train_batches: int | float | None = None  # global batches per epoch, or a share of it
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
@@ -90,7 +91,16 @@ class DataModule(L.LightningDataModule):
 
     @property
     def train_size(self) -> int:
-        """Samples per epoch (N)."""
+        """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each epoch's order."""
+        size, limit = self._train_samples, self.limit_train_batches
+        if limit is None:
+            return size
+        batches = limit if isinstance(limit, int) else max(1, int(limit * size / self.global_batch_size))
+        return size if limit == 1.0 and isinstance(limit, float) else min(size, batches * self.global_batch_size)
+
+    @property
+    def _train_samples(self) -> int:
+        """Samples that an epoch's order is made of."""
         size = len(cast(Sized, self._dataset("train")))
         return size if self.train_limit is None else min(size, self.train_limit)
 
@@ -173,7 +183,7 @@ class DataModule(L.LightningDataModule):
     def _order_arguments(self) -> dict[str, Any]:
         return {
             "seed": self.seed, "batches": self.batches, "rank": self._rank_and_ranks()[0], "epoch": self._epoch,
-            "position": lambda: self.samples_seen,
+            "position": lambda: self.samples_seen, "population": self._train_samples,
         }  # fmt: skip
 
     def _evaluation_loader(self, split: Split) -> Any:

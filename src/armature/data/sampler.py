@@ -21,7 +21,7 @@ _BLOCK_SAMPLES = 4096  # permuted in one call: the permutation then costs nanose
 
 
 class TrainSampler:
-    """Yields one data rank's micro-batches of one epoch, as lists of keys: epoch × N + index.
+    """Yields one data rank's micro-batches of one epoch, as lists of keys: epoch × population + index.
 
     The key carries the epoch, so that random augmentation can depend on (seed, epoch, index) and nothing else.
     Data rank r of R takes, in micro-batch j of a step that starts at p, the positions p + j·mR + r·m + [0, m).
@@ -30,14 +30,15 @@ class TrainSampler:
         position: returns the position in the stream, in samples. Called at each `iter`: a resume may set it late.
         epoch: returns the epoch to serve, for a caller that counts epochs itself; None: the one of `position`.
         shuffled: False for a stream, whose samples come in the order in which they are read.
+        population: samples that an epoch's order is made of; None: the N that it has.
     """
 
     def __init__(
         self, size: int, *, seed: int, batches: Batches, rank: int, position: Callable[[], int],
-        epoch: Callable[[], int] | None = None, shuffled: bool = True,
+        epoch: Callable[[], int] | None = None, shuffled: bool = True, population: int | None = None,
     ) -> None:  # fmt: skip
         self.size, self.seed, self.batches, self.rank, self.shuffled = size, seed, batches, rank, shuffled
-        self.population = size  # what the indices in keys lie below
+        self.population = size if population is None else population
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
@@ -63,13 +64,14 @@ class TrainSampler:
             position += steps * step
 
     def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not self.shuffled:
-            return positions  # epoch × N + place, and the place is the index
         epochs, places = np.divmod(positions, self.size)
+        if not self.shuffled:
+            return epochs * self.population + places
         keys = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            keys[here] = epoch * self.size + permuted(places[here], size=self.size, seed=self.seed, epoch=epoch)
+            order = permuted(places[here], size=self.population, seed=self.seed, epoch=epoch)
+            keys[here] = epoch * self.population + order
         return keys
 
 
@@ -84,8 +86,8 @@ class DrawnSampler(TrainSampler):
     """
 
     def __init__(self, size: int, *, draw: Callable[[int], NDArray[np.int64]], population: int, **kwargs: Any) -> None:
-        super().__init__(size, **kwargs)
-        self.draw, self.population = draw, population
+        super().__init__(size, population=population, **kwargs)
+        self.draw = draw
         self._drawn: dict[int, NDArray[np.int64]] = {}
 
     def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
