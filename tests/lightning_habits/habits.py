@@ -4,6 +4,7 @@ from tests.lightning_habits.runs import Habit
 
 SINGLE = ("single",)
 ALL = ("single", "ddp2", "fsdp2")
+FIND_UNUSED = {"ddp2": ("strategy.find_unused_parameters=true",)}
 NO_CLIP = "trainer.gradient_clip_val=null"
 CALLBACKS = "tests.lightning_habits.callbacks"
 STOCK = "lightning.pytorch.callbacks"
@@ -223,8 +224,8 @@ PARAMETERS = [
     regression("l1", "regression.L1"),
     regression("scalar_parameter", "regression.ScalarParameter"),
     regression("other_methods", "regression.OtherMethods"),
-    regression("unused", "regression.Unused"),
-    regression("sometimes_used", "regression.SometimesUsed"),
+    regression("unused", "regression.Unused", also=FIND_UNUSED),
+    regression("sometimes_used", "regression.SometimesUsed", also=FIND_UNUSED),
     regression("lists", "regression.Lists"),
     regression("clamps_weights", "regression.ClampsWeights"),
     regression("changes_gradients", "regression.NoisyGradients"),
@@ -241,6 +242,7 @@ TRAINER = [
     regression("seeds", "regression.Seeds"),
     regression("objects", "regression.Objects", data="objects"),
     regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
+    regression("float64", "regression.Regressor", "trainer.precision=64-true", sample=SINGLE),
     regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
     Habit(name="auroc", task="vision.ListStates", data="images", local=("train/mean_step",)),
     regression("manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2"),

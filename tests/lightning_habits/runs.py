@@ -36,6 +36,7 @@ class Habit:
     Attributes:
         task: class below tests.lightning_habits, as "vision.UNet".
         data: name in tests/lightning_habits/data.py `SAMPLES`, or a class as "plain.Vectors".
+        also: layout → overrides of that layout.
         refused: layout → words of the message that refuses it before launch.
         layouts: those that are tried.
         random: draws random numbers while training, so layouts cannot agree with one another.
@@ -49,6 +50,7 @@ class Habit:
     task: str
     data: str = "vectors"
     overrides: tuple[str, ...] = ()
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     layouts: tuple[str, ...] = ("single", "ddp2", "fsdp2")
     random: bool = False
@@ -99,7 +101,7 @@ class Runs:
 
     def _go(self, habit: Habit, layout: str, run_dir: Path, *overrides: str) -> Ended:
         ranks, strategy = LAYOUTS[layout]
-        command = (*habit.command(), *strategy, f"run.name={run_dir.name}", *overrides)
+        command = (*habit.command(), *strategy, *habit.also.get(layout, ()), f"run.name={run_dir.name}", *overrides)
         return self.forks.train(*command, ranks=ranks, expect=None, seconds=SECONDS)
 
 
