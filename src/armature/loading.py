@@ -49,7 +49,11 @@ def build_task(cfg: DictConfig) -> L.LightningModule:
     """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes."""
     taken = inspect.signature(get_class(cfg.task._target_)).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    names = [name for name in ("model", "optimizer", "scheduler") if open_ended or name in taken]
+    names = [
+        name
+        for name in ("model", "optimizer", "scheduler")
+        if (open_ended or name in taken) and name not in cfg.task  # else it is a value for an argument of that name
+    ]
     return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names})
 
 

@@ -245,17 +245,20 @@ TRAINER = [
     regression("float64", "regression.Regressor", "trainer.precision=64-true", sample=SINGLE),
     regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
     Habit(name="auroc", task="vision.ListStates", data="images", local=("train/mean_step",)),
-    regression("manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2"),
+    regression(
+        "manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2",
+        refused=dict.fromkeys(ALL, "optimizes manually"), sample=SINGLE,
+    ),
     regression("sam", "regression.SAM", NO_CLIP),
-]
+]  # fmt: skip
 OPTIMIZERS = [
     *(
-        regression(name.lower(), "regression.Zoo", f"+task.optimizer={name}")
+        regression(name.lower(), "regression.Zoo", f"+task.kind={name}")
         for name in ("Adagrad", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "Adafactor")
     ),
     *(
         regression(
-            f"schedule_{name.lower()}", "regression.Zoo", "+task.optimizer=SGD", f"+task.schedule={name}",
+            f"schedule_{name.lower()}", "regression.Zoo", "+task.kind=SGD", f"+task.schedule={name}",
             f"+task.options={{{options}}}",
         )
         for name, options in {

@@ -671,12 +671,12 @@ class Seeds(Regressor):
 class Zoo(Regressor):
     """Any optimizer and schedule of torch by its name."""
 
-    def __init__(self, optimizer: str, lr: float = 0.01, schedule: str | None = None, **options):
+    def __init__(self, kind: str, lr: float = 0.01, schedule: str | None = None, options: dict | None = None):
         super().__init__()
         self.save_hyperparameters()
 
     def configure_optimizers(self):
-        optimizer = getattr(torch.optim, self.hparams.optimizer)(self.parameters(), lr=self.hparams.lr)
+        optimizer = getattr(torch.optim, self.hparams.kind)(self.parameters(), lr=self.hparams.lr)
         if self.hparams.schedule is None:
             return optimizer
         schedule = getattr(lr_scheduler, self.hparams.schedule)(optimizer, **self.hparams.options)
