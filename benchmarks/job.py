@@ -130,7 +130,7 @@ def compose(overrides: Sequence[str]) -> Workload:
         micro_batch_size=None if micro == "auto" else micro,
         precision=trainer["precision"],
         device="cuda" if trainer["accelerator"] == "gpu" else trainer["accelerator"],
-        clip=trainer["gradient_clip_val"],
+        clip=1.0 if trainer["gradient_clip_val"] == "auto" else trainer["gradient_clip_val"],
         compile=strategy["compile"],
         compile_mode=strategy.get("compile_mode", "default"),
         float8=strategy.get("float8", False),

@@ -1,7 +1,10 @@
-"""Convert a checkpoint of any layout to one safetensors file and back, or read the weights of a Lightning .ckpt.
+"""Convert a checkpoint of any layout to one file for other programs, or read the weights of such a file.
 
 python scripts/convert.py outputs/<run.name> model.safetensors
 python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.safetensors --average
+python scripts/convert.py outputs/<run.name> lightning.ckpt           for Lightning: load_from_checkpoint, ckpt_path
+python scripts/convert.py outputs/<run.name> model.onnx               for models that export
+python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
 python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=000000
 """
@@ -9,6 +12,7 @@ python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=0000
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -16,12 +20,16 @@ from armature import cli
 from armature.checkpoint import resume
 from armature.errors import ConfigError
 
+FILES, PROGRAMS = (".safetensors", ".ckpt"), (".onnx", ".pt2")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a run directory or a checkpoint in one; .safetensors; .ckpt")
-    parser.add_argument("target", type=Path, help="a .safetensors file, or a checkpoint directory to write")
+    parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2, or a checkpoint directory")
     parser.add_argument("--average", action="store_true", help="the averaged weights of the EMA callback")
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
+    parser.add_argument("--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats")
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = parser.parse_args()
     try:
@@ -31,23 +39,81 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    to_file, from_file = args.target.suffix == ".safetensors", args.source.suffix in (".safetensors", ".ckpt")
+    source, target = args.source, args.target
+    to_file, from_file = target.suffix in FILES + PROGRAMS, source.suffix in FILES and not source.is_dir()
     if to_file == from_file:
         raise ConfigError(
-            f"{args.source} → {args.target}: one of the two must be a file (.safetensors, or a .ckpt to read)."
+            f"{source} → {target}: one of the two must be a run or a checkpoint directory, and the other a file "
+            f"({', '.join(FILES)} to read, {', '.join(FILES + PROGRAMS)} to write)."
         )
-    if args.target.exists():
-        raise ConfigError(f"{args.target} exists already. Name another, or remove it.")
-    from armature.checkpoint import convert, storage
+    if target.exists():
+        raise ConfigError(f"{target} exists already. Name another, or remove it.")
+    if not source.exists():
+        raise ConfigError(f"{source}: no such path.")
+    from armature.checkpoint import convert
 
-    if to_file:
-        checkpoint = storage.first_intact(resume.checkpoints_at(args.source), trust=args.trust)
-        if checkpoint is None:
-            raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
-        names = convert.to_safetensors(checkpoint, args.target, average=args.average)
+    if from_file:
+        print(f"{target}: {len(convert.from_file(source, target))} tensors")
+    elif target.suffix in PROGRAMS:
+        export(args)
+        print(f"{target}: {target.stat().st_size:,} bytes")
     else:
-        names = convert.from_file(args.source, args.target)
-    print(f"{args.target}: {len(names)} tensors")
+        write = convert.to_safetensors if target.suffix == ".safetensors" else convert.to_ckpt
+        print(f"{target}: {len(write(find(args), target, average=args.average))} tensors")
+
+
+def find(args: argparse.Namespace) -> Path:
+    """Return the checkpoint to convert, verified."""
+    from armature.checkpoint import storage
+
+    if args.best:
+        from armature.loading import open_run
+
+        return open_run(args.source, best=True, trust=args.trust)[1]
+    checkpoint = storage.first_intact(resume.checkpoints_at(args.source), trust=args.trust)
+    if checkpoint is None:
+        raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
+    return checkpoint
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write a program that computes the model's outputs from one batch of inputs."""
+    from armature import worker
+    from armature.checkpoint import convert
+    from armature.loading import load_task, open_run
+
+    worker.quiet()
+    cfg, checkpoint = open_run(args.source, best=args.best, trust=args.trust)
+    module = load_task(cfg, checkpoint)
+    if args.average:
+        module.load_state_dict(convert.weights_of(checkpoint, average=True), strict=False)
+    convert.to_program(module, args.target, example_input(args, cfg, module))
+
+
+def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
+    """Return --input's tensor, the module's `example_input_array`, or the inputs of the first batch of the data."""
+    import torch
+
+    if args.input is not None:
+        sizes = args.input.split("x")
+        if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
+            raise ConfigError(f"--input {args.input}: must be sizes with x between them, as in 2x3x32x32.")
+        return torch.randn(*map(int, sizes))
+    if module.example_input_array is not None:
+        return module.example_input_array
+    from hydra.utils import instantiate
+
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    data.setup("validate")
+    loader = data.val_dataloader()
+    batch = next(iter(loader[0] if isinstance(loader, list) else loader))
+    inputs = batch.get("inputs") if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
+    if not isinstance(inputs, torch.Tensor):
+        raise ConfigError(
+            "The data's first batch has no tensor 'inputs'. Type --input SIZES, or set example_input_array in the task."
+        )
+    return inputs[:2]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Trainer:
     max_steps: int | None = MISSING
     max_epochs: int | None = MISSING
     max_time: str | None = MISSING
-    gradient_clip_val: float | None = MISSING
+    gradient_clip_val: Any = MISSING  # a number, auto or null: OmegaConf cannot merge unions
     gradient_clip_algorithm: str = MISSING
     val_every_n_steps: int | None = MISSING
     limit_val_batches: int | None = MISSING

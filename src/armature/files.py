@@ -18,7 +18,8 @@ def replace(file: Path, text: str) -> None:
 def clear_parts(folder: Path) -> None:
     """Remove the leftovers of this machine's dead processes. Others may be writing at this moment: their files stay."""
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
-        if not psutil.pid_exists(int(part.name.split(".")[-2])):
+        pid = part.name.split(".")[-2]
+        if pid.isascii() and pid.isdigit() and not psutil.pid_exists(int(pid)):
             part.unlink(missing_ok=True)
 
 

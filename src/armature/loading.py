@@ -2,14 +2,15 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
+from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
-from armature.checkpoint import directory, resume, storage
-from armature.checkpoint.state import load_full_state_dict
+from armature.checkpoint import lightning_file, resume, state, storage
 from armature.errors import ConfigError
 
 
@@ -25,7 +26,12 @@ def open_run(
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
-    run_path = path.parents[1] if directory.is_checkpoint(path) else path
+    run_path = resume.run_of(path)
+    if run_path is None:
+        raise ConfigError(
+            f"{path}: no run directory, and not in one: there is no config.yaml that says which model it is. Name "
+            "outputs/<run.name> or a checkpoint in it; a .ckpt from elsewhere: YourModule.load_from_checkpoint."
+        )
     cfg = run_dir.read(run_path)
     OmegaConf.set_struct(cfg, True)
     for override in overrides or []:
@@ -45,8 +51,42 @@ def open_run(
     return cfg, checkpoint
 
 
-def build_task(cfg: DictConfig) -> L.LightningModule:
-    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes."""
+def load(
+    path: str | Path, *, device: str = "cpu", best: bool = False, trust: bool = False,
+    expect: type[L.LightningModule] = L.LightningModule, **arguments: Any,
+) -> L.LightningModule:  # fmt: skip
+    """Return a trained LightningModule with its weights, in evaluation mode, ready for inference.
+
+        module = armature.load("outputs/mine")
+
+    Args:
+        path: a run directory (its last checkpoint, or its `best`), or one checkpoint in it: a directory, or a .ckpt.
+        device: where to put the module.
+        trust: accept a checkpoint without a manifest.
+        expect: the class that the module must be of.
+        arguments: of the module's constructor, which override those of the run.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, or it cannot be read.
+    """
+    cfg, checkpoint = open_run(Path(path), best=best, trust=trust)
+    task = load_task(cfg, checkpoint, **arguments)
+    if not isinstance(task, expect):
+        raise ConfigError(f"{path} holds a {cfg.task._target_}, not a {expect.__module__}.{expect.__qualname__}.")
+    return task.to(device)
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Return whether a path is a run directory or lies in one, whose configuration says which model it is."""
+    return resume.run_of(path) is not None
+
+
+def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
+    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes.
+
+    Args:
+        arguments: of the constructor, which override those of the configuration.
+    """
     taken = inspect.signature(get_class(cfg.task._target_)).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     names = [
@@ -54,15 +94,23 @@ def build_task(cfg: DictConfig) -> L.LightningModule:
         for name in ("model", "optimizer", "scheduler")
         if (open_ended or name in taken) and name not in cfg.task  # else it is a value for an argument of that name
     ]
-    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names})
+    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names} | arguments)
 
 
-def load_task(cfg: DictConfig, checkpoint: Path | None = None) -> L.LightningModule:
-    """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout."""
-    task = build_task(cfg)
+def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:
+    """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout.
+
+    The module's `on_load_checkpoint` is called, as Lightning's load_from_checkpoint does.
+    """
+    try:
+        task = build_task(cfg, **arguments)
+    except InstantiationException as error:
+        raise ConfigError(f"{cfg.task._target_}: {error}") from error
     task.configure_model()
     if any(p.is_meta for p in task.parameters()):
         task.to_empty(device="cpu")
     if checkpoint is not None:
-        task.load_state_dict(load_full_state_dict(checkpoint), strict=True, assign=True)
+        saved = lightning_file.read(checkpoint) if checkpoint.is_file() else state.read_whole(checkpoint)
+        task.on_load_checkpoint(saved)
+        state.load_tensors_of(checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True)
     return task.eval()

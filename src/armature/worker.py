@@ -52,6 +52,8 @@ from armature.validation import resize
 
 log = logging.getLogger(__name__)
 
+AUTO_CLIP = 1.0  # gradient norm to clip to with trainer.gradient_clip_val=auto
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -185,7 +187,7 @@ def _trainer_arguments(
         "num_nodes": trainer.num_nodes,
         "precision": trainer.precision,
         "accumulate_grad_batches": batches.accumulate,
-        "gradient_clip_val": trainer.gradient_clip_val if task.automatic_optimization else None,
+        "gradient_clip_val": _gradient_clip_val(trainer, task),
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "limit_val_batches": 1.0 if trainer.limit_val_batches is None else trainer.limit_val_batches,
         "limit_test_batches": 1.0 if trainer.limit_test_batches is None else trainer.limit_test_batches,
@@ -209,19 +211,27 @@ def _collect_garbage_again() -> None:
 
 
 def _check_manual(name: str, cfg: DictConfig, batches: batching.Batches) -> None:
-    """Refuse what manual optimization excludes, and name what it does not use."""
+    """Refuse accumulation with manual optimization."""
     if batches.accumulate > 1:
         raise ConfigError(
             f"{name} optimizes manually, so it decides itself when to step: data.micro_batch_size="
             f"{batches.micro_batch_size} would accumulate {batches.accumulate} micro-batches per global batch of "
             f"{batches.global_batch_size}. Type data.micro_batch_size=auto."
         )
-    if cfg.trainer.gradient_clip_val is not None and process_group.rank() == 0:
-        log.info(
-            "trainer.gradient_clip_val=%s is not used: %s optimizes manually. To clip, call self.clip_gradients("
-            "optimizer, gradient_clip_val=…) before optimizer.step().",
-            cfg.trainer.gradient_clip_val, name,
-        )  # fmt: skip
+
+
+def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | None:
+    """Return the norm or value to clip to. `auto` leaves clipping to a module that does it itself."""
+    value, name = trainer.gradient_clip_val, type(task).__name__
+    if value == "auto":
+        itself = is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization
+        return None if itself else AUTO_CLIP
+    if value is not None and not task.automatic_optimization:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={value}: {name} optimizes manually, where Lightning does not clip. Leave it "
+            "out, and call self.clip_gradients(optimizer, gradient_clip_val=…) before optimizer.step()."
+        )
+    return value
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:

@@ -1,16 +1,34 @@
-"""Convert a checkpoint's weights to one safetensors file and back, in one process and without the model."""
+"""Convert a checkpoint's weights to files for other programs and back, in one process."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as L
 import torch
+from torch import Tensor
 
-from armature.checkpoint import state, storage
+from armature.checkpoint import lightning_file, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
 MODEL = "model."  # the attribute of the LightningModule, which safetensors files for others do not name
+
+
+def weights_of(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
+    """Return the unsharded weights, or their moving average, by their names in the LightningModule."""
+    try:
+        weights = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema." if average else "")
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from None
+    if not weights:
+        raise ConfigError(
+            f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback."
+        )
+    return weights
 
 
 def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
@@ -20,20 +38,50 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> li
     """
     from safetensors.torch import save_file
 
-    try:
-        weights = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema." if average else "")
-    except FileNotFoundError as error:
-        raise ConfigError(str(error)) from None
-    if not weights:
-        raise ConfigError(
-            f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback."
-        )
+    weights = weights_of(checkpoint, average=average)
     weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.part")
-    save_file(weights, part, metadata={"format": "pt"})
-    part.replace(file)
+    _publish(file, lambda part: save_file(weights, part, metadata={"format": "pt"}))
     return list(weights)
+
+
+def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
+    """Write one file as Lightning's Trainer does, which its `load_from_checkpoint` and `fit(ckpt_path=…)` read.
+
+    Returns the names of the weights. With `average` the file holds no optimizer's state, which would not fit to them.
+    """
+    meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average)
+    saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
+    groups = meta.pop("param_groups", [])
+    for key in ("random", "flags"):
+        meta.pop(key, None)
+    result = {"pytorch-lightning_version": L.__version__, "epoch": 0, "global_step": 0} | meta
+    result["state_dict"] = weights | meta.pop(state.OTHER, {})
+    result.pop(state.OTHER, None)
+    if average:  # of the buffers there is no average
+        rest = {name: value for name, value in weights_of(checkpoint).items() if name not in weights}
+        result["state_dict"] |= rest
+    else:
+        result[state.OPTIMIZER] = [_torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)]
+    lightning_file.write(file, result)
+    return list(result["state_dict"])
+
+
+def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]], *, index: int) -> dict[str, Any]:
+    """Return an optimizer's state as its `state_dict` would: parameters are numbered through all groups."""
+    names = [name for group in groups for name in group["names"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    found: dict[int, dict[str, Any]] = {}
+    for name, number in numbers.items():
+        prefix = f"{state.OPTIMIZER}.{index}.{name}."
+        keys = [key for key in saved if key.startswith(prefix)]
+        if keys:
+            loaded = state.load_tensors(checkpoint, keys, saved)
+            found[number] = {key.removeprefix(prefix): value for key, value in loaded.items()}
+    numbered = [
+        {k: v for k, v in group.items() if k != "names"} | {"params": [numbers[name] for name in group["names"]]}
+        for group in groups
+    ]
+    return {"state": found, "param_groups": numbered}
 
 
 def from_file(file: Path, checkpoint: Path) -> list[str]:
@@ -43,16 +91,81 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
         file: safetensors, with the model's own names; or Lightning's .ckpt, of which only tensors and plain values are
             read, and only the weights are kept.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not file.is_file():
         raise ConfigError(f"{file}: no such file.")
     if file.suffix == ".ckpt":
-        weights = storage.read_plain(file).get("state_dict")
-        if not weights:
-            raise ConfigError(f"{file}: it holds no state_dict, as Lightning's checkpoints do.")
+        weights = {k: v for k, v in lightning_file.read(file)["state_dict"].items() if isinstance(v, Tensor)}
     else:
-        weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
+        try:
+            weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ConfigError(f"{file}: it cannot be read as safetensors: {error}.") from None
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"})
     return list(weights)
+
+
+# ---------------------------------------------------------------- programs without Python or without the model's code
+def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
+    """Write a trained module as ONNX (.onnx) or by torch.export (.pt2). The first dimension may have any size.
+
+    Args:
+        inputs: an example of one batch of inputs, with at least two samples.
+
+    Raises:
+        ConfigError: a package is missing, or the model cannot be exported.
+    """
+    model, example = (module, inputs) if _has_forward(module) else (module.get_submodule("model"), inputs)
+    arguments = example if isinstance(example, tuple) else (example,)
+    write = _export_onnx if file.suffix == ".onnx" else _export_pt2
+    try:
+        write(model, arguments, file)
+    except ConfigError:
+        raise
+    except Exception as error:  # export has many kinds of its own
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        kind = file.suffix.removeprefix(".")
+        raise ConfigError(
+            f"{file}: this model cannot be exported to {kind}: {first} Remedy: export a part of it from Python "
+            "(armature.load gives you the module), or convert the weights to .safetensors."
+        ) from None
+
+
+def _has_forward(module: L.LightningModule) -> bool:
+    return type(module).forward is not L.LightningModule.forward
+
+
+def _export_pt2(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
+    dynamic = tuple(map(_any_batch, arguments))
+    try:
+        program = torch.export.export(model, arguments, dynamic_shapes=dynamic)
+    except Exception:  # a model that needs this number of samples
+        program = torch.export.export(model, arguments)
+    _publish(file, lambda part: torch.export.save(program, part))
+
+
+def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
+    if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"{file}: writing ONNX needs {' and '.join(missing)}: pip install onnx onnxscript.")
+    dynamic = tuple(map(_any_batch, arguments))
+    program: Any = torch.onnx.export(model, arguments, dynamic_shapes=dynamic, dynamo=True, verbose=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    program.save(file)  # not under another name first: a large model has a second file, which this one names
+
+
+def _any_batch(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _any_batch(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_any_batch, value)]
+    return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.ndim else None
+
+
+def _publish(file: Path, write: Callable[[Path], Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.stem}.part{file.suffix}")  # torch.export looks at the suffix
+    write(part)
+    part.replace(file)

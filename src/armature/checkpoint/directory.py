@@ -47,14 +47,15 @@ def path_of(folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     digits = path.name.removeprefix(_STEP)
-    return int(digits) if path.name.startswith(_STEP) and digits.isdigit() else None
+    is_number = path.name.startswith(_STEP) and digits.isascii() and digits.isdigit()
+    return int(digits) if is_number else None
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return the directories that are named as checkpoints by step, complete or not, from the oldest to the newest."""
     if not folder.is_dir():
         return {}
-    found = {step: path for path in folder.glob(f"{_STEP}*") if (step := step_of(path)) is not None}
+    found = {step: path for path in folder.glob(f"{_STEP}*") if (step := step_of(path)) is not None and path.is_dir()}
     return dict(sorted(found.items()))
 
 
@@ -71,7 +72,7 @@ def is_local(path: Path) -> bool:
 def read_last(folder: Path) -> str | None:
     """Return the name of the newest complete checkpoint, or None if `last` does not exist."""
     pointer = folder / LAST
-    return pointer.read_text().strip() if pointer.is_file() else None
+    return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
 
 
 def write_last(folder: Path, name: str) -> None:
@@ -94,7 +95,7 @@ def publish(part: Path, checkpoint: Path) -> None:
         return
     files.sync(part)
     old = checkpoint.with_name(f"{checkpoint.name}{_OLD}")
-    if checkpoint.exists():
+    if checkpoint.exists() or (is_local(checkpoint) and checkpoint.is_symlink()):
         remove(old)
         checkpoint.rename(old)
     part.rename(checkpoint)
@@ -103,7 +104,10 @@ def publish(part: Path, checkpoint: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, its manifest first: what a crash leaves of it is no checkpoint."""
+    """Remove a directory, its manifest first: what a crash leaves of it is no checkpoint. Of a link only the link."""
+    if is_local(path) and (path.is_symlink() or path.is_file()):
+        path.unlink()
+        return
     if not path.exists():
         return
     (path / MANIFEST).unlink(missing_ok=True)
@@ -163,7 +167,8 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 def saved_step(checkpoint: Path) -> int | None:
     """Return the step that a checkpoint's manifest states, or None if there is no manifest."""
-    return (read_manifest(checkpoint) or {}).get("step")
+    step = (read_manifest(checkpoint) or {}).get("step")
+    return step if isinstance(step, int) else None
 
 
 def problem(directory: Path) -> str | None:
@@ -173,14 +178,28 @@ def problem(directory: Path) -> str | None:
         return f"it holds no readable {MANIFEST}: half-written, or not written by this program"
     if manifest.get("format") != FORMAT:
         return f"its {MANIFEST} has format {manifest.get('format')}, but this version reads format {FORMAT} only"
+    for name in (META, TENSOR_INDEX):
+        if name not in manifest["files"]:
+            return f"its {MANIFEST} does not list {name}, which every checkpoint has"
     for name, entry in manifest["files"].items():
-        try:
-            size = (directory / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if size != entry["bytes"]:
-            return f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
+        if (found := _entry_problem(directory, name, entry)) is not None:
+            return found
     return None
+
+
+def _entry_problem(directory: Path, name: str, entry: Any) -> str | None:
+    if "/" in name or "\\" in name or name in ("", ".", ".."):
+        return f"its {MANIFEST} lists {name!r}, which is not the name of a file in it"
+    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not entry.get("sha256"):
+        return f"its {MANIFEST} does not state the size and checksum of {name}"
+    path = directory / name
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return f"{name} is missing"
+    if not path.is_file():  # reading a device or a pipe might never end
+        return f"{name} is not a regular file"
+    return None if size == entry["bytes"] else f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
 
 
 def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:

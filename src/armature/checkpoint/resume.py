@@ -40,7 +40,15 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
-    return [path] if directory.is_checkpoint(path) else candidates(folder(path, cfg))
+    if path.suffix == ".ckpt" or directory.is_checkpoint(path):
+        return [path]
+    return candidates(folder(path, cfg))
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None."""
+    nearest_first = (path, *path.parents[:3], *path.absolute().parents[:3])
+    return next((folder for folder in nearest_first if (folder / "config.yaml").is_file()), None)
 
 
 def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
@@ -53,12 +61,12 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     """Return how model, task or optimizer differ from those of the run that a checkpoint belongs to."""
     run_dir = Path(cfg.run.dir)
     own = checkpoint.parent == folder(run_dir, cfg)
-    file = (run_dir if own else checkpoint.parents[1]) / "config.yaml"
-    if not file.is_file():
+    trained_in = run_dir if own else run_of(checkpoint)
+    if trained_in is None or not (trained_in / "config.yaml").is_file():
         return []
-    saved = config.load(file)
+    saved = config.load(trained_in / "config.yaml")
     found = []
-    for group in ("model", "task._target_", "optimizer._target_"):
+    for group in ("model",) if checkpoint.is_file() else ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
@@ -96,10 +104,12 @@ def problems(cfg: DictConfig) -> list[str]:
     path = to_path(cfg.resume)
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
-    if path.suffix == ".ckpt":
+    if path.is_file():
+        if path.suffix == ".ckpt":  # Lightning's: training starts with its weights
+            return []
         return [
-            f"resume={cfg.resume}: a single file, as Lightning writes it. Convert its weights with "
-            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000, and resume from there."
+            f"resume={cfg.resume}: a file, but only a .ckpt of Lightning's can be read. Convert others first: "
+            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000."
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:

@@ -8,21 +8,25 @@ are in meta.pt, as hyperparameters with parameter names.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from armature.checkpoint import storage
+from armature.errors import ConfigError
 from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"
 EXTRA = "extra"
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
+OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
+_EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
 # they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -38,6 +42,11 @@ def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor) and (buffers or name not in named_buffers)
     }
+
+
+def other_state(module: nn.Module) -> dict[str, Any]:
+    """Return what modules keep beside tensors, through torch's `get_extra_state`."""
+    return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
@@ -106,28 +115,114 @@ def create_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-# ---------------------------------------------------------------- reading checkpoints
+# ---------------------------------------------------------------- loading weights
 def load(
     checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Load weights and the state of optimizers in place, and return what meta.pt holds.
+    """Load weights and the state of optimizers in place, and return what meta.pt holds."""
+    meta = storage.read_meta(checkpoint)
+    load_weights(checkpoint, module)
+    load_optimizers(checkpoint, module, optimizers, groups=meta["param_groups"], extra=extra)
+    return meta
+
+
+def load_weights(checkpoint: Path, module: nn.Module, *, strict: bool = True) -> None:
+    """Load the weights, in place if the names are the module's. Called by all ranks; raises as `place_weights`."""
+    saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
+    known = _names_of_all_ranks(module.state_dict())
+    if known != _weight_names(saved) or any(name.endswith(_EXTRA_STATE) for name in known):
+        place_weights(checkpoint, module, read_weights(checkpoint, module), strict=strict)
+        return
+    _check_sizes(checkpoint, saved, own)
+    storage.read_tensors(checkpoint, dict(own))
+
+
+def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
+    """Return a checkpoint's weights in new tensors, as far as this rank needs them. Called by all ranks.
+
+    A tensor of the module's name and size is sharded as in the module; one that no rank knows is whole, on the CPU.
+    """
+    saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
+    own = module_state(module)
+    unknown = _weight_names(saved) - _names_of_all_ranks(own)
+    weights: dict[str, Any] = {}
+    for name in (unknown | own.keys()) & saved.keys():
+        if name in own and _size_of(saved[name]) == tuple(own[name].shape):
+            weights[name] = torch.empty_like(own[name])
+        else:
+            weights[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+    storage.read_tensors(checkpoint, weights)
+    return weights | storage.read_meta(checkpoint).get(OTHER, {})
+
+
+def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
+    """Load weights through torch's `load_state_dict`, and so with the hooks of modules. Called by all ranks.
 
     Args:
+        source: where the weights come from, for messages.
+        weights: by name; each sharded as in the module, or whole and the same on all ranks.
+
+    Raises:
+        ConfigError: names or sizes differ from the module's. With strict=False only sizes are compared.
+    """
+    own = module.state_dict()
+    elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
+    chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
+    load_tensors_of(source, module, chosen, strict=strict)
+
+
+def load_tensors_of(
+    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False
+) -> None:
+    """Call the module's `load_state_dict`, and name what does not fit."""
+    try:
+        missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
+    except RuntimeError as error:  # sizes; torch compares them whether strict or not
+        raise ConfigError(f"{source} does not fit the model. {error}") from None
+    if strict and (missing or surplus):
+        raise ConfigError(_another_model(source, sorted(missing), sorted(surplus)))
+
+
+def _placed_as(value: Any, target: Any) -> Any:
+    if not isinstance(target, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != target.shape:
+        return value  # load_state_dict names it
+    value = value.to(target.device, target.dtype)
+    # src_data_rank=None: no communication, since every rank has the whole tensor
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def _weight_names(saved: dict[str, Any]) -> set[str]:
+    return {name for name in saved if not name.startswith(RESERVED)}
+
+
+def _names_of_all_ranks(own: Iterable[str]) -> set[str]:
+    return {name for names in process_group.all_gather_object([*own]) for name in names}
+
+
+# ---------------------------------------------------------------- loading the optimizers' state
+def load_optimizers(
+    checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, groups: list[list[dict[str, Any]] | None],
+    extra: dict[str, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Load the optimizers' state in place.
+
+    Args:
+        groups: each optimizer's parameter groups, as saved; one without them keeps its state.
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
     """
-    saved, meta = storage.read_metadata(checkpoint).state_dict_metadata, storage.read_meta(checkpoint)
-    names = parameter_names(module)
-    state: dict[str, Any] = dict(module_state(module))
-    check_names(checkpoint, saved, list(state))
-    state |= {name: value for name, value in (extra or {}).items() if name in saved}
-    for index, optimizer in enumerate(optimizers):
+    saved, names = storage.read_metadata(checkpoint).state_dict_metadata, parameter_names(module)
+    state = {name: value for name, value in (extra or {}).items() if name in saved}
+    restored = [(i, *pair) for i, pair in enumerate(zip(optimizers, groups, strict=False)) if pair[1] is not None]
+    for index, optimizer, _ in restored:
         create_state(optimizer)
         own = optimizer_state(optimizer, names, index=index)
         _check_optimizer(checkpoint, saved, own, index=index)
         state |= {name: value for name, value in own.items() if name in saved}
     _check_sizes(checkpoint, saved, state)
     storage.read_tensors(checkpoint, state)
-    for index, optimizer in enumerate(optimizers):
+    for index, optimizer, of_optimizer in restored:
         for param in list(optimizer.state):
             prefix = f"{OPTIMIZER}.{index}.{names[param]}."
             if not any(name.startswith(prefix) for name in saved):  # it had no gradient yet
@@ -136,13 +231,36 @@ def load(
             for key, value in optimizer.state[param].items():
                 if not isinstance(value, Tensor):
                     optimizer.state[param][key] = state[prefix + key]
-        restore_groups(optimizer, group_names(optimizer, names), meta["param_groups"][index])
-    return meta
+        restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
 
 
+# ---------------------------------------------------------------- what is frozen
+def flags(module: nn.Module) -> dict[str, bool]:
+    """Return which weights are trained and which layers keep running statistics: what freezing a part changes."""
+    trained = {f"{name}.requires_grad": param.requires_grad for name, param in module.named_parameters()}
+    layers = {name: getattr(layer, "track_running_stats", None) for name, layer in module.named_modules()}
+    return trained | {f"{name}.track_running_stats": kept for name, kept in layers.items() if isinstance(kept, bool)}
+
+
+def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
+    """Set flags by their names in `flags`, as far as the module has them."""
+    owners: dict[str, Any] = dict(module.named_modules()) | dict(module.named_parameters())
+    for name, value in changed.items():
+        owner, _, flag = name.rpartition(".")
+        if owner in owners:
+            setattr(owners[owner], flag, value)
+
+
+# ---------------------------------------------------------------- reading checkpoints
 def is_weights_only(checkpoint: Path) -> bool:
     """Return whether a checkpoint is no point of a run to resume, but only weights to start one with."""
-    return "loops" not in storage.read_meta(checkpoint)
+    return checkpoint.is_file() or "loops" not in storage.read_meta(checkpoint)
+
+
+def read_whole(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint as Lightning's `on_load_checkpoint` expects it, with unsharded weights on the CPU."""
+    meta = storage.read_meta(checkpoint)
+    return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
 
 
 def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[str, Tensor]:
@@ -171,27 +289,32 @@ def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) 
 
 # ---------------------------------------------------------------- mismatches, reported by name
 def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str]) -> None:
-    """Raise ValueError if a checkpoint does not hold exactly the weights of all ranks' `names`."""
+    """Raise ConfigError if a checkpoint does not hold exactly the weights of all ranks' `names`."""
     missing = sorted(set(names) - saved.keys())
-    held = {name for of_rank in process_group.all_gather_object(names) for name in of_rank}
-    surplus = sorted(name for name in saved if not name.startswith(RESERVED) and name not in held)
+    surplus = sorted(_weight_names(saved) - _names_of_all_ranks(names))
     if missing or surplus:
-        raise ValueError(
-            f"{checkpoint} holds another model's weights. "
-            f"Not in the checkpoint: {_few(missing)}. Not in the model: {_few(surplus)}."
-        )
+        raise ConfigError(_another_model(checkpoint, missing, surplus))
+
+
+def _another_model(source: Path, missing: list[str], surplus: list[str]) -> str:
+    return (
+        f"{source} holds another model's weights. "
+        f"Not in the checkpoint: {_few(missing)}. Not in the model: {_few(surplus)}."
+    )
+
+
+def _size_of(entry: Any) -> tuple[int, ...] | None:
+    return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
 
 def _check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
     wrong = [
-        f"{name} is {tuple(saved[name].size)} there and {tuple(value.shape)} here"
+        f"{name} is {size} there and {tuple(value.shape)} here"
         for name, value in state.items()
-        if isinstance(value, Tensor)
-        and isinstance(saved[name], TensorStorageMetadata)
-        and tuple(saved[name].size) != tuple(value.shape)
+        if isinstance(value, Tensor) and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
     ]
     if wrong:
-        raise ValueError(f"{checkpoint} holds weights of other sizes: {_few(wrong)}.")
+        raise ConfigError(f"{checkpoint} holds weights of other sizes: {_few(wrong)}.")
 
 
 def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
@@ -202,7 +325,7 @@ def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any
     common = {parameter for parameter, _ in held} & {parameter for parameter, _ in mine}
     there, here = (sorted({key for parameter, key in pairs if parameter in common}) for pairs in (held, mine))
     if there != here:
-        raise ValueError(
+        raise ConfigError(
             f"{checkpoint} was saved with another optimizer: its state holds {_few(there)}, "
             f"this one's {_few(here)}. Resume with the optimizer that the run began with."
         )

@@ -51,6 +51,7 @@ def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
             file.flush()
             if directory.is_local(checkpoint):
                 os.fsync(file.fileno())
+        read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
 
     process_group.on_rank_0(create)
     return part
@@ -96,6 +97,8 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     problems: dict[Path, str] = {}
     share = (process_group.rank(), process_group.ranks())
     for path in process_group.broadcast_object(checkpoints):
+        if path.is_file():  # one of Lightning's, which no manifest describes
+            return path
         problem = process_group.broadcast_object(directory.problem(path))
         if problem is None:
             found = process_group.on_all_ranks(lambda path=path: directory.checksum_problem(path, share=share))
@@ -146,21 +149,30 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    return read_plain(checkpoint / directory.META)
+    """Return what a checkpoint holds beside tensors. Raises ConfigError if it is damaged, or holds code."""
+    file = checkpoint / directory.META
+    meta = read_plain(file)
+    if not isinstance(meta, dict):
+        raise ConfigError(f"{file}: it holds a {type(meta).__name__}, not a checkpoint's entries.")
+    return meta
 
 
-def read_plain(file: Path) -> dict[str, Any]:
+def read_plain(file: Path) -> Any:
     """Return the tensors and plain values that torch.save wrote. Anything else is an error, and is not run."""
     try:
         with file.open("rb") as stream:
             return torch.load(stream, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: {_refusal(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}.") from None
 
 
 def _refusal(error: Exception) -> str:
     found = re.search(r"GLOBAL ([\w.]*\w)|^([\w.]+)$", str(error))
-    cause = next(filter(None, found.groups())) if found else "not what torch.save writes"
+    if found is None:
+        return "it cannot be read: it is damaged, or not what torch.save writes."
+    cause = next(filter(None, found.groups()))
     return f"refused, since it holds more than tensors and plain values, which would run as code on loading ({cause})."
 
 

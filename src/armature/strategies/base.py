@@ -25,7 +25,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     Attributes:
         seed: decides the initial weights and the random streams.
-        initial_weights: a checkpoint whose weights training starts with, instead of the seed's.
+        initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
+            seed's.
         parameter_count: of the unsharded model, whatever part of it is on this rank.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
     """
@@ -51,6 +52,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights = torch.zeros(()), TargetWeights()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
+        self.first_flags: dict[str, bool] = {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -74,18 +76,24 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        if not getattr(self.module, "_armature_built", False):
-            self.parameter_count = sum(param.numel() for param in self.module.parameters())
-            self.build(self.module)
-            if self.initial_weights is not None:
-                state.load(self.initial_weights, self.module, [])
-            self.module.__dict__["_armature_built"] = True
+        self.build_once()
         super().setup(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
+        self.first_flags = state.flags(self.module)
         if trainer.state.fn == TrainerFn.FITTING:
             randomness.begin(seed=self.seed, stream=self.rng_stream)
+
+    @override
+    def build_once(self) -> None:
+        if getattr(self.module, "_armature_built", False):
+            return
+        self.parameter_count = sum(param.numel() for param in self.module.parameters())
+        self.build(self.module)
+        if self.initial_weights is not None:
+            self.load_initial_weights(self.initial_weights)
+        self.module.__dict__["_armature_built"] = True
 
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimizers are created."""

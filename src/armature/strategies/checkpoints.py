@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import state
+from armature.checkpoint import lightning_file, plain, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
+from armature.strategies import hooks
 from armature.strategies.layout import LayoutMixin
+
+HOOK = "on_load_checkpoint"
+
+
+class SavedOptimizer(dict[str, Any]):
+    """An optimizer in `checkpoint["optimizer_states"]` of a checkpoint that is loaded: its parameter groups."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key}: an optimizer's state is loaded by parameter names after on_load_checkpoint, part by part. Remove "
+            "entries of checkpoint['optimizer_states'] to begin with a new state, or put a state_dict() in their place."
+        )
 
 
 class CheckpointMixin(LayoutMixin):
     """Checkpoints that every layout can read.
 
+    As in Lightning, weights, data and callbacks are restored before `on_fit_start`, the optimizers' state after it.
+
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores before its first draw.
+        first_flags: `state.flags` of the module when it was set up.
+        saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank holds the whole model.
     """
 
     seed: int
     random_state: RankRandomState
+    first_flags: dict[str, bool]
+    saves_files: bool = False
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
-    restore_checkpoint_after_setup = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
-    lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
+    restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+
+    def build_once(self) -> None:
+        """Build the model unless it is built."""
+        raise NotImplementedError
 
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Save tensors with the weights as `extra.<name>.<key>`, and fill them when a checkpoint is loaded.
@@ -45,7 +72,7 @@ class CheckpointMixin(LayoutMixin):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return state.module_state(self.module, buffers=self.data_rank == 0)
+        return state.module_state(self.module, buffers=self.data_rank == 0) | state.other_state(self.module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -60,30 +87,69 @@ class CheckpointMixin(LayoutMixin):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the directory `filepath`. All ranks must call this with the same path.
+        """Write a checkpoint. All ranks must call this with the same path.
 
         Args:
+            filepath: where a checkpoint that is not the run's own is written: one file in Lightning's form if it is
+                named like one (`x.ckpt`) and every rank holds the whole model, otherwise a directory.
             storage_options: the `CheckpointWriter` of the run's own checkpoints; None: write in the foreground, and
                 leave `last` as it is.
+
+        Raises:
+            ConfigError: a module or callback put something into it that is not plain.
         """
         if not isinstance(storage_options, CheckpointWriter | None):
             raise TypeError(f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}")
-        meta = dict(checkpoint)
-        tensors = meta.pop("state_dict") | self.extra_tensors()
+        if storage_options is None:
+            filepath = process_group.broadcast_object(filepath)  # ModelCheckpoint's holds a metric of this rank
+        path = Path(filepath) if isinstance(filepath, str) else filepath  # an object store's path remains one
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", state.OPTIMIZER)}
+        meta, weights = plain.plain_checkpoint(rest), checkpoint["state_dict"]
+        if storage_options is None and self.saves_files and lightning_file.is_named_so(path):
+            if state.OPTIMIZER in checkpoint:
+                meta[state.OPTIMIZER] = [optimizer.state_dict() for optimizer in self.optimizers]
+            process_group.on_rank_0(partial(lightning_file.write, path, meta | {"state_dict": weights}))
+            return
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)} | self.extra_tensors()
+        others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+        if others:
+            meta |= plain.plain_checkpoint({state.OTHER: others})
         groups = []
-        for saved in meta.pop("optimizer_states", []):
+        for saved in checkpoint.get(state.OPTIMIZER, []):
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
-        meta |= {"param_groups": groups, "random": self.random_state.gather(self.layout)}
-        directory = Path(filepath) if isinstance(filepath, str) else filepath  # an object store's path remains one
+        meta |= {
+            "param_groups": groups,
+            "random": self.random_state.gather(self.layout),
+            "flags": self._changed_flags(),
+        }
         entries = {"step": meta.get("completed_batches", meta.get("global_step")), "strategy": self.layout}
-        (storage_options or CheckpointWriter()).save(directory, tensors, meta, entries=entries)
+        (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
 
+    # ------------------------------------------------------------ loading
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizer state in place, and return the rest of Lightning's checkpoint."""
-        directory = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
-        return self.load_random_state(state.load(directory, self.module, self.optimizers, extra=self.extra_tensors()))
+        """Return Lightning's checkpoint. Its `state_dict` holds this rank's tensors if anybody may want to change them.
+
+        Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a second copy.
+        """
+        path = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
+        self.build_once()
+        if lightning_file.is_file(path):
+            return lightning_file.read(path)
+        meta = self.load_random_state(storage.read_meta(path))
+        meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
+        if self._hooks_change_weights:
+            meta["state_dict"] = state.read_weights(path, self.module)
+        self._loading = path
+        return meta
+
+    @property
+    def _hooks_change_weights(self) -> bool:
+        module, callbacks = self.module, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return hooks.is_overridden(module, HOOK, L.LightningModule) or any(
+            hooks.is_overridden(callback, HOOK, L.Callback) for callback in callbacks
+        )
 
     def load_random_state(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Move the random states out of a loaded checkpoint into `random_state`, and return the rest."""
@@ -93,8 +159,40 @@ class CheckpointMixin(LayoutMixin):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has loaded the weights."""
+        """Load the weights, as `on_load_checkpoint` of the module left them."""
+        if "state_dict" in checkpoint:
+            source = self._loading or Path("the .ckpt file")
+            state.place_weights(source, self.module, checkpoint["state_dict"], strict=strict)
+        elif self._loading is not None:
+            state.load_weights(self._loading, self.module, strict=strict)
+        if self._loading is not None and self.module.trainer.state.fn != TrainerFn.FITTING:
+            state.load_optimizers(self._loading, self.module, [], groups=[], extra=self.extra_tensors())
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has loaded the optimizer's state."""
+        """Load the optimizers' state, and the tensors that callbacks have registered in `on_fit_start`."""
+        states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
+        state.set_flags(self.module, checkpoint.get("flags", {}))
+        if path is None:  # a file, which holds them as Lightning does
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        saved = [s["param_groups"] if isinstance(s, SavedOptimizer) else None for s in states]
+        for optimizer, given in zip(self.optimizers, states, strict=False):
+            if not isinstance(given, SavedOptimizer):
+                optimizer.load_state_dict(given)
+        state.load_optimizers(path, self.module, self.optimizers, groups=saved, extra=self.extra_tensors())
+
+    def load_initial_weights(self, path: Path) -> None:
+        """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""
+        if not lightning_file.is_file(path):
+            state.load_weights(path, self.module)
+            return
+        checkpoint = lightning_file.read(path)
+        self.module.on_load_checkpoint(checkpoint)
+        state.place_weights(path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading)
+
+    # ------------------------------------------------------------ what callbacks freeze and unfreeze
+    def _changed_flags(self) -> dict[str, bool]:
+        """Return what has changed since the start, such as `requires_grad` of weights that a callback unfroze."""
+        first = self.first_flags
+        return {name: value for name, value in state.flags(self.module).items() if first.get(name, value) != value}

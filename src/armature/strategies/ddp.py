@@ -40,6 +40,7 @@ class DDP(StrategyMixin, DDPStrategy):
     """
 
     reduces_gradients_once = True
+    saves_files = True
 
     def __init__(
         self, *, seed: int = 0, backend: str = "auto", comm_hook: Literal["bf16", "fp16"] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from typing_extensions import override
 from armature.checkpoint import state, storage
 from armature.parallel import ties
 from armature.strategies.base import StrategyMixin
+from armature.strategies.checkpoints import SavedOptimizer
 
 
 class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
@@ -31,6 +32,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         config: further entries of DeepSpeed's own configuration, which override ours.
         backend, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
+
+    restore_checkpoint_after_setup = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __init__(
         self, *, seed: int = 0, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
@@ -186,33 +190,59 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
+        meta = self.load_random_state(storage.read_meta(path))
+        meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
+        if self._hooks_change_weights:
+            meta["state_dict"] = state.load_full_state_dict(path)  # whole: the engine has its own names for parts
+        self._loading = path
+        return meta
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights and the optimizer's state: the engine, which holds both, is made in `setup`."""
         from deepspeed import zero
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        checkpoint = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
-        saved, meta = storage.read_metadata(checkpoint).state_dict_metadata, storage.read_meta(checkpoint)
-        fitting = bool(self._groups)
-        state.check_names(checkpoint, saved, list(self.module.state_dict()))
-        shaped = self._create_state(checkpoint, saved) if fitting else []
+        assert self._loading is not None
+        path, self._loading = self._loading, None
+        saved = storage.read_metadata(path).state_dict_metadata
+        changed = checkpoint.get("state_dict")  # by hooks
+        held = saved if changed is None else changed
+        if strict:
+            state.check_names(path, held, list(self.module.state_dict()))
+
+        def whole(names: list[str]) -> dict[str, Any]:
+            read = state.load_tensors(path, [name for name in names if changed is None or name not in changed], saved)
+            return read | {name: changed[name] for name in names if changed is not None and name in changed}
+
+        fitting = bool(self._groups and checkpoint[state.OPTIMIZER])
+        shaped = self._create_state(path, saved) if fitting else []
         for name, param in self.module.named_parameters():
+            if name not in held:
+                continue
             prefix = f"{state.OPTIMIZER}.0.{name}."
             keys = [key for key in shaped if prefix + key in saved]
-            full = state.load_tensors(checkpoint, [name, *(prefix + key for key in keys)], saved)
+            full = whole([name, *(prefix + key for key in keys)])
+            if full[name].shape != getattr(param, "ds_shape", param.shape):
+                raise ValueError(f"{path}: {name} is {tuple(full[name].shape)} there and {tuple(param.shape)} here.")
             # the weights that the model computes with; with stage 3, this rank's part of them
             gathered = zero.GatheredParameters([param], modifier_rank=0, enabled=self.zero_stage_3)
             with torch.no_grad(), gathered:
                 if not self.zero_stage_3 or self.global_rank == 0:
                     param.data.copy_(full[name])
-            if fitting and param.requires_grad:
+            if self._groups and param.requires_grad:
                 safe_set_full_fp32_param(param, full[name].to(self.root_device))
                 for key in keys:
                     safe_set_full_optimizer_state(param, full[prefix + key].to(self.root_device), key)
-        for name, value in (self.extra_tensors() | dict(self.module.named_buffers())).items():
+        for name, value in self.extra_tensors().items():
             if name in saved:
-                value.copy_(state.load_tensors(checkpoint, [name], saved)[name])
+                value.copy_(state.load_tensors(path, [name], saved)[name])
+        for name, value in self.module.named_buffers():
+            if name in held:
+                value.copy_(whole([name])[name])
         if fitting:
-            state.restore_groups(self._zero.optimizer, self._groups, meta["param_groups"][0])
-        return self.load_random_state(meta)
+            state.restore_groups(self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"])
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""

@@ -12,6 +12,8 @@ from armature.strategies.base import StrategyMixin
 class SingleDevice(StrategyMixin, SingleDeviceStrategy):
     """The strategy that all others are compared with."""
 
+    saves_files = True
+
     def __init__(
         self, *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none",
         compile_mode: str = "default", float8: bool | str = False,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import lightning as L
 import torch
@@ -60,6 +61,23 @@ class Task(L.LightningModule):
         self._make_model, self._make_optimizer, self._make_scheduler = model, optimizer, scheduler
         # A plain dict: a strategy would move, empty or shard submodules together with the model
         self._metrics: dict[str, Metric] = {}
+
+    @override
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Return a trained task, in evaluation mode if it comes from a run.
+
+        Args:
+            checkpoint_path: a run directory, or a checkpoint in one, whose config.yaml says which model it is; or a
+                .ckpt from elsewhere, for which Lightning's own function needs `model`, `optimizer` and `scheduler`.
+            map_location: the device; None: the CPU.
+            kwargs: arguments of the constructor that override the run's.
+        """
+        from armature import loading
+
+        if isinstance(checkpoint_path, str | Path) and loading.is_of_a_run(Path(checkpoint_path)):
+            return loading.load(checkpoint_path, device=str(map_location or "cpu"), expect=cls, **kwargs)  # pyright: ignore[reportReturnType]
+        return super().load_from_checkpoint(checkpoint_path, map_location, *args, **kwargs)
 
     @override
     def configure_model(self) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from armature.checkpoint import directory
+from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
+from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
@@ -89,7 +90,12 @@ class Checkpointing(Checkpoint):
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes."""
+        """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
+
+        Raises:
+            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
+        """
+        plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
@@ -116,6 +122,7 @@ class Checkpointing(Checkpoint):
         self._validated_step, self._owes_validation = completed_batches(trainer), False
         value = trainer.callback_metrics.get(self.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)
+        score = process_group.broadcast_object(score)  # whatever each rank has logged, all ranks save or none does
         if value is None and self.keep_best and trainer.is_global_zero and not self._warned_of_monitor:
             self._warned_of_monitor = True
             log.warning(

@@ -97,10 +97,11 @@ class StepLog(Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": dict(self.csv.held), "not_finite_since": self.not_finite_since}
+        return {"row": dict(self.csv.held), "lr": self._lr, "not_finite_since": self.not_finite_since}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.csv.held = dict(state_dict["row"])
+        self._lr = state_dict.get("lr", 0.0)  # of the next row too, if its batch makes no optimizer step
         self.not_finite_since = state_dict.get("not_finite_since")
 
     def resume(self, trainer: Trainer) -> None:

@@ -21,7 +21,7 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.plan import module_beside
-from armature.validation import parallelism, signatures
+from armature.validation import manual, parallelism, signatures
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     problems += unsound
     if not unsound:
         cfg = decide(cfg)
-        problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg)
+        problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg) + manual.problems(cfg)
     problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
     problems += _data_problems(cfg, prepare=prepare and not problems)

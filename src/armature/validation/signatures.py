@@ -192,6 +192,23 @@ def _class_attribute(module: str, node: ast.ClassDef, name: str) -> Any | None:
     return next((value for value in found if value is not None), None)
 
 
+def assigns(target: str, name: str, value: Any) -> bool:
+    """Return whether a method of the class that `target` names, or of its bases, sets `self.<name>` to a literal."""
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef):
+        return False
+    return _assigns(definition[0], definition[1], name, value)
+
+
+def _assigns(module: str, node: ast.ClassDef, name: str, value: Any) -> bool:
+    if module.split(".")[0] in ("torch", "lightning"):
+        return False
+    for item in ast.walk(node):
+        if isinstance(item, ast.Assign) and any(ast.unparse(each) == f"self.{name}" for each in item.targets):
+            return _literal(item.value) == value
+    return any(_assigns(*base, name, value) for base in _bases(module, node))
+
+
 def _literal(node: ast.expr | None) -> Any | None:
     try:
         return ast.literal_eval(node) if node is not None else None

@@ -1,0 +1,65 @@
+"""One checkpoint in one file, as Lightning writes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armature.checkpoint import directory, storage
+from armature.errors import ConfigError
+
+SUFFIXES = (".ckpt", ".pt", ".pth")
+
+
+def is_named_so(path: Path) -> bool:
+    return path.suffix in SUFFIXES
+
+
+def is_file(path: Path) -> bool:
+    return is_named_so(path) and path.is_file()
+
+
+def write(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write a checkpoint, which has its name only when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = directory.part_of(path)
+    with part.open("wb") as stream:
+        try:
+            torch.save(checkpoint, stream)
+        except RuntimeError as error:  # torch reports a full disk as one
+            raise OSError(str(error)) from error
+        stream.flush()
+        if directory.is_local(path):
+            os.fsync(stream.fileno())
+    if part != path:
+        if path.is_dir() and not path.is_symlink():
+            directory.remove(path)  # one of another strategy's
+        part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a checkpoint with weights. Nothing but tensors and plain values is read.
+
+    Raises:
+        ConfigError: it holds anything else, or no weights.
+    """
+    try:
+        checkpoint = storage.read_plain(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f'{error} If you trust the file, write its weights into another: python -c "import torch; torch.save('
+            f"{{'state_dict': torch.load('{path}', weights_only=False)['state_dict']}}, 'weights.ckpt')\""
+        ) from None
+    weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(weights, dict) or not any(isinstance(value, Tensor) for value in weights.values()):
+        found = f"the keys {', '.join(map(str, checkpoint))}" if isinstance(checkpoint, dict) else type(checkpoint)
+        raise ConfigError(f"{path}: it has {found}, but no state_dict with tensors, as Lightning's checkpoints do.")
+    wrong = [n for n, v in weights.items() if not isinstance(v, Tensor) and not str(n).endswith("_extra_state")]
+    if wrong:
+        kind = type(weights[wrong[0]]).__name__
+        raise ConfigError(f"{path}: state_dict['{wrong[0]}'] is a {kind}, not a tensor. It needs one tensor per name.")
+    return checkpoint

@@ -1,0 +1,162 @@
+"""Make what modules and callbacks put into a checkpoint plain, so that `torch.load(weights_only=True)` reads it.
+
+Whatever is refused is refused when it is saved. On loading it would be too late: none of the run's checkpoints could
+be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import logging
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from omegaconf import Container, OmegaConf
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
+_BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a derived class becomes one of these
+HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
+
+
+class NotPlain(Exception):
+    """A value that cannot be made plain: its path, such as `callbacks['Mine']['rate']`, and its type."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.path, self.type = path, f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        super().__init__(path)
+
+
+def plain(value: Any, path: str = "") -> Any:
+    """Return a value with plain types in place of others, or raise NotPlain.
+
+    Containers stay what they are where loading allows it; a deque or a configuration's list becomes a list, a frozenset
+    a set, and a dataclass, a namespace or any other mapping a dict. NumPy's scalars become Python's, its arrays tensors
+    (of text: lists), a Path its text, and an enum its value.
+    """
+    if type(value) in _KEPT:
+        return value
+    if isinstance(value, Tensor):
+        if isinstance(value, DTensor):
+            raise NotPlain(path, value)
+        return _compact(value.detach())
+    if isinstance(value, Container):
+        return plain(OmegaConf.to_container(value, resolve=True), path)
+    if isinstance(value, enum.Enum):
+        return plain(value.value, path)
+    if isinstance(value, np.generic):
+        return plain(value.item(), path) if not isinstance(value.item(), np.generic) else _refuse(path, value)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else plain(value.tolist(), path)
+    if isinstance(value, PurePath):
+        return str(value)
+    for base in _BUILT_IN:
+        if isinstance(value, base):
+            return base(value)
+    if isinstance(value, Namespace | SimpleNamespace):
+        return plain(vars(value), path)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path)
+    return _plain_container(value, path)
+
+
+def _plain_container(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        entries = {plain(key, f"{path}, key"): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+        kept = next((kind for kind in (OrderedDict, Counter) if type(value) is kind), dict)
+        return kept(entries)
+    if isinstance(value, list | tuple | deque):
+        items = [plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, set | frozenset):
+        return {plain(item, f"{path}, an element") for item in value}
+    return _refuse(path, value)
+
+
+def _refuse(path: str, value: Any) -> Any:
+    raise NotPlain(path, value)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a copy of a view of a larger tensor: torch.save would write all of what it is a view of."""
+    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_view else tensor
+
+
+def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's entries made plain.
+
+    Hyperparameters that cannot be made plain, such as the factories that a task's constructor takes, are left out with
+    one warning. Anything else raises a ConfigError that names the keys.
+    """
+    result, problems = {}, []
+    for key, value in checkpoint.items():
+        if key in _HYPER_PARAMETER_TYPES:
+            continue
+        try:
+            result[key] = _plain_hyper_parameters(value) if key in HYPER_PARAMETERS else plain(value, f"[{key!r}]")
+        except NotPlain as error:
+            problems.append(_problem(f"checkpoint{error.path}", error.type))
+    if problems:
+        raise ConfigError(problems)
+    return result
+
+
+def _problem(place: str, kind: str) -> str:
+    advice = "put numbers, text, lists, dicts or tensors there instead, and build the object again on loading"
+    if "DTensor" in kind:
+        advice = "register it as a buffer, which is saved with the weights under every strategy"
+    return f"{place} is a {kind}, which no checkpoint can hold: loading it would run code. Remedy: {advice}."
+
+
+def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
+    if isinstance(parameters, Container):
+        parameters = {key: parameters[key] for key in parameters}  # pyright: ignore[reportCallIssue, reportArgumentType]
+    result = {}
+    for key, value in parameters.items():
+        try:
+            result[plain(key)] = plain(value, str(key))
+        except NotPlain as error:
+            _warn_of_dropped(error.path, error.type)
+    return result
+
+
+@functools.cache
+def _warn_of_dropped(path: str, kind: str) -> None:
+    log.warning(
+        "save_hyperparameters: '%s' is a %s, which no checkpoint can hold. It is left out; armature.load builds it "
+        "from the run's config.yaml. To silence this: self.save_hyperparameters(ignore=['%s']).",
+        path, kind, path.partition("[")[0],
+    )  # fmt: skip
+
+
+def check_before_training(trainer: L.Trainer) -> None:
+    """Raise a ConfigError if hyperparameters or the state of callbacks cannot be saved.
+
+    What hooks add when a checkpoint is saved is known at the first save only.
+    """
+    found: dict[str, Any] = {"callbacks": {}}
+    for key, owner in zip(HYPER_PARAMETERS, (trainer.lightning_module, trainer.datamodule), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
+        if owner is not None and getattr(owner, "hparams", None):
+            found[key] = owner.hparams
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            found["callbacks"][callback.state_key] = callback.state_dict()
+        except Exception as error:  # it may need what only training makes; the first save asks again
+            log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
+    plain_checkpoint(found)

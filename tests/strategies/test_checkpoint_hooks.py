@@ -1,0 +1,341 @@
+"""What modules and callbacks put into checkpoints, and what they change when one is loaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from omegaconf import OmegaConf
+from torch import nn
+from torch.utils.data import DataLoader
+
+from armature.checkpoint import plain, storage
+from armature.checkpoint.state import load_full_state_dict
+from armature.errors import ConfigError
+from armature.strategies.single import SingleDevice
+
+pytestmark = [  # what Lightning says of loaders and callbacks that differ, as they do here on purpose
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`.*"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed.*"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty.*"),
+]
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Rates:
+    first: float
+    others: Any
+
+
+class Module(L.LightningModule):
+    def __init__(
+        self, width: int = 4, net: Any = None, layers: Any = None, color: Any = None, path: Any = None
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(3, width)
+        self.head = nn.Linear(width, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        strategy=SingleDevice(), accelerator="cpu", max_epochs=-1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        callbacks=[*callbacks], default_root_dir=folder, **{"max_steps": 2, **options},
+    )  # fmt: skip
+
+
+def fit(folder: Path, module: L.LightningModule, *callbacks: L.Callback, ckpt: Path | None = None, **options: Any):
+    torch.manual_seed(0)
+    trainer = trainer_for(folder, *callbacks, **options)
+    data = torch.randn(6, 3, generator=torch.Generator().manual_seed(3))
+    trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=ckpt)
+    return trainer
+
+
+def saved_by(folder: Path, module: L.LightningModule, *callbacks: L.Callback) -> Path:
+    trainer = fit(folder, module, *callbacks)
+    trainer.save_checkpoint(folder / "step=000002")
+    return folder / "step=000002"
+
+
+# ---------------------------------------------------------------- what is put in
+def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, caplog):
+    plain._warn_of_dropped.cache_clear()
+    module = Module(
+        4, functools.partial(nn.Linear, 3), OmegaConf.create([1, {"a": 2}]), Color.RED, Path("a") / "b"
+    )  # fmt: skip
+    found = storage.read_meta(saved_by(tmp_path, module))["hyper_parameters"]
+    assert found == {"width": 4, "layers": [1, {"a": 2}], "color": "red", "path": "a/b"}
+    assert "'net' is a functools.partial, which no checkpoint can hold. It is left out" in caplog.text
+    assert caplog.text.count("left out") == 1
+
+
+class Puts(Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value, self.got = value, None
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = self.value
+
+    def on_load_checkpoint(self, checkpoint):
+        self.got = checkpoint["mine"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float64(0.5), 0.5), (np.int64(3), 3), (np.str_("a"), "a"), (np.array(["a", "b"]), ["a", "b"]),
+        (Path("x/y"), "x/y"), (Color.RED, "red"), (Rates(0.1, (1, 2)), {"first": 0.1, "others": (1, 2)}),
+        (collections.deque([1, 2], maxlen=3), [1, 2]), (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (collections.Counter("aab"), collections.Counter("aab")), (frozenset([1]), {1}), ({(1, 2): {3}}, {(1, 2): {3}}),
+        (torch.bfloat16, torch.bfloat16), (torch.device("cpu"), torch.device("cpu")), (2**100, 2**100), (None, None),
+        (OmegaConf.create({"a": [1], "b": "${a}"}), {"a": [1], "b": [1]}), (1 + 2j, 1 + 2j),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_a_value_comes_back_plain(value, expected):
+    stream = io.BytesIO()
+    torch.save(plain.plain(value), stream)
+    found = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_numpys_random_state_can_be_kept(tmp_path):
+    np.random.seed(5)
+    module = Puts({"legacy": np.random.get_state(), "array": np.arange(3.0)})
+    drawn = np.random.rand(3)
+    again = Puts(None)
+    fit(tmp_path, again, ckpt=saved_by(tmp_path, module), max_steps=3)
+    np.random.set_state(again.got["legacy"])
+    assert np.array_equal(np.random.rand(3), drawn)
+    assert np.array_equal(np.asarray(again.got["array"]), np.arange(3.0))
+
+
+@pytest.mark.parametrize("value", [nn.Linear, len, object(), slice(1)])
+def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"checkpoint\['mine'\]\['deep'\]\[1\] is a .*, which no checkpoint can hold"):
+        saved_by(tmp_path, Puts({"deep": [0, value]}))
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+class Keeps(L.Callback):
+    def state_dict(self):
+        return {"function": len}
+
+
+def test_a_callbacks_state_is_refused_before_training(tmp_path):
+    trainer = trainer_for(tmp_path, Keeps())
+    trainer.strategy.connect(Module())
+    with pytest.raises(ConfigError, match=r"checkpoint\['callbacks'\]\['Keeps'\]\['function'\] is a builtin_function"):
+        plain.check_before_training(trainer)
+
+
+def test_a_view_is_saved_without_what_it_is_a_view_of():
+    assert plain.plain(torch.zeros(1000)[:2]).untyped_storage().nbytes() == 8
+
+
+# ---------------------------------------------------------------- what is changed on loading
+class Renamed(Module):
+    """Its first layer had another name, and its head was another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.layer = self.layer, nn.Identity()
+
+    def training_step(self, batch):
+        return self.head(self.body(batch)).square().mean()
+
+    def on_load_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        for name in [*weights]:
+            if name.startswith("layer."):
+                weights[name.replace("layer.", "body.")] = weights.pop(name)
+        weights["head.bias"] = weights["head.bias"] + 1
+        checkpoint["optimizer_states"] = []
+
+
+class Stops(L.Callback):
+    """Keeps the weights as they were loaded."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.loaded = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+def test_a_module_renames_and_changes_what_it_loads(tmp_path):
+    before, stops = saved_by(tmp_path, Module()), Stops()
+    fit(tmp_path, Renamed(), stops, ckpt=before, max_steps=3)
+    saved = load_full_state_dict(before)
+    assert torch.equal(stops.loaded["body.weight"], saved["layer.weight"])
+    assert torch.equal(stops.loaded["head.bias"], saved["head.bias"] + 1)
+
+
+class Drops(Module):
+    strict = True
+
+    def on_load_checkpoint(self, checkpoint):
+        del checkpoint["state_dict"]["head.weight"]
+
+
+def test_what_a_module_drops_is_named_unless_it_loads_loosely(tmp_path):
+    before = saved_by(tmp_path, Module())
+    with pytest.raises(ConfigError, match=r"Not in the checkpoint: head\.weight\. Not in the model: nothing"):
+        fit(tmp_path, Drops(), ckpt=before, max_steps=3)
+    module = Drops()
+    module.strict_loading = False
+    fresh, stops = module.head.weight.detach().clone(), Stops()
+    fit(tmp_path, module, stops, ckpt=before, max_steps=3)
+    assert torch.equal(stops.loaded["head.weight"], fresh)
+    assert torch.equal(stops.loaded["layer.weight"], load_full_state_dict(before)["layer.weight"])
+
+
+class Tracks(Module):
+    """Keeps something beside tensors, as torch's modules may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = "new"
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def test_extra_state_of_modules_is_kept(tmp_path):
+    module = Tracks()
+    module.note = "seen"
+    before, again = saved_by(tmp_path, module), Tracks()
+    fit(tmp_path, again, ckpt=before, max_steps=3)
+    assert again.note == "seen"
+
+
+class Reads(Module):
+    def on_load_checkpoint(self, checkpoint):
+        self.rate = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
+        with pytest.raises(KeyError, match="loaded by parameter names after on_load_checkpoint"):
+            checkpoint["optimizer_states"][0]["state"]
+        checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.0
+
+
+def test_a_hook_reads_and_changes_the_optimizers_groups(tmp_path):
+    before, module, stops = saved_by(tmp_path, Module()), Reads(), Stops()
+    trainer = fit(tmp_path, module, stops, ckpt=before, max_steps=3)
+    assert module.rate == 0.1
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0
+    assert torch.equal(stops.loaded["head.weight"], module.head.weight)
+    assert all(float(state["step"]) == 3 for state in trainer.optimizers[0].state.values())
+
+
+class Order(L.Callback):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def state_dict(self):
+        return {"any": 1}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append("load_state_dict")
+
+    def on_fit_start(self, trainer, pl_module):
+        self.calls.append("on_fit_start")
+
+
+def test_callbacks_are_restored_before_on_fit_start(tmp_path):
+    before, order = saved_by(tmp_path, Module(), Order()), Order()
+    fit(tmp_path, Module(), order, ckpt=before, max_steps=3)
+    assert order.calls == ["load_state_dict", "on_fit_start"]
+
+
+class SavesAt(L.Callback):
+    """Saves after the hooks of the callbacks before it."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def train_on_ones(module: L.LightningModule, *callbacks: L.Callback, ckpt: Path | None = None) -> dict[str, Any]:
+    """Four steps that are the same whatever has been seen before."""
+    trainer_for(Path(), *callbacks, max_steps=4).fit(module, DataLoader(torch.ones(8, 3), batch_size=2), ckpt_path=ckpt)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["step=000002", "two.ckpt"])
+def test_lightnings_moving_average_resumes_exactly(tmp_path, name):
+    straight = train_on_ones(Module(), EMAWeightAveraging(decay=0.5), SavesAt(2, tmp_path / name))
+    resumed = train_on_ones(Module(), EMAWeightAveraging(decay=0.5), ckpt=tmp_path / name)
+    torch.testing.assert_close(straight, resumed, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- files of Lightning's
+def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
+    callback = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True)
+    straight = train_on_ones(Module(6), callback)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt",
+    ]  # fmt: skip
+    found = torch.load(tmp_path / "epoch=0-step=2.ckpt", weights_only=True)
+    expected = {"state_dict", "hyper_parameters", "pytorch-lightning_version", "callbacks", "optimizer_states", "loops"}
+    assert expected <= found.keys()
+    assert found["hyper_parameters"]["width"] == 6
+    for checkpoint in ("epoch=0-step=2.ckpt", "last.ckpt"):
+        module = Module.load_from_checkpoint(tmp_path / checkpoint)
+        assert module.layer.weight.shape == (6, 3)
+    torch.testing.assert_close(module.state_dict(), straight, rtol=0, atol=0)
+    stock = L.Trainer(
+        accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    again = Module(6)
+    data = DataLoader(torch.ones(8, 3), batch_size=2)
+    stock.fit(again, data, ckpt_path=tmp_path / "epoch=0-step=2.ckpt", weights_only=True)
+    torch.testing.assert_close(again.state_dict(), straight, rtol=0, atol=0)
+    ours = train_on_ones(Module(6), ckpt=tmp_path / "epoch=0-step=2.ckpt")
+    torch.testing.assert_close(ours, straight, rtol=0, atol=0)
+
+
+def test_a_file_that_holds_code_or_no_weights_is_refused_with_a_remedy(tmp_path):
+    from armature.checkpoint import lightning_file
+
+    torch.save({"state_dict": {"a": torch.ones(1)}, "hyper_parameters": {"net": len}}, tmp_path / "code.ckpt")
+    with pytest.raises(ConfigError, match=r"holds more than tensors and plain values.*weights_only=False"):
+        lightning_file.read(tmp_path / "code.ckpt")
+    for number, (content, message) in enumerate(
+        {"a list": ([1], "it has <class 'list'>"), "text": ({"a": 1}, "the keys a"),
+         "nested": ({"state_dict": {"a": torch.ones(1), "b": {"c": 1}}}, r"state_dict\['b'\] is a dict"),
+         "empty": ({"state_dict": {}}, "no state_dict with tensors")}.values()
+    ):  # fmt: skip
+        torch.save(content, tmp_path / f"{number}.ckpt")
+        with pytest.raises(ConfigError, match=message):
+            lightning_file.read(tmp_path / f"{number}.ckpt")
+    (tmp_path / "broken.ckpt").write_bytes(b"PK not a zip")
+    with pytest.raises(ConfigError, match="it cannot be read"):
+        lightning_file.read(tmp_path / "broken.ckpt")
