@@ -4,6 +4,7 @@ from tests.lightning_habits.runs import Habit
 
 SINGLE = ("single",)
 ALL = ("single", "ddp2", "fsdp2")
+AFTER_BATCHNORM = ("running_mean", "val/loss", "val/acc", "val/acc_best")  # biases before BatchNorm, under Adam
 FIND_UNUSED = {"ddp2": ("strategy.find_unused_parameters=true",)}
 NO_CLIP = "trainer.gradient_clip_val=null"
 CALLBACKS = "tests.lightning_habits.callbacks"
@@ -25,14 +26,14 @@ ADVERSARIAL = [
     Habit(name="gan_untoggled", task="generative.UntoggledGAN", data="images", overrides=(NO_CLIP,)),
     Habit(name="gan_schedules", task="generative.ScheduledGAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
     Habit(name="wgan", task="generative.WGAN", data="images", overrides=(NO_CLIP,)),
-    Habit(name="wgan_inner", task="generative.InnerCritic", data="images", overrides=(NO_CLIP,), local=("c_loss",)),
+    Habit(name="wgan_inner", task="generative.InnerCritic", data="images", overrides=(NO_CLIP,), apart=("c_loss",)),
     Habit(name="vae", task="generative.VAE", data="images", overrides=("+task.beta=0.5",)),
     Habit(name="vae_noise", task="generative.VAE", data="images", overrides=("+task.noise=true",), random=True),
-    Habit(name="autoencoder", task="generative.LitAutoEncoder", data="images", local=("train_loss",)),
+    Habit(name="autoencoder", task="generative.LitAutoEncoder", data="images", apart=("train_loss",)),
 ]
 VISION = [
-    Habit(name="lht", task="vision.MNISTLitModule", data="images", sample=SINGLE),
-    Habit(name="lht_hparams", task="vision.SavedFactories", data="images"),
+    Habit(name="lht", task="vision.MNISTLitModule", data="images", apart=AFTER_BATCHNORM, sample=SINGLE),
+    Habit(name="lht_hparams", task="vision.SavedFactories", data="images", apart=AFTER_BATCHNORM),
     Habit(name="unet", task="vision.UNet", data="masks", sample=("single", "fsdp2")),
     Habit(name="metric_collection", task="vision.MetricsNet", data="images"),
     Habit(name="metrics_by_hand", task="vision.ComputedByHand", data="images", sample=SINGLE),
@@ -51,7 +52,7 @@ VISION = [
         task="vision.MetricsNet",
         data="images",
         overrides=("data.micro_batch_size=2",),
-        local=("my_loss_step",),
+        apart=("my_loss_step",),
     ),
 ]
 CONTRASTIVE = [
@@ -86,7 +87,7 @@ REGRESSION = [
     regression("grad_norms", "regression.GradNorms"),
     regression("total_norm", "regression.TotalNorm"),
     regression("skips_steps", "regression.SkipsSteps", layouts=SINGLE),
-    regression("reductions", "regression.Reductions", local=("mine_local",), sample=("single", "ddp2")),
+    regression("reductions", "regression.Reductions", apart=("mine_local",), sample=("single", "ddp2")),
     regression("collects_outputs", "regression.CollectsOutputs"),
     regression("collects_train_outputs", "regression.CollectsTrainOutputs"),
     regression("two_loaders", "regression.TwoLoaders", "data._target_=tests.lightning_habits.data.TwoLoaders"),
@@ -244,7 +245,7 @@ TRAINER = [
     regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
     regression("float64", "regression.Regressor", "trainer.precision=64-true", sample=SINGLE),
     regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
-    Habit(name="auroc", task="vision.ListStates", data="images", local=("train/mean_step",)),
+    Habit(name="auroc", task="vision.ListStates", data="images", apart=("train/mean_step",)),
     regression(
         "manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2",
         refused=dict.fromkeys(ALL, "optimizes manually"), sample=SINGLE,

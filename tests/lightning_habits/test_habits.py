@@ -49,9 +49,9 @@ def test_a_resume_inside_an_epoch_is_exact(runs, habit, layout):
 
 def test_layouts_agree_with_one_process(runs, habit, layout):
     run, single = straight(runs, habit, layout), straight(runs, habit, "single")
-    found = differences(run, single, local=habit.local, without_gradient=set())
+    found = differences(run, single, apart=habit.apart, without_gradient=set())
     if found:
-        found = differences(run, single, local=habit.local, without_gradient=runs.without_gradient(habit))
+        found = differences(run, single, apart=habit.apart, without_gradient=runs.without_gradient(habit))
     assert not found, found
 
 
