@@ -40,8 +40,8 @@ class Habit:
         refused: layout → words of the message that refuses it before launch.
         layouts: those that are tried.
         random: draws random numbers while training, so layouts cannot agree with one another.
-        apart: columns of metrics.csv and names of weights that layouts may differ in: what is logged without sync_dist is
-            rank 0's value, and what follows a bias before BatchNorm, which Adam moves by rounding noise, is noise too.
+        apart: columns of metrics.csv, and ends of names of weights, that layouts may differ in. What is logged without
+            sync_dist is rank 0's value; what follows a bias before BatchNorm, which Adam moves by noise, is noise too.
         stop: completed batches at which the run is stopped.
         sample: whether `make test` runs it, and under which layouts.
         needs: a package without which the habit is skipped.
