@@ -24,6 +24,7 @@ RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
+STOCK = "lightning.pytorch.callbacks.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
@@ -107,6 +108,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_results", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
+    (f"{STOCK}:StochasticWeightAveraging", "_scheduler_state", None, "training/stock_callbacks.py"),
+    (f"{STOCK}:StochasticWeightAveraging", "_model_contains_batch_norm", None, "training/stock_callbacks.py"),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
     (LOGGING, "on_batch_start", ("self", "batch", "dataloader_idx"), "training/loops.py"),
     (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),

@@ -1,12 +1,15 @@
 """What a checkpoint is told by, and what is not loaded."""
 
 import io
+import json
+import os
 import pickle
 import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +76,38 @@ def alter_meta(path: Path) -> str:
     return "meta.pt"
 
 
-DAMAGES = [truncate, flip, lose, lose_manifest, spoil_manifest, alter_meta]
+def rewrite_manifest(path: Path, files: dict[str, Any]) -> None:
+    (path / directory.MANIFEST).write_text(json.dumps({"format": 1, "files": files}))
+
+
+def number_entries(path: Path) -> str:
+    rewrite_manifest(path, {"meta.pt": 5, ".metadata": 5})
+    return "does not state the size and checksum of meta.pt"
+
+
+def empty_manifest(path: Path) -> str:
+    rewrite_manifest(path, {})
+    return "does not list meta.pt"
+
+
+def name_a_file_elsewhere(path: Path) -> str:
+    rewrite_manifest(path, {"meta.pt": {}, ".metadata": {}, "/dev/zero": {"bytes": 0, "sha256": "a"}})
+    manifest = directory.read_manifest(path) or {}
+    sound = directory.describe(path, ["meta.pt", ".metadata"])
+    rewrite_manifest(path, manifest["files"] | sound)
+    return "lists '/dev/zero', which is not the name of a file in it"
+
+
+def name_a_pipe(path: Path) -> str:
+    os.mkfifo(path / "pipe")
+    rewrite_manifest(path, directory.describe(path, ["meta.pt", ".metadata"]) | {"pipe": {"bytes": 0, "sha256": "a"}})
+    return "pipe is not a regular file"
+
+
+DAMAGES = [
+    truncate, flip, lose, lose_manifest, spoil_manifest, alter_meta, number_entries, empty_manifest,
+    name_a_file_elsewhere, name_a_pipe,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -112,6 +146,33 @@ def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None
     assert [path.name for path in resume.candidates(saved.parent)] == ["step=000001"]
     directory.clear_leftovers(saved.parent)
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step=000001", "step=000002"]
+
+
+def test_of_a_linked_checkpoint_only_the_link_is_removed(saved: Path, tmp_path: Path) -> None:
+    archived = tmp_path / "archive"
+    saved.rename(archived)
+    saved.symlink_to(archived, target_is_directory=True)
+    assert directory.prune(saved.parent, keep={1}) == [2]
+    assert not saved.is_symlink()
+    assert directory.problem(archived) is None
+    assert directory.checksum_problem(archived) is None
+
+
+def test_odd_names_beside_checkpoints_are_let_be(saved: Path) -> None:
+    for name in ("step=000099", "step=²", f".foo.{socket.gethostname()}.x.part"):
+        (saved.parent / name).write_text("mine")
+    assert [path.name for path in resume.candidates(saved.parent)] == ["step=000002", "step=000001"]
+    assert directory.prune(saved.parent, keep={2}) == [1]
+    directory.clear_leftovers(saved.parent)
+    names = sorted(path.name for path in saved.parent.iterdir())
+    assert names == [f".foo.{socket.gethostname()}.x.part", "step=000002", "step=000099", "step=²"]
+
+
+def test_a_broken_file_of_weights_is_named(tmp_path: Path) -> None:
+    for content in (b"", b"{", b"\x08" + bytes(7) + b"not json"):
+        (tmp_path / "a.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"a\.safetensors: it cannot be read as safetensors"):
+            convert.from_file(tmp_path / "a.safetensors", tmp_path / "step=000000")
 
 
 def test_a_foreign_directory_is_taken_only_on_trust(saved: Path) -> None:

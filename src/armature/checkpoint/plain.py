@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
 _BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a derived class becomes one of these
+NDARRAY = "__ndarray__"  # the only key of a dict that holds a NumPy array's numbers as a tensor
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
 
@@ -46,8 +47,8 @@ def plain(value: Any, path: str = "") -> Any:
     """Return a value with plain types in place of others, or raise NotPlain.
 
     Containers stay what they are where loading allows it; a deque or a configuration's list becomes a list, a frozenset
-    a set, and a dataclass, a namespace or any other mapping a dict. NumPy's scalars become Python's, its arrays tensors
-    (of text: lists), a Path its text, and an enum its value.
+    a set, and a dataclass, a namespace or any other mapping a dict. NumPy's scalars become Python's, its arrays what
+    `restored` turns into arrays again (of text: lists), a Path its text, and an enum its value.
     """
     if type(value) in _KEPT:
         return value
@@ -62,7 +63,7 @@ def plain(value: Any, path: str = "") -> Any:
     if isinstance(value, np.generic):
         return plain(value.item(), path) if not isinstance(value.item(), np.generic) else _refuse(path, value)
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy()) if value.dtype.kind in "biufc" else plain(value.tolist(), path)
+        return {NDARRAY: torch.from_numpy(value.copy())} if value.dtype.kind in "biufc" else plain(value.tolist(), path)
     if isinstance(value, PurePath):
         return str(value)
     for base in _BUILT_IN:
@@ -73,6 +74,15 @@ def plain(value: Any, path: str = "") -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path)
     return _plain_container(value, path)
+
+
+def restored(value: Any) -> Any:
+    """Return a loaded checkpoint with NumPy arrays where there were some when it was saved."""
+    if type(value) in (dict, OrderedDict):
+        if value.keys() == {NDARRAY}:
+            return value[NDARRAY].numpy()
+        return type(value)((key, restored(item)) for key, item in value.items())
+    return type(value)(map(restored, value)) if type(value) in (list, tuple) else value
 
 
 def _plain_container(value: Any, path: str) -> Any:

@@ -50,7 +50,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.compile, self.compile_mode = compile, compile_mode
         self.initial_weights: Path | None = None
         self.cluster_environment = process_group.RankEnvironment()
-        self.grad_norm, self.target_weights = torch.zeros(()), TargetWeights()
+        self.grad_norm, self.target_weights = None, TargetWeights()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
         self.first_flags: dict[str, bool] = {}
 

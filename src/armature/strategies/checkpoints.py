@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -34,6 +35,9 @@ class SavedOptimizer(dict[str, Any]):
         )
 
 
+PENDING = f"{state.EXTRA}.gradients"
+
+
 class CheckpointMixin(LayoutMixin):
     """Checkpoints that every layout can read.
 
@@ -50,6 +54,7 @@ class CheckpointMixin(LayoutMixin):
     first_flags: dict[str, bool]
     saves_files: bool = False
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
+    _pending: Mapping[str, Tensor] = {}
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -114,6 +119,7 @@ class CheckpointMixin(LayoutMixin):
         others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         if others:
             meta |= plain.plain_checkpoint({state.OTHER: others})
+        tensors |= self._pending_gradients()
         groups = []
         for saved in checkpoint.get(state.OPTIMIZER, []):
             tensors |= saved["tensors"]
@@ -136,8 +142,8 @@ class CheckpointMixin(LayoutMixin):
         path = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
         self.build_once()
         if lightning_file.is_file(path):
-            return lightning_file.read(path)
-        meta = self.load_random_state(storage.read_meta(path))
+            return plain.restored(lightning_file.read(path))
+        meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
         if self._hooks_change_weights:
             meta["state_dict"] = state.read_weights(path, self.module)
@@ -180,7 +186,32 @@ class CheckpointMixin(LayoutMixin):
         for optimizer, given in zip(self.optimizers, states, strict=False):
             if not isinstance(given, SavedOptimizer):
                 optimizer.load_state_dict(given)
-        state.load_optimizers(path, self.module, self.optimizers, groups=saved, extra=self.extra_tensors())
+        pending = self._gradients_to_load(path)
+        extra = self.extra_tensors() | {f"{PENDING}.{name}": gradient for name, gradient in pending.items()}
+        state.load_optimizers(path, self.module, self.optimizers, groups=saved, extra=extra)
+        self._pending = pending
+
+    # ------------------------------------------------------------ gradients that manual optimization accumulates
+    def _pending_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that a module keeps from one batch to the next, under their names in checkpoints."""
+        if self.module.automatic_optimization:
+            return {}
+        named = self.module.named_parameters()
+        return {f"{PENDING}.{name}": param.grad for name, param in named if param.grad is not None}
+
+    def restore_gradients(self) -> None:
+        """Give the parameters the gradients of the loaded checkpoint. Not when loading: Lightning clears them later."""
+        for name, gradient in self._pending.items():
+            self.module.get_parameter(name).grad = gradient
+        self._pending = {}
+
+    def _gradients_to_load(self, path: Path) -> dict[str, Tensor]:
+        """Return new tensors for the gradients in a checkpoint, by the parameter's name."""
+        if self.module.automatic_optimization:
+            return {}
+        saved = storage.read_metadata(path).state_dict_metadata
+        named = self.module.named_parameters()
+        return {name: torch.zeros_like(param) for name, param in named if f"{PENDING}.{name}" in saved}
 
     def load_initial_weights(self, path: Path) -> None:
         """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""

@@ -32,7 +32,8 @@ class GradientMixin(LayoutMixin):
     `gradient_scale`: as part of clipping, or before the first hook that reads gradients.
 
     Attributes:
-        grad_norm: norm of the unsharded model's gradient before clipping, in the last optimizer step; 0-dim fp32.
+        grad_norm: norm of the unsharded model's gradient before clipping, in this optimizer step; 0-dim fp32. None
+            if no step has been made since it was logged.
         gradients_are_scaled: whether this step's gradients have been multiplied by `gradient_scale`.
         target_weights: the numbers of targets in this step.
         reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
@@ -40,7 +41,7 @@ class GradientMixin(LayoutMixin):
 
     reduces_gradients_once: bool = False
     gradients_are_scaled: bool = False
-    grad_norm: Tensor
+    grad_norm: Tensor | None
     target_weights: TargetWeights
     _trainer: L.Trainer
     _data_ranks: int
@@ -134,14 +135,11 @@ class GradientMixin(LayoutMixin):
             scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, whose gradients could not be clipped
         parts = gradients.local_gradients(parameters_of(optimizer))
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
-        self.grad_norm = gradients.total_norm(
-            parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device
-        )
-        if factor is not None:
-            self.grad_norm = self.grad_norm * factor
+        norm = gradients.total_norm(parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device)
+        self.grad_norm = norm = norm if factor is None else norm * factor
         by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         if clip_val and not by_value:
-            shrink = (clip_val / (self.grad_norm + 1e-6)).clamp(max=1.0)
+            shrink = (clip_val / (norm + 1e-6)).clamp(max=1.0)
             factor = shrink if factor is None else shrink * factor  # one pass for both
         if factor is not None:
             gradients.multiply(parts, by=factor)

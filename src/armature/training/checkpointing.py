@@ -15,6 +15,7 @@ from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
+from armature.training import stock_callbacks
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -93,9 +94,10 @@ class Checkpointing(Checkpoint):
         """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
 
         Raises:
-            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
+            ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also `stock_callbacks`.
         """
         plain.check_before_training(trainer)
+        stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()

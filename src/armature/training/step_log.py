@@ -163,7 +163,9 @@ class StepLog(Callback):
             scale = strategy.gradient_scale() if strategy is not None else None
             row["train/loss"], self._loss = self._loss if scale is None else self._loss * scale, None
         if strategy is not None and pl_module.automatic_optimization:  # manual: any number of gradients per batch
-            row["train/grad_norm"] = strategy.grad_norm
+            norm, strategy.grad_norm = strategy.grad_norm, None
+            if norm is not None:  # a module's optimizer_step may leave steps out
+                row["train/grad_norm"] = norm
         for column in columns:
             row.update(column)
         self._pending.append(row)

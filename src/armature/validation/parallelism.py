@@ -16,7 +16,7 @@ from typing import Any
 from armature import hardware
 from armature.layout import Layout
 from armature.parallel.split import SCHEDULES
-from armature.validation import signatures
+from armature.validation import lightning_callbacks, signatures
 
 KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
@@ -74,7 +74,7 @@ def _classes(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         unsupported = signatures.class_attribute(target, "unsupported_strategies") or {}
         what = f"{key}={target.rpartition('.')[2]} does not work with this strategy"
         found += [f"{what} ({method}): {unsupported[method]}." for method in layout.methods if method in unsupported]
-    return found
+    return found + lightning_callbacks.problems(cfg, layout)
 
 
 def _targets(cfg: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

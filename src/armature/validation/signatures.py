@@ -233,3 +233,21 @@ def _near_definition(target: str) -> str:
     names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" Did you mean '{module}.{near[0]}'?" if near else ""
+
+
+def ancestors(target: str) -> list[str]:
+    """Return the dotted names, as defined, of the class that `target` names and of its readable bases."""
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef):
+        return []
+    found = [(definition[0], definition[1])]
+    for module, node in found:  # grows while it is walked
+        found += [base for base in _bases(module, node) if base not in found]
+    return [f"{module}.{node.name}" for module, node in found]
+
+
+def defines(target: str, method: str) -> bool:
+    """Return whether the class that `target` names, or a base of it outside of torch and Lightning, has a method."""
+    own = [name for name in ancestors(target) if name.split(".")[0] not in ("torch", "lightning")]
+    bodies = [definition[1].body for name in own if (definition := find_definition(name)) is not None]
+    return any(isinstance(item, ast.FunctionDef) and item.name == method for body in bodies for item in body)

@@ -1,0 +1,123 @@
+"""A trained module from Python: armature.load, load_from_checkpoint, scripts/convert.py."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import armature
+from armature.checkpoint import convert
+from armature.errors import ConfigError
+from armature.tasks.base import Task
+from armature.tasks.image_classification import ImageClassification
+from armature.tasks.language_modeling import LanguageModeling
+from scripts import convert as script
+from tests import running
+
+pytestmark = pytest.mark.slow
+MODEL_CHECKPOINT = f"+callbacks.mine={{_target_:{ModelCheckpoint.__module__}.ModelCheckpoint,every_n_train_steps:2}}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three steps, with a ModelCheckpoint of the user's own beside ours."""
+    folder = tmp_path_factory.mktemp("loading")
+    running.train(
+        "trainer.max_steps=3", "run.name=a", "callbacks=ema", MODEL_CHECKPOINT, cwd=folder,
+        corpus=running.write_corpus(folder / "c"),
+    )  # fmt: skip
+    return folder / "outputs" / "a"
+
+
+def file_of(run: Path) -> Path:
+    (file,) = run.rglob("*.ckpt")
+    return file
+
+
+def test_a_run_is_loaded_in_a_line(run):
+    module = armature.load(run)
+    assert isinstance(module, LanguageModeling)
+    assert not module.training
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+    for path in (run / "checkpoints" / "step=000003", str(run)):
+        same = Task.load_from_checkpoint(path)
+        torch.testing.assert_close(same.state_dict(), module.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"holds a armature.tasks.language_modeling.LanguageModeling, not a armature"):
+        ImageClassification.load_from_checkpoint(run)
+    with pytest.raises(ConfigError, match="no such path"):
+        armature.load(run.with_name("nothing"))
+
+
+def test_a_users_checkpoints_lie_beside_ours(run):
+    assert (run / "checkpoints" / "last").read_text() == "step=000003\n"
+    early = armature.load(file_of(run))
+    assert not torch.equal(early.model.embed.weight, armature.load(run).model.embed.weight)
+
+
+def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path):
+    def convert_to(name: str, **options) -> Path:
+        given = {"source": run, "target": tmp_path / name, "input": None}
+        script.run(Namespace(**given | dict.fromkeys(("average", "best", "trust"), False) | options))
+        return tmp_path / name
+
+    found = torch.load(convert_to("a.ckpt"), weights_only=True)
+    module = armature.load(run)
+    torch.testing.assert_close(found["state_dict"], dict(module.state_dict()), rtol=0, atol=0)
+    numbers = [number for group in found["optimizer_states"][0]["param_groups"] for number in group["params"]]
+    assert numbers == list(range(len(found["optimizer_states"][0]["state"])))
+    assert {"loops", "lr_schedulers", "callbacks", "pytorch-lightning_version"} <= found.keys()
+    average = torch.load(convert_to("b.ckpt", average=True), weights_only=True)["state_dict"]
+    assert average.keys() == found["state_dict"].keys()
+    assert not torch.equal(average["model.embed.weight"], found["state_dict"]["model.embed.weight"])
+    program = torch.export.load(convert_to("a.pt2")).module()
+    ids = torch.arange(8)[None].expand(2, -1)
+    assert program(ids).shape[0] == 2
+    with pytest.raises(ConfigError, match=r"pip install onnx onnxscript"):
+        convert_to("a.onnx")
+    with pytest.raises(ConfigError, match="one of the two must be a run"):
+        script.run(Namespace(source=tmp_path / "a.ckpt", target=tmp_path / "c.ckpt"))
+
+
+def test_a_model_that_cannot_be_exported_is_named(tmp_path):
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            return x if float(x.sum()) > 0 else -x
+
+    class Module(ImageClassification):
+        def __init__(self):
+            super().__init__(torch.nn.Identity, optimizer=torch.optim.SGD)
+            self.model = Odd()
+
+    with pytest.raises(ConfigError, match=r"a.pt2: this model cannot be exported to pt2: .*armature.load"):
+        convert.to_program(Module(), tmp_path / "a.pt2", torch.ones(2, 3))
+
+
+def test_training_starts_with_the_weights_of_a_file(run, tmp_path):
+    corpus = running.write_corpus(tmp_path / "c")
+    done = running.train(
+        "trainer.max_steps=1", "run.name=b", f"resume={file_of(run)}", "optimizer.lr=1e-12", cwd=tmp_path, corpus=corpus
+    )
+    assert "step 1" in done.stdout + done.stderr
+    there, here = armature.load(file_of(run)), armature.load(tmp_path / "outputs" / "b")
+    torch.testing.assert_close(there.state_dict(), here.state_dict(), rtol=0, atol=1e-6)
+    torch.save({"state_dict": {}, "hyper_parameters": len}, tmp_path / "code.ckpt")
+    refused = running.train(
+        "trainer.max_steps=1",
+        "run.name=c",
+        f"resume={tmp_path / 'code.ckpt'}",
+        cwd=tmp_path,
+        corpus=corpus,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "holds more than tensors and plain values" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_importing_armature_imports_no_torch():
+    code = "import sys, armature; assert armature.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=running.ROOT / "src").returncode == 0
