@@ -49,7 +49,7 @@ def test_a_resume_inside_an_epoch_is_exact(runs, habit, layout):
 
 def test_layouts_agree_with_one_process(runs, habit, layout):
     run, single = straight(runs, habit, layout), straight(runs, habit, "single")
-    found = differences(run, single, apart=habit.apart, without_gradient=set())
+    found = differences(run, single, apart=habit.apart, without_gradient={})
     if found:
         found = differences(run, single, apart=habit.apart, without_gradient=runs.without_gradient(habit))
     assert not found, found
