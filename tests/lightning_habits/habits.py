@@ -236,7 +236,9 @@ TRAINER = [
     regression("annealing", "regression.Annealing", sample=SINGLE),
     regression("skips_the_rest", "regression.SkipsTheRest"),
     regression("own_callbacks", "regression.OwnCallbacks"),
-    regression("own_loaders", "regression.OwnLoaders"),
+    regression(
+        "own_loaders", "regression.OwnLoaders", refused=dict.fromkeys(ALL, "methods of its own for data"), sample=SINGLE
+    ),
     regression("collisions", "regression.Collisions"),
     regression("sometimes_logs", "regression.SometimesLogs", sample=SINGLE),
     regression("gathers_in_validation", "regression.GathersInValidation"),

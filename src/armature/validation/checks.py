@@ -201,6 +201,12 @@ def _model_problems(cfg: DictConfig) -> list[str]:
             "Type task=language_modeling with a decoder and text, or task=image_classification with a model and data "
             "of images."
         ]
+    loaders = [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
+    if own := [method for method in loaders if signatures.defines(task, method)]:
+        return [
+            f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={cfg.data._target_} "
+            "would replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
+        ]
     definition = signatures.find_definition(model)
     module = module_beside(definition[0], "check") if definition is not None else None
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
