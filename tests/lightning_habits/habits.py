@@ -21,7 +21,7 @@ def regression(name: str, task: str = "regression.Regressor", *overrides: str, *
 
 
 ADVERSARIAL = [
-    Habit(name="gan", task="generative.GAN", data="images", overrides=(NO_CLIP,), sample=ALL),
+    Habit(name="gan", task="generative.GAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
     Habit(name="gan_clip_default", task="generative.GAN", data="images"),
     Habit(name="gan_untoggled", task="generative.UntoggledGAN", data="images", overrides=(NO_CLIP,)),
     Habit(name="gan_schedules", task="generative.ScheduledGAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
