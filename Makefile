@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+EXTRAS ?=
 
 # Without an NVIDIA GPU torch's CPU build is enough; the newest version would install gigabytes of CUDA libraries
 TORCH := $(if $(wildcard /dev/nvidia0),torch,torch==2.13.0)
@@ -17,14 +18,15 @@ $(VENV)/.installed: requirements.txt | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --requirement requirements.txt "$(TORCH)"
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+$(VENV)/.installed-dev: requirements-dev.txt requirements-data.txt $(VENV)/.installed
 	$(BIN)/pip install --quiet --requirement requirements-dev.txt "$(TORCH)"
 	@touch $@
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.installed ## Create the environment in .venv
+setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS=data adds the packages of requirements-data.txt
+	@$(if $(EXTRAS),$(BIN)/pip install --quiet $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
 
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)

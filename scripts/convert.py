@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats")
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
-    args = parser.parse_args()
+    args = cli.parse_arguments(parser)
     try:
         run(args)
     except ConfigError as error:
@@ -83,7 +83,7 @@ def export(args: argparse.Namespace) -> None:
     from armature.loading import load_task, open_run
 
     worker.quiet()
-    cfg, checkpoint = open_run(args.source, best=args.best, trust=args.trust)
+    cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
     module = load_task(cfg, checkpoint)
     if args.average:
         module.load_state_dict(convert.weights_of(checkpoint, average=True), strict=False)
@@ -101,9 +101,9 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
         return torch.randn(*map(int, sizes))
     if module.example_input_array is not None:
         return module.example_input_array
-    from hydra.utils import instantiate
+    from armature.data import adapter
 
-    data = instantiate(cfg.data)
+    data = adapter.build(cfg)
     data.prepare_data()
     data.setup("validate")
     loader = data.val_dataloader()

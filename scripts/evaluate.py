@@ -2,7 +2,8 @@
 
 python scripts/evaluate.py outputs/<run.name>
 python scripts/evaluate.py outputs/<run.name> --split val --best
-python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 --set data.eval_batch_size=64
+python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 data.eval_batch_size=64
+python scripts/evaluate.py outputs/<run.name> data.path='other/**/*.txt'  # read with the run's own tokenizer
 """
 
 import argparse
@@ -21,11 +22,8 @@ def main() -> None:
     parser.add_argument("--split", choices=("val", "test"), default="test")
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="change the run's configuration"
-    )
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
-    args = parser.parse_args()
+    args = cli.parse_arguments(parser)
     try:
         evaluate(args)
     except ConfigError as error:
@@ -35,16 +33,16 @@ def main() -> None:
 def evaluate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
-    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.set, trust=args.trust)
+    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
 
     import lightning.pytorch as L
-    from hydra.utils import instantiate
 
     from armature import worker
+    from armature.data import adapter
     from armature.loading import load_task
 
     worker.quiet()
-    task, data = load_task(cfg, checkpoint), instantiate(cfg.data)
+    task, data = load_task(cfg, checkpoint), adapter.build(cfg)
     accelerator = cli.accelerator(args.accelerator)
     trainer = L.Trainer(
         accelerator=accelerator,
@@ -56,7 +54,7 @@ def evaluate(args: argparse.Namespace) -> None:
         use_distributed_sampler=False,
     )
     run = trainer.validate if args.split == "val" else trainer.test
-    metrics = run(task, datamodule=data, verbose=False)[0]
+    metrics = {name: value for loader in run(task, datamodule=data, verbose=False) for name, value in loader.items()}
     print(f"{checkpoint} on {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
-    args = parser.parse_args()
+    args = cli.parse_arguments(parser)
     try:
         generate(args)
     except (ConfigError, ValueError) as error:
@@ -37,7 +37,7 @@ def main() -> None:
 def generate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
-    cfg, checkpoint = open_run(args.path, best=args.best, trust=args.trust)
+    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
 
     import torch
     from tokenizers import Tokenizer

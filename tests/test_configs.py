@@ -17,8 +17,14 @@ FILES = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIG
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
     "data/streamed": ["data.path=text/*.txt"],
+    "data/tokens": ["data.path=text"],
+    "data/mixture": ["data.paths={a: text}"],
+    "data/hf": ["data.path=csv"],
+    "data/table": ["data.path=t.csv", "data.target=y", "task=example", "model=example"],
+    "data/image_folder": ["data.path=text", "task=image_classification", "model=vit_tiny"],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],
     "logger/wandb": ["logger.wandb.offline=true"],
+    "logger/many_loggers": ["logger.wandb.offline=true"],
     "model/vit_tiny": ["task=image_classification", "data=digits"],
     "task/image_classification": ["model=vit_tiny", "data=digits"],
     "data/digits": ["task=image_classification", "model=vit_tiny"],
@@ -46,7 +52,12 @@ def _hydra(tmp_path, monkeypatch):
     GlobalHydra.instance().clear()
 
 
+NEEDS = {"logger/mlflow": "mlflow", "logger/comet": "comet_ml"}  # packages that are not among the requirements
+
+
 def composed(name: str) -> DictConfig:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     group, option = name.split("/")
     override = f"{group}='{option}'"  # quoted, as cli.quoted does it: debug=nan would be a number
     devices = ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []

@@ -224,15 +224,28 @@ def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
     assert (single / "config.yaml").read_text() == before
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("devices", "number", "code"),
+    [
+        (1, signal.SIGTERM, 143),
+        (2, signal.SIGTERM, 143),
+        (1, signal.SIGINT, 130),
+        (2, signal.SIGINT, 130),
+        (1, signal.SIGHUP, 129),
+    ],
+)
 def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, code, corpus, tmp_path):
+    (tmp_path / "random.py").write_text("raise ImportError('a file beside the data')")  # as in a single process
     ddp = [f"strategy={'ddp' if devices > 1 else 'single'}", f"trainer.devices={devices}", "run.name=run"]
     endless = [*ddp, "trainer.max_steps=100000", "trainer.val_every_n_steps=null", "scheduler=constant"]
     process = running.start(*endless, cwd=tmp_path, corpus=corpus)
     metrics = tmp_path / "outputs" / "run" / "metrics.csv"
     running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
     members = running.family(process)
+    assert len(members) == (1 if devices == 1 else 1 + devices)
+    sockets = [each for member in members for each in member.net_connections("inet")]
+    # only connections of gloo, within this machine
+    assert {each.laddr.ip for each in sockets if each.laddr} == ({"127.0.0.1"} if devices > 1 else set())
     started = time.monotonic()
     process.send_signal(number)
     output = process.communicate(timeout=30)[0]

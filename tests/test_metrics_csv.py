@@ -1,5 +1,7 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
+import pytest
+
 from armature.training.metrics_csv import MetricsCSV, read
 
 
@@ -77,3 +79,91 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text(file.read_text() + "3")
     assert [row["step"] for row in read(file)[1]] == ["1", "2"]
+
+
+VANISHES = {
+    "deleted": lambda file: file.unlink(),
+    "renamed": lambda file: file.rename(file.with_name("old.csv")),
+    "emptied": lambda file: file.write_text(""),
+}
+
+
+@pytest.mark.parametrize("how", VANISHES)
+def test_a_file_that_vanishes_while_training_is_written_anew_with_a_header(how, tmp_path, caplog):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 4)
+    VANISHES[how](tmp_path / "metrics.csv")
+    write(log, 5, 6)
+    write(log, 7, 7)
+    log.write_rows([{"step": 8, "train/loss": 0.1, "val/loss": 0.2}])  # another column
+    log.flush()
+    columns, rows = read(tmp_path / "metrics.csv")
+    assert columns == ["step", "train/loss", "val/loss"]
+    assert [row["step"] for row in rows] == ["4", "5", "6", "7", "8"]
+    assert len(caplog.messages) == 1
+    assert "the rows of steps 1 to 3 are missing" in caplog.text
+    again = MetricsCSV(tmp_path)
+    again.is_expected = True
+    again.resume_from(8)
+    assert len(caplog.messages) == 1  # it was reported once
+
+
+@pytest.mark.parametrize("how", VANISHES)
+def test_a_file_that_vanished_before_a_resume_is_reported(how, tmp_path, caplog):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 4)
+    held = dict(log.held)
+    VANISHES[how](tmp_path / "metrics.csv")
+    again = MetricsCSV(tmp_path)
+    again.held, again.is_expected = held, True
+    again.resume_from(4)
+    write(again, 5, 6)
+    again.flush()
+    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["4", "5", "6"]
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "the rows of steps 1 to 3 are missing. Training does not need them."
+    ]
+
+
+def test_a_run_that_starts_from_another_one_misses_no_rows(tmp_path, caplog):
+    log = MetricsCSV(tmp_path)
+    log.held = {"step": 4}
+    log.resume_from(4)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("content", ["1,0,8\r\n2,0,16\r\n", "\ufffe", "step,train/loss\r\none,2\r\n"])
+def test_a_file_that_cannot_be_read_is_set_aside(content, tmp_path, caplog):
+    (tmp_path / "metrics.csv").write_bytes(content.encode("utf-16-le"))
+    log = MetricsCSV(tmp_path)
+    log.resume_from(4)
+    write(log, 5, 6)
+    log.flush()
+    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["5", "6"]
+    assert (tmp_path / "metrics.csv.damaged").read_bytes() == content.encode("utf-16-le")
+    assert "metrics.csv.damaged" in caplog.text
+
+
+def test_a_directory_that_vanishes_while_training_costs_only_its_own_rows(tmp_path, caplog):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = MetricsCSV(folder)
+    write(log, 1, 4)
+    folder.rename(tmp_path / "elsewhere")
+    write(log, 5, 6)
+    folder.mkdir()  # by the keeper of the lock
+    write(log, 7, 8)
+    log.flush()
+    assert [row["step"] for row in read(folder / "metrics.csv")[1]] == ["4", "5", "6", "7", "8"]
+    assert "could not be written" in caplog.messages[0]
+    assert "the rows of steps 1 to 3 are missing" in caplog.messages[1]
+    assert len(caplog.messages) == 2
+
+
+def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
+    log = MetricsCSV(tmp_path)
+    assert log.save_dir == str(tmp_path)
+    with pytest.warns(UserWarning, match=r"experiment.add_image does nothing: .* Type logger=tensorboard"):
+        log.experiment.add_image("tag", None, 0)
+    with pytest.raises(AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"):
+        log.log_image("tag", [])

@@ -144,16 +144,21 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
     ("torch", "_foreach_lerp_", None, "callbacks/ema.py"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
-    ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/batchnorm.py"),
+    ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules.batchnorm:_BatchNorm", "_check_input_dim", ("self", "input"), "parallel/batchnorm.py"),
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
+    ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/prefetch.py"),
+    ("torch.utils.data._utils", "worker", None, "data/iterable.py"),
+    ("torch.utils.data._utils.worker", "_worker_info", None, "data/iterable.py"),
     ("torch.optim.lr_scheduler:LRScheduler", "_step_count", None, "optim/schedules.py"),
     ("torch.optim.lr_scheduler:LRScheduler", "_last_lr", None, "optim/schedules.py"),
     (f"{DCP}._fsspec_filesystem", "FsspecReader", None, "checkpoint/storage.py"),
@@ -180,7 +185,7 @@ DEEPSPEED = [
     ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat", None),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
 ]
-OURS_OR_PYTHONS = {"_exit", "_target_"}
+OURS_OR_PYTHONS = {"_asdict", "_exit", "_target_"}
 
 
 def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:

@@ -113,7 +113,8 @@ def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_path):
-    faulty = fault("raise", step=5, folder=tmp_path, attempts=2)
+    # with a save in the background, the failing rank must not wait for the others: they hang until it ends
+    faulty = [*fault("raise", step=5, folder=tmp_path, attempts=2), "checkpoint.background=true"]
     output, run_dir = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
     first, _, second = output.partition("restart 1 of 3: rank 1 failed with ArithmeticError: the deliberate mistake; ")
     assert "Traceback" not in first

@@ -1,6 +1,7 @@
 """The run directory holds what is needed to go on, and nothing of the environment."""
 
 import os
+import subprocess
 
 import pytest
 from omegaconf import OmegaConf
@@ -11,7 +12,7 @@ from armature.errors import ConfigError
 
 
 def config(root, **extra):
-    base = {"run": {"root": str(root), "name": None, "dir": None}, "resume": "auto", "seed": 0}
+    base = {"run": {"root": str(root), "name": None, "dir": None, "group": None}, "resume": "auto", "seed": 0}
     return OmegaConf.create({**base, **extra})
 
 
@@ -124,3 +125,23 @@ def test_every_start_of_a_run_has_the_same_id(tmp_path):
     run_dir.write(cfg, [])
     assert first
     assert run_dir.read(tmp_path / cfg.run.name).run.id == first
+
+
+def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkeypatch):
+    code = tmp_path / "code"
+    code.mkdir()
+    monkeypatch.setattr(run_dir.config, "CONFIGS", code / "configs")
+    cfg = run_dir.decide(config(tmp_path), label="x", trial="lr/3")
+    run = OmegaConf.load(run_dir.write(cfg, []) / "config.yaml").run
+    assert run.git is None  # not a repository
+    assert run.group == "lr"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    (code / "file").write_text("before")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "Begin"]):
+        subprocess.run([*git, *command], cwd=code, check=True)
+    state = run_dir._git()
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert state["dirty"] is False
+    (code / "file").write_text("after")
+    assert run_dir._git() == {**state, "dirty": True}

@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.faults import tiny_run
 from benchmarks.faults.cells import STEPS, WITHIN, Column, Command, Run, Session
 
+STOCK = ("stock single", "stock ddp")
 HANG_TIMEOUT = 6  # seconds without a step; then the ranks count as hung
 
 
@@ -182,6 +183,50 @@ def press_ctrl_c(run: Run, command: Command) -> None:
     run.release()
 
 
+def hang_up(run: Run, command: Command) -> None:
+    """What a closed terminal sends."""
+    run.note_strike()
+    for pid in {command.process.pid, *run.pids()}:
+        os.kill(pid, signal.SIGHUP)
+    run.release()
+
+
+# ---------------------------------------------------------------- other hands in the run directory
+def without_metrics(fault: Fault, run: Run) -> Cell:
+    """Remove metrics.csv while the run trains: the rest of it must be complete, and the loss reported."""
+    fault.arm(run)
+    command = run.start()
+    if not command.wait_until(lambda: run.struck_at() is not None, run.column.limit):
+        return judge(fault, run, ["ended or was stuck before the fault"])
+    file = run.directory / "metrics.csv"
+    file.unlink()
+    run.release()
+    command.wait(run.column.limit)
+    reference = run.session.reference(run.column).directory
+    found, expected = tiny_run.rows(run.directory), tiny_run.rows(reference)
+    remarks = [] if found and found == expected[-len(found) :] else ["metrics.csv differs"]
+    if f"the rows of steps 1 to {STEPS - len(found)} are missing" not in run.output():
+        remarks.append("did not say which rows are missing")
+    shutil.copy(reference / "metrics.csv", file)
+    return judge(fault, run, remarks)
+
+
+def typed_twice(fault: Fault, run: Run) -> Cell:
+    """Start the same command a second time while the first one trains."""
+    fault.arm(run)
+    command = run.start()
+    if not command.wait_until(lambda: run.struck_at() is not None, run.column.limit):
+        return judge(fault, run, ["ended or was stuck before the fault"])
+    second = run.start()
+    code, said = second.wait(run.column.limit), last_line(second, run)
+    remarks = [] if (code, "is in use by process" in said) == (2, True) else [f"typed twice: {code}, {said}"]
+    run.note_strike()
+    run.release()
+    if command.wait(run.column.limit) != 0:
+        remarks.append("the first one failed")
+    return judge(fault, run, remarks)
+
+
 # ---------------------------------------------------------------- damage
 @dataclass(frozen=True)
 class Stopped:
@@ -285,6 +330,13 @@ def remove_shard(checkpoint: Path, stock: bool) -> None:
     _shard(checkpoint, stock).unlink()
 
 
+def lose_power(checkpoint: Path, stock: bool) -> None:
+    """Empty the files that were written last, as a file system may after a loss of power."""
+    others = [] if stock else [checkpoint.parent / "last", checkpoint.parents[1] / "summary.json"]
+    for file in [checkpoint] if stock else [*checkpoint.iterdir(), *others]:
+        os.truncate(file, 0)
+
+
 # ---------------------------------------------------------------- a full disk
 @contextlib.contextmanager
 def small_disk(place: Path) -> Iterator[None]:
@@ -322,6 +374,16 @@ FAULTS = (
     Fault("sigterm_rank", "SIGTERM one rank", "at_terminate", codes=(143,), lost=0, flow=terminated),
     Fault("sigusr1_all", "SIGUSR1 all", "at_hold", every_rank=True, codes=(138,), lost=0, act=signal_all),
     Fault("ctrl_c", "Ctrl-C", "at_hold", every_rank=True, codes=(130,), lost=0, act=press_ctrl_c),
+    Fault(
+        "sighup",
+        "SIGHUP",
+        "at_hold",
+        every_rank=True,
+        codes=(129,),
+        lost=0,
+        act=hang_up,
+        overrides=("launch.max_restarts=0",),  # so that the process of the command is the only one under single
+    ),
     Fault("kill_in_save", "killed in the middle of a save", "in_save", "in_stock_save", 4, first_rank=True),
     Fault(
         "kill_before_pointer",
@@ -334,6 +396,7 @@ FAULTS = (
     Fault("truncated", "truncated file", lost=2, flow=damaged(truncate)),
     Fault("flipped_byte", "flipped byte", lost=2, flow=damaged(flip_byte)),
     Fault("missing_shard", "missing shard", lost=2, flow=damaged(remove_shard)),
+    Fault("power_loss", "files emptied by a power loss", lost=2, flow=damaged(lose_power)),
     Fault(
         "full_disk",
         "full disk",
@@ -344,5 +407,28 @@ FAULTS = (
     ),
     Fault("hang", "hang in a collective", "at_hang", overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",)),
     Fault("exception", "exception on one rank", "in_training_step"),
+    Fault(
+        "exception_background",
+        "exception on one rank, background saves",
+        "in_training_step",
+        overrides=("checkpoint.background=true",),
+        without=dict.fromkeys(STOCK, "it saves in the foreground"),
+    ),
+    Fault(
+        "no_metrics",
+        "metrics.csv deleted",
+        "at_hold",
+        first_rank=True,
+        flow=without_metrics,
+        without=dict.fromkeys(STOCK, "it has no such file"),
+    ),
+    Fault(
+        "twice",
+        "the same command twice",
+        "at_hold",
+        first_rank=True,
+        flow=typed_twice,
+        without=dict.fromkeys(STOCK, "it has no name for a run"),
+    ),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from armature import config
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning.pytorch as L
 
 __version__ = "0.1.0"
+
+config.register()  # Hydra's compose("train") then works in a notebook
 
 
 def load(path: str | Path, **options: Any) -> L.LightningModule:

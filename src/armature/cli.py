@@ -1,5 +1,6 @@
 """The command line around Hydra: config types, .env, the run's name and error messages."""
 
+import argparse
 import functools
 import gc
 import logging
@@ -18,9 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
+from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.rank import leave
+from armature.launcher.streams import make_lasting
+from armature.validation import foreign_keys
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
 
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
@@ -31,6 +35,11 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
 
     `check` checks a configuration as `main` does: a sweep checks all its values before the first trial.
     """
+    make_lasting()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        refuse(["The current directory has been deleted. Type cd and a folder that exists."])
     gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
     if "OMP_WAIT_POLICY" not in os.environ:
         # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy threads
@@ -39,9 +48,11 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its exceptions instead of printing and exiting
     config.register()
-    sys.argv = [sys.argv[0], *(quoted(argument) for argument in sys.argv[1:])]
+    sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, _ = get_args_parser().parse_known_args()
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
+    if problems := foreign_keys.ineffective(arguments.overrides):
+        refuse(problems)
     try:
         with _skip_get_mode() if default_config and not _sets_mode(config_dir) else nullcontext():
             sweep = arguments.multirun and default_config
@@ -77,10 +88,18 @@ def _sets_mode(config_dir: Path) -> bool:
 
 
 def quoted(argument: str) -> str:
-    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and a value that contains `=`."""
+    """Write an argument as Hydra's grammar needs it: `debug='nan'`, quotes around a value with `=`, `logger=[]`."""
     key, _, value = argument.partition("=")
+    if value == "null" and (config.CONFIGS / key).is_dir():  # no option of a group: Hydra refuses null
+        return f"{key}=[]"
     needed = argument == "debug=nan" or ("=" in value and not argument.startswith("-"))
     return f"{key}='{value}'" if needed and not set(value) & set("'\"[]{}$,") else argument
+
+
+def addable(argument: str) -> str:
+    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have it."""
+    key = argument.partition("=")[0]
+    return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
 
 
 def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
@@ -126,6 +145,16 @@ def _sweep_name(cfg: DictConfig) -> str:
 def overrides() -> list[str]:
     """Return the typed overrides, with references to the environment unresolved."""
     return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set."""
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
+    args, typed = parser.parse_known_args()
+    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE to change the run's configuration, or an option")
+    args.overrides = [*args.set, *typed]
+    return args
 
 
 def accelerator(name: str) -> str:

@@ -28,8 +28,12 @@ MOVED = {  # `_target_` in the config.yaml of older runs → where the class is 
 class Run:
     root: str = MISSING
     name: str | None = MISSING
+    tags: list[str] = MISSING
+    notes: str | None = MISSING
+    group: str | None = MISSING
     dir: str | None = None  # root/name once the name is decided; not set by users
     id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
+    git: Any = None  # commit and dirty, of the code at the newest start; not set by users
 
 
 @dataclass
@@ -44,8 +48,9 @@ class Trainer:
     gradient_clip_val: Any = MISSING  # a number, auto or null: OmegaConf cannot merge unions
     gradient_clip_algorithm: str = MISSING
     val_every_n_steps: int | None = MISSING
-    limit_val_batches: int | None = MISSING
-    limit_test_batches: int | None = MISSING
+    limit_train_batches: Any = MISSING  # int | float | None
+    limit_val_batches: Any = MISSING  # int | float | None
+    limit_test_batches: Any = MISSING  # int | float | None
     log_every_n_steps: int = MISSING
     test_at_end: bool = MISSING
     deterministic: bool = MISSING

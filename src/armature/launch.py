@@ -8,6 +8,7 @@ under torchrun or srun       this process is one of the ranks and joins the othe
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from omegaconf import DictConfig
 from armature import run_dir
 from armature.checkpoint import resume
 from armature.errors import ConfigError
-from armature.launcher import environment, rank, slurm, supervise
+from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
 from armature.training.limits import Limits
 from armature.validation import resize
@@ -57,18 +58,25 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
 
         cfg = worker.join(cfg, overrides)  # rank 0 decides the run directory for all
     else:
-        run_dir.write(cfg, overrides)
-        if layout.world_size == 1 and (joined or not cfg.launch.max_restarts):
-            from armature import worker
-
-            worker.run(run_dir.read(Path(cfg.run.dir)))
-        else:
-            supervise.run(cfg)
+        _run(cfg, overrides, alone=layout.world_size == 1 and (joined or not cfg.launch.max_restarts))
     summary = run_dir.read_summary(Path(cfg.run.dir))
     # the other ranks may look before rank 0 has written its summary
     if environment.rank() == 0 and summary is not None and summary["stop_reason"] in supervise.EXIT_CODES:
         raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
     return _metric(cfg)
+
+
+def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
+    """Train in this process if it is to be alone, else in ranks of its own."""
+    several = cfg.trainer.num_nodes > 1  # then rank 0 holds the lock, on whichever machine it is
+    with nullcontext() if several else lock.hold(cfg):
+        run_dir.write(cfg, overrides)
+        if alone:
+            from armature import worker
+
+            worker.run(run_dir.read(Path(cfg.run.dir)))
+        else:
+            supervise.run(cfg)
 
 
 def _check_built(cfg: DictConfig, layout: Layout) -> None:

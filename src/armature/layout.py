@@ -36,7 +36,8 @@ class Layout:
     @classmethod
     def of(cls, cfg: DictConfig) -> Layout:
         """Return the layout of a configuration with its `auto` values decided. ConfigError: the axes do not fit."""
-        definition = signatures.find_definition(cfg.model._target_)
+        uses_model = signatures.accepted(cfg.task, ["model"])
+        definition = signatures.find_definition(cfg.model._target_) if uses_model else None
         strategy: dict[str, Any] = OmegaConf.to_container(cfg.strategy, resolve=True)  # pyright: ignore[reportAssignmentType]
         plan = plan_beside(definition[0]) if definition is not None else None
         return cls.resolve(strategy, world_size=world_size(cfg), plan=plan)

@@ -1,17 +1,18 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import lightning_file, resume, state, storage
 from armature.errors import ConfigError
+from armature.validation.overrides import apply as apply_overrides
+from armature.validation.signatures import accepted
 
 
 def open_run(
@@ -34,11 +35,7 @@ def open_run(
         )
     cfg = run_dir.read(run_path)
     OmegaConf.set_struct(cfg, True)
-    for override in overrides or []:
-        key, _, value = override.partition("=")
-        if OmegaConf.select(cfg, key, default=run_dir) is run_dir:
-            raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
-        OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
+    apply_overrides(cfg, overrides or [], run_dir=run_path)
     OmegaConf.update(cfg, "run.dir", str(run_path))
     if path == run_path and best:
         name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")
@@ -82,19 +79,13 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
-    """Build the task. Of the factories model, optimizer and scheduler it is given those that its constructor takes.
+    """Build the task. Of the factories model, optimizer and scheduler it gets those that its constructor takes.
 
     Args:
         arguments: of the constructor, which override those of the configuration.
     """
-    taken = inspect.signature(get_class(cfg.task._target_)).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    names = [
-        name
-        for name in ("model", "optimizer", "scheduler")
-        if (open_ended or name in taken) and name not in cfg.task  # else it is a value for an argument of that name
-    ]
-    return instantiate(cfg.task, **{name: instantiate(cfg[name]) for name in names} | arguments)
+    factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
+    return instantiate(cfg.task, **factories | arguments)
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:

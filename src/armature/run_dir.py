@@ -1,7 +1,7 @@
 """The run directory: one for all ranks, restarts and requeues of a run.
 
 outputs/<run.name>/
-  config.yaml      composed and resolved; values from the environment are kept as references
+  config.yaml      composed; references to other keys and to the environment are kept
   overrides.txt    the typed overrides
   checkpoints/     step=000120/ …, and `last`, which names the newest complete one
   metrics.csv      one row per optimizer step, with val/* and test/* values in the row of their step
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import secrets
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from armature import config, files
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 from armature.launcher import environment
+from armature.validation.overrides import keep_references
 
 
 def default_name(label: str) -> str:
@@ -51,10 +53,23 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     name = named or default_name(label)
     if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
         taken, number = name, 2
-        while (root / name).exists():
+        while not _claim(root / name):
             name, number = f"{taken}-{number}", number + 1
     cfg.run.name, cfg.run.dir = name, str(root / name)
+    if trial is not None and cfg.run.group is None:
+        cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg
+
+
+def _claim(folder: Path) -> bool:
+    """Create a run directory. Return False if there is one: several commands may start within a second."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return folder.parent.is_file()  # `write` reports it
+    except OSError:
+        pass  # `write` reports it
+    return True
 
 
 def write(cfg: DictConfig, overrides: list[str]) -> Path:
@@ -80,8 +95,9 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         why = f"{run_dir} cannot be created ({error.strerror})"
         raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
     files.clear_parts(run_dir)
-    cfg.run.id = _id(run_dir)
-    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(without_secrets(cfg))))
+    cfg.run.id, cfg.run.git = _id(run_dir), _git()
+    kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
+    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8") + "\n" if typed.is_file() else ""
     files.replace(typed, before + "".join(f"{override}\n" for override in overrides))
@@ -93,6 +109,17 @@ def _id(run_dir: Path) -> str:
     file = run_dir / "config.yaml"
     known = OmegaConf.select(OmegaConf.load(file), "run.id", default=None) if file.is_file() else None
     return known or secrets.token_hex(6)
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit of the code, and whether a tracked file was changed since; None outside of a repository."""
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        text = subprocess.run(command, cwd=config.CONFIGS.parent, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    head, *changes = text.stdout.splitlines()
+    return {"commit": head.split()[-1], "dirty": any(not line.startswith("#") for line in changes)}
 
 
 def fingerprint(cfg: DictConfig) -> str:

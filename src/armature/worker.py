@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from hydra.utils import get_object, instantiate
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
@@ -30,17 +32,19 @@ from armature import run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import is_weights_only
-from armature.data import batching
+from armature.data import adapter, batching
+from armature.data.base import DataModule
 from armature.errors import ConfigError
-from armature.launcher import environment
+from armature.launcher import environment, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
+from armature.loggers import log_hyperparameters
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import report
+from armature.training import memory, report
 from armature.training.checkpointing import Checkpointing
-from armature.training.display import Display
+from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
@@ -88,8 +92,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data = instantiate(cfg.data)
-    data.prepare_data()
+    data = adapter.build(cfg)
+    _prepare(data)
     data.setup("fit")
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
@@ -101,6 +105,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         strategy.initial_weights, checkpoint = checkpoint, None
 
     csv = MetricsCSV(directory)
+    csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
@@ -112,13 +117,15 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     entries = {"config_hash": run_dir.fingerprint(cfg)}
     checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, manifest_entries=entries, **policy)
     start_line = partial(report.start_line, cfg, batches, checkpoint)
-    display = Display(step_log, total_steps=limits.global_batches, start_line=start_line)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
+    has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
+    total = limits.global_batches
+    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=total)
     progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
-        logger=[csv, *_loggers(cfg, checkpoint)],
+        callbacks=[RecordError(cfg), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
+        logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
@@ -134,11 +141,22 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )  # fmt: skip
 
 
+def _prepare(data: DataModule) -> None:
+    """Prepare the data: on all ranks at once if they lock what they write, else on one, as Lightning does."""
+    if data.prepares_on_every_rank:
+        data.prepare_data()
+        return
+    local = environment.local_rank() == 0
+    chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
+    process_group.on_all_ranks(data.prepare_data if chosen else lambda: None)
+
+
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
     if process_group.rank() == 0:
         run.data.save_assets(Path(cfg.run.dir))
+        log_hyperparameters(trainer.loggers, run_dir.without_secrets(cfg))
     started = time.monotonic()
     _collect_garbage_again()
     try:
@@ -148,8 +166,8 @@ def fit_and_test(run: Run) -> None:
         metrics = {**_last_row(step_log), **metrics}
         reason = run.stop.received or "finished"  # at the last step, or earlier by a callback such as EarlyStopping
         if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
-            tested = next(iter(trainer.test(run.task, datamodule=run.data, verbose=False)), {})
-            metrics.update({name: float(value) for name, value in tested.items()})
+            for tested in trainer.test(run.task, datamodule=run.data, verbose=False):  # one for each loader
+                metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
     step_log.csv.flush()
@@ -304,14 +322,19 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
     _init_group(cfg)
     try:
-        if process_group.rank() == 0:
-            run_dir.write(cfg, overrides)
-        text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
-        cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
-        run(cfg)
-        return cfg
+        with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
+            return _run_joined(cfg, overrides)
     finally:
         process_group.destroy()
+
+
+def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    if process_group.rank() == 0:
+        run_dir.write(cfg, overrides)
+    text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
+    cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
+    run(cfg)
+    return cfg
 
 
 def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
@@ -338,7 +361,13 @@ def _record(error: BaseException) -> None:
 class RecordError(L.Callback):
     """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first."""
 
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if memory.is_missing(exception):
+            with suppress(Exception):  # an explanation must not hide the error
+                exception.add_note(memory.explain(self.cfg, trainer, pl_module))
         if not isinstance(exception, StoppedBySignal):
             _record(exception)
 
@@ -358,7 +387,9 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         _init_group(cfg, later=60)
-        run(cfg)
+        # on one machine, the parent holds the lock
+        with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
+            run(cfg)
     except Exception as error:
         _record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:

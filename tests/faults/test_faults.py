@@ -24,6 +24,7 @@ def session(tmp_path_factory):
         ("hang", "ddp"),
         ("flipped_byte", "single"),
         ("full_disk", "single"),
+        ("twice", "single"),
     ],
 )
 def test_a_disturbed_run_ends_like_an_undisturbed_one(fault, column, session):

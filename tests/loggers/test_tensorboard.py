@@ -1,6 +1,7 @@
 """TensorBoard: one event per row, which reads like Lightning's events, and a full disk does not end the run."""
 
 import logging
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from armature.loggers import RowWriter
+from armature.loggers import RowWriter, log_hyperparameters
 from armature.loggers.tensorboard import TensorBoard
 
 ROWS = [{"train/loss": 2.5, "lr": torch.tensor(1e-3), "samples": 32}, {"train/loss": float("nan"), "val/loss": 1.0}]
@@ -76,3 +77,45 @@ def test_events_in_an_object_store_go_through_tensorboards_own_writer(monkeypatc
     (path,) = fsspec.filesystem("memory").glob("/runs/a/events.*")
     content = fsspec.filesystem("memory").cat(path)
     assert content.count(b"a") >= 2
+
+
+def hyperparameters(folder) -> tuple[dict[str, object], list[str]]:
+    """Those that TensorBoard shows, of the first session, and the metrics beside them."""
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    found = {}
+    for file in sorted(folder.glob("events.*")):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.tag.startswith("_hparams_/"):
+                    content = value.metadata.plugin_data.content
+                    found.setdefault(value.tag, plugin_data_pb2.HParamsPluginData.FromString(content))
+    session = found["_hparams_/session_start_info"].session_start_info.hparams
+    infos = found["_hparams_/experiment"].experiment.metric_infos
+    kinds = ("string_value", "number_value", "bool_value")
+    values = {key: getattr(session[key], next(k for k in kinds if session[key].HasField(k))) for key in session}
+    return values, [info.name.tag for info in infos]
+
+
+def test_all_hyperparameters_before_the_first_row_are_shown_together(tmp_path):
+    logger = TensorBoard(str(tmp_path), name="", version="", metric="val/loss")
+    logger.log_hyperparams({"optimizer": {"lr": 0.5}, "run": {"tags": ["a", "b"]}})
+    logger.log_hyperparams(Namespace(width=64), {"hp/score": 1.0})  # as a module does in on_train_start
+    logger.write_rows([{"step": 1, "train/loss": 1.0}])
+    logger.finalize("success")
+    values, metrics = hyperparameters(tmp_path)
+    assert values == {"optimizer/lr": 0.5, "run/tags": "['a', 'b']", "width": 64.0}
+    assert metrics == ["val/loss", "hp/score"]
+    assert scalars(tmp_path).keys() == {"train/loss", "hp/score"}
+
+
+def test_a_service_that_refuses_the_configuration_is_a_warning(tmp_path, caplog):
+    class Refusing:
+        def log_hyperparams(self, params):
+            raise RuntimeError("changing parameters is not allowed")
+
+    logger = TensorBoard(str(tmp_path), name="", version="")
+    log_hyperparameters([Refusing(), logger], {"seed": 3})
+    logger.finalize("success")
+    assert "Refusing did not take the configuration (changing parameters is not allowed)" in caplog.text
+    assert hyperparameters(tmp_path)[0] == {"seed": 3.0}

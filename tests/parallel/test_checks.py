@@ -118,6 +118,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"pipe": 2}, {"model": {"tied": True}}, "Type model.tied=false"),
         ({"pipe": 2}, {"model": {"document_token": 0}}, "Type model.document_token=null, or strategy=fsdp"),
         ({"pipe": 2, "schedule": "zero_bubble", "compile": "block"}, {}, "Type strategy.compile=none"),
+        (
+            {"pipe": 2, "shard": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
+            {"world_size": 4},
+            "Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b",
+        ),
         ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
         ({"shard": 2, "compile_mode": "fastest"}, {}, "must be one of default"),
         ({"shard": 2, "compile_mode": "reduce-overhead"}, {}, "nothing is compiled. Type strategy.compile=block"),

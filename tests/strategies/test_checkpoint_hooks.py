@@ -339,3 +339,48 @@ def test_a_file_that_holds_code_or_no_weights_is_refused_with_a_remedy(tmp_path)
     (tmp_path / "broken.ckpt").write_bytes(b"PK not a zip")
     with pytest.raises(ConfigError, match="it cannot be read"):
         lightning_file.read(tmp_path / "broken.ckpt")
+
+
+# ---------------------------------------------------------------- optimizers
+class ByLBFGS(Module):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+class ByHand(Module):
+    """Steps in every second batch, with the gradients of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization, self.batches = False, 0
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, checkpoint):
+        self.batches = checkpoint["batches"]
+
+    def training_step(self, batch):
+        self.manual_backward(super().training_step(batch))
+        self.batches += 1
+        if self.batches % 2 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+class SavesInBatch(SavesAt):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("module", "step"), [(ByLBFGS, 1), (ByHand, 2)])
+def test_every_optimizer_resumes_exactly(tmp_path, module, step):
+    torch.manual_seed(0)
+    straight = module()
+    initial = {name: value.clone() for name, value in straight.state_dict().items()}
+    path = tmp_path / "step=000002"
+    weights = train_on_ones(straight, SavesInBatch(step, path))
+    resumed = module()
+    resumed.load_state_dict(initial)
+    torch.testing.assert_close(train_on_ones(resumed, ckpt=path), weights, rtol=0, atol=0)

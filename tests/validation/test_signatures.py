@@ -79,3 +79,15 @@ def test_nothing_heavy_is_imported():
         "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
+
+
+def test_a_module_gets_the_groups_that_its_constructor_takes():
+    def accepted(target, **node):
+        return signatures.accepted({"_target_": target, **node})
+
+    users = "tests.validation.users"
+    assert accepted("armature.tasks.language_modeling.LanguageModeling") == ["model", "optimizer", "scheduler"]
+    assert accepted(f"{users}.Template") == ["optimizer", "scheduler"]
+    assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == ["scheduler"]
+    assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare")] == [[], [], []]
+    assert accepted("nowhere.Module") == ["model", "optimizer", "scheduler"]

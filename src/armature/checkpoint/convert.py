@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,16 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]
     groups = meta.pop("param_groups", [])
     for key in ("random", "flags"):
         meta.pop(key, None)
-    result = {"pytorch-lightning_version": L.__version__, "epoch": 0, "global_step": 0} | meta
+    result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
     result["state_dict"] = weights | meta.pop(state.OTHER, {})
     result.pop(state.OTHER, None)
     if average:  # of the buffers there is no average
         rest = {name: value for name, value in weights_of(checkpoint).items() if name not in weights}
         result["state_dict"] |= rest
     else:
-        result[state.OPTIMIZER] = [_torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)]
+        result[state.OPTIMIZER] = [
+            meta.get(f"{state.WHOLE}.{i}") or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)
+        ]
     lightning_file.write(file, result)
     return list(result["state_dict"])
 

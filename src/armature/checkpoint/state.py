@@ -8,6 +8,7 @@ are in meta.pt, as hyperparameters with parameter names.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"
 EXTRA = "extra"
+WHOLE = "optimizer_state"  # in meta.pt, with its index: the state of an optimizer that calls the closure itself
+GRADIENTS = f"{EXTRA}.grad."
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
@@ -65,6 +68,18 @@ def optimizer_state(optimizer: Optimizer, names: dict[Tensor, str], *, index: in
         for param, state in optimizer.state.items()
         for key, value in state.items()
     }
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer computes the loss itself (LBFGS). Its state has no tensor per weight."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Return gradients as `extra.grad.<name>`: a step of manual optimization may use those of earlier batches too."""
+    named = ((name, param.grad) for param, name in parameter_names(module).items())
+    return {f"{GRADIENTS}{name}": gradient for name, gradient in named if gradient is not None}
 
 
 def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str]]:
@@ -205,8 +220,8 @@ def _names_of_all_ranks(own: Iterable[str]) -> set[str]:
 def load_optimizers(
     checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, groups: list[list[dict[str, Any]] | None],
     extra: dict[str, Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Load the optimizers' state in place.
+) -> dict[Tensor, Tensor]:  # fmt: skip
+    """Load the optimizers' state in place, and return the gradients that were saved with it, by parameter.
 
     Args:
         groups: each optimizer's parameter groups, as saved; one without them keeps its state.
@@ -220,6 +235,8 @@ def load_optimizers(
         own = optimizer_state(optimizer, names, index=index)
         _check_optimizer(checkpoint, saved, own, index=index)
         state |= {name: value for name, value in own.items() if name in saved}
+    gradients = {p: torch.zeros_like(p) for p, name in names.items() if restored and f"{GRADIENTS}{name}" in saved}
+    state |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
     _check_sizes(checkpoint, saved, state)
     storage.read_tensors(checkpoint, state)
     for index, optimizer, of_optimizer in restored:
@@ -232,6 +249,7 @@ def load_optimizers(
                 if not isinstance(value, Tensor):
                     optimizer.state[param][key] = state[prefix + key]
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
+    return gradients
 
 
 # ---------------------------------------------------------------- what is frozen

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as L
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
+from armature.data import iterable
 from armature.data.batching import Batches, plan_batches
-from armature.data.prefetch import PrefetchLoader
+from armature.data.prefetch import PrefetchLoader, UnchangedLoader
 from armature.data.sampler import EvalSampler, TrainSampler
 from armature.data.samples import Batch, Samples
 from armature.data.stream import Stream
@@ -23,7 +24,7 @@ from armature.training.progress import completed_batches
 
 log = logging.getLogger(__name__)
 
-Split = Literal["train", "val", "test"]
+Split = Literal["train", "val", "test", "predict"]
 __all__ = ["Batch", "DataModule", "Split", "Stream"]
 
 
@@ -40,9 +41,18 @@ class DataModule(L.LightningDataModule):
         num_workers: loader processes per rank. 0 is fastest if a sample is a slice of memory.
         seed: seed of the sample order and of augmentation.
         train_limit: train on this many samples only; None: on all.
+
+    Attributes:
+        tokens_per_sample: None for data that are not tokens.
+        predict_split: what scripts/predict.py reads: "predict" if `dataset("predict")` returns something.
+        batch_note: what the line at the start of a run adds about the batch.
+        prepares_on_every_rank: `prepare_data` may run on all ranks at once, because it locks what it writes.
     """
 
-    tokens_per_sample: int | None = None  # None for data that are not tokens
+    tokens_per_sample: int | None = None
+    predict_split: Split = "test"
+    batch_note: str = ""
+    prepares_on_every_rank: bool = True
 
     def __init__(
         self, *, global_batch_size: int, micro_batch_size: int | str = "auto", eval_batch_size: int = 32,
@@ -59,6 +69,7 @@ class DataModule(L.LightningDataModule):
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
         """Return a map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once per split.
 
+        An IterableDataset is read as a Stream (data/iterable.py). Samples may have another form if the task reads it.
         Return None if there is no such split ("val", "test"). The dataset may define `batch(indices) -> {"inputs",
         "targets"}`, which serves a whole batch at once and must draw no random numbers. It may define `augment(sample,
         generator) -> sample`, which is called on training samples. The generator depends on (seed, epoch, index) alone,
@@ -66,6 +77,13 @@ class DataModule(L.LightningDataModule):
         `__getitem__` draws from the global generators.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
+
+    def collate_fn(self, samples: list[Any]) -> Any:
+        """Return a batch of a list of samples. Override it for samples that cannot be stacked, such as ragged ones.
+
+        Random numbers from the global generators depend on the batch's first sample alone.
+        """
+        return default_collate(samples)
 
     def save_assets(self, run_dir: Path) -> None:
         """Copy to the run directory the files that using the trained model needs, such as a tokenizer."""
@@ -134,49 +152,82 @@ class DataModule(L.LightningDataModule):
                 f"{self.global_batch_size} is {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
                 f"{batches.data_ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
             )
-        sampler = TrainSampler(
-            self.train_size, seed=self.seed, batches=batches, rank=self._rank_and_ranks()[0], epoch=self._epoch,
-            position=lambda: self.samples_seen, shuffled=not isinstance(self._dataset("train"), Stream),
-        )  # fmt: skip
-        return self._loader("train", sampler)
+        return self._loader("train", self._dataset("train"), self._train_sampler(), training=True)
 
     @override
-    def val_dataloader(self) -> DataLoader[Any] | PrefetchLoader:
+    def val_dataloader(self) -> Any:
         return self._evaluation_loader("val")
 
     @override
-    def test_dataloader(self) -> DataLoader[Any] | PrefetchLoader:
+    def test_dataloader(self) -> Any:
         return self._evaluation_loader("test")
 
-    def _evaluation_loader(self, split: Split) -> DataLoader[Any] | PrefetchLoader:
-        rank, ranks = self._rank_and_ranks()
-        size = len(cast(Sized, self._dataset(split)))
-        sampler = EvalSampler(size, batch_size=self.eval_batch_size, rank=rank, ranks=ranks)
-        return self._loader(split, sampler)
+    @override
+    def predict_dataloader(self) -> Any:
+        return UnchangedLoader(self._evaluation_loader(self.predict_split))
 
-    def _loader(self, split: Split, sampler: TrainSampler | EvalSampler) -> DataLoader[Any] | PrefetchLoader:
+    def _train_sampler(self) -> TrainSampler:
+        shuffled = not isinstance(self._dataset("train"), Stream)
+        return TrainSampler(self.train_size, shuffled=shuffled, **self._order_arguments())
+
+    def _order_arguments(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed, "batches": self.batches, "rank": self._rank_and_ranks()[0], "epoch": self._epoch,
+            "position": lambda: self.samples_seen,
+        }  # fmt: skip
+
+    def _evaluation_loader(self, split: Split) -> Any:
+        dataset = self._dataset(split)
+        return self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
+
+    def _evaluation_sampler(self, dataset: Any, batch_size: int) -> EvalSampler:
+        rank, ranks = self._rank_and_ranks()
+        return EvalSampler(len(dataset), batch_size=batch_size, rank=rank, ranks=ranks)
+
+    def _loader(
+        self, name: str, dataset: Any, sampler: TrainSampler | EvalSampler, *, training: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False, **options: Any,
+    ) -> DataLoader[Any] | PrefetchLoader:  # fmt: skip
+        """Return the loader of a name, made at the first call.
+
+        Args:
+            foreign: see `Samples`; its collate_fn is given.
+            options: arguments of torch's DataLoader.
+        """
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
         pin = device.type == "cuda"
-        key = (split, *self._rank_and_ranks(), pin)
+        key = (name, *self._rank_and_ranks(), pin)
+        if collate_fn is None and getattr(self.collate_fn, "__func__", None) is not DataModule.collate_fn:
+            collate_fn = self.collate_fn
+        options = {"num_workers": self.num_workers, **options}
+        workers = options["num_workers"] > 0
         if key not in self._loaders:
-            if pin and self.num_workers:
+            if pin and workers:
                 # DataLoader warns about loaders that are made anew each epoch. Ours is made once.
                 warnings.filterwarnings("ignore", message="The combination of `DataLoader")
             self._loaders[key] = DataLoader(
-                Samples(self._dataset(split), size=sampler.size, seed=self.seed, training=split == "train"),
+                Samples(
+                    dataset, size=sampler.population, seed=self.seed, training=training, collate_fn=collate_fn,
+                    foreign=foreign,
+                ),
                 batch_sampler=sampler,
-                num_workers=self.num_workers,
                 # otherwise each start of its workers would draw from the generator that the model draws from
                 generator=torch.Generator().manual_seed(self.seed),
                 collate_fn=_identity,  # `Samples` has collated the batch
                 pin_memory=pin,
-                persistent_workers=self.num_workers > 0,
-            )
-        return PrefetchLoader(self._loaders[key], device) if pin else self._loaders[key]
+                persistent_workers=workers,
+                **options,
+            )  # fmt: skip
+        return PrefetchLoader(self._loaders[key], device) if pin and self._prefetches() else self._loaders[key]
+
+    def _prefetches(self) -> bool:
+        """Return whether batches may be on the device before the hooks that move them there see them."""
+        return True
 
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:
-            dataset = self.dataset(split)
+            limited = split == "train" and self.train_limit is not None
+            dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
             self._datasets[split] = cast(Any, []) if dataset is None else dataset
         return self._datasets[split]
 

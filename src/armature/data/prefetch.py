@@ -11,6 +11,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
+class UnchangedLoader:
+    """Passes on a loader's batches. Lightning builds a torch DataLoader for predictions anew, but not this."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
 class PrefetchLoader:
     """Iterates over a loader one batch ahead, and copies that batch on a separate stream while the step computes.
 

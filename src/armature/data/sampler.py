@@ -8,6 +8,7 @@ N: samples per epoch, G: global batch, R: data ranks, m: micro-batch.
 
 import hashlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ class TrainSampler:
         epoch: Callable[[], int] | None = None, shuffled: bool = True,
     ) -> None:  # fmt: skip
         self.size, self.seed, self.batches, self.rank, self.shuffled = size, seed, batches, rank, shuffled
+        self.population = size  # what the indices in keys lie below
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
@@ -71,6 +73,34 @@ class TrainSampler:
         return keys
 
 
+class DrawnSampler(TrainSampler):
+    """TrainSampler for an order that another sampler draws, once per epoch, perhaps with repetitions.
+
+    The key is (epoch × N + place) × population + index, so a sample that is drawn twice is augmented twice.
+
+    Args:
+        draw: returns the N indices of an epoch: the same at each call and on each rank.
+        population: samples of the dataset, which the indices lie below.
+    """
+
+    def __init__(self, size: int, *, draw: Callable[[int], NDArray[np.int64]], population: int, **kwargs: Any) -> None:
+        super().__init__(size, **kwargs)
+        self.draw, self.population = draw, population
+        self._drawn: dict[int, NDArray[np.int64]] = {}
+
+    def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        epochs, places = np.divmod(positions, self.size)
+        indices = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            if epoch not in self._drawn:
+                self._drawn = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1} | {
+                    epoch: self.draw(epoch)
+                }
+            here = epochs == epoch
+            indices[here] = self._drawn[epoch][places[here]]
+        return positions * self.population + indices
+
+
 class EvalSampler:
     """Yields one data rank's batches of an evaluation. Over all ranks, each sample comes once, in order.
 
@@ -81,6 +111,7 @@ class EvalSampler:
 
     def __init__(self, size: int, *, batch_size: int, rank: int, ranks: int) -> None:
         self.size, self.batch_size, self.rank, self.ranks = size, batch_size, rank, ranks
+        self.population = size
 
     def __len__(self) -> int:
         return -(-self.size // (self.batch_size * self.ranks))

@@ -14,13 +14,20 @@ Set by the process that starts the ranks of this machine (`armature.launch`, `la
 
     ARMATURE_ATTEMPT                 how often the ranks have been restarted, each time by a new agent
     ARMATURE_HEARTBEATS              folder of the ranks' heartbeats, watched by `launcher.watch`
+    ARMATURE_STORE                   file in which the ranks of one machine meet; else at MASTER_ADDR:MASTER_PORT
     ARMATURE_RESIZED                 JSON of the settings that follow a smaller number of ranks (`validation.resize`)
     ARMATURE_DEADLINE                Unix time at which to save and stop, ahead of Slurm's time limit
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+from armature.errors import ConfigError
+
+Number = TypeVar("Number", int, float)
 
 
 def is_joined() -> bool:
@@ -28,24 +35,38 @@ def is_joined() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
+def _number(name: str, default: Number) -> Number:
+    """Return a variable as a number of the default's type. Raises ConfigError if it is none, or is negative."""
+    value = os.environ.get(name)
+    if not value:
+        return default
+    try:
+        number = type(default)(value)
+    except ValueError:
+        number = None
+    if number is None or not 0 <= number < math.inf:
+        raise ConfigError(f"{name}={value}: must be a number; a launcher sets it. Type unset {name}.")
+    return number
+
+
 def rank() -> int:
-    return int(os.environ.get("RANK") or 0)
+    return _number("RANK", 0)
 
 
 def world_size() -> int:
-    return int(os.environ["WORLD_SIZE"]) if is_joined() else 1
+    return _number("WORLD_SIZE", 1) if is_joined() else 1
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
+    return _number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return _number("LOCAL_WORLD_SIZE", 1)
 
 
 def node_rank() -> int:
-    return int(os.environ.get("GROUP_RANK") or 0)
+    return _number("GROUP_RANK", 0)
 
 
 def main_address() -> str:
@@ -53,7 +74,7 @@ def main_address() -> str:
 
 
 def main_port() -> int:
-    return int(os.environ.get("MASTER_PORT", "29500"))
+    return _number("MASTER_PORT", 29500)
 
 
 def set_rank(
@@ -73,16 +94,32 @@ def is_under_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def rendezvous() -> str | None:
+    """Return the name under which agents of several machines meet, or None if it identifies no run."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return name if name != "none" else None  # torchrun's default
+
+
 def is_restarted() -> bool:
-    return any(int(os.environ.get(name) or 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(_number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def error_file() -> Path | None:
     return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
-def rank_variables(*, attempt: int, heartbeats: Path, resized: str) -> dict[str, str]:
-    return {"ARMATURE_ATTEMPT": str(attempt), "ARMATURE_HEARTBEATS": str(heartbeats), "ARMATURE_RESIZED": resized}
+def rank_variables(*, attempt: int, heartbeats: Path, resized: str, store: Path | None) -> dict[str, str]:
+    """Return what the ranks of an attempt need; `store` is None for ranks on several machines."""
+    return {
+        "ARMATURE_ATTEMPT": str(attempt),
+        "ARMATURE_HEARTBEATS": str(heartbeats),
+        "ARMATURE_RESIZED": resized,
+        **({"ARMATURE_STORE": str(store)} if store is not None else {}),
+    }
+
+
+def store_file() -> Path | None:
+    return Path(file) if (file := os.environ.get("ARMATURE_STORE")) else None
 
 
 def heartbeat_folder() -> Path | None:
@@ -104,4 +141,5 @@ def set_deadline(unix_time: float) -> None:
 
 
 def deadline() -> float | None:
-    return float(value) if (value := os.environ.get("ARMATURE_DEADLINE")) else None
+    value = _number("ARMATURE_DEADLINE", math.nan)
+    return None if math.isnan(value) else value

@@ -54,7 +54,9 @@ def main() -> None:
     end_with_parent()
     gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
     from armature import worker
+    from armature.launcher import streams
 
+    streams.make_lasting()
     worker.main()
 
 

@@ -10,6 +10,8 @@ from omegaconf import DictConfig
 from armature.errors import ConfigError
 from armature.launcher import environment
 
+JOB = "Slurm job "
+
 
 def join(cfg: DictConfig) -> None:
     """Make this process a rank if `srun` started it as one, or prepare it to start the ranks of its node.
@@ -42,6 +44,12 @@ def join(cfg: DictConfig) -> None:
         local_rank=environ["SLURM_LOCALID"], local_world_size=str(tasks), node_rank=environ["SLURM_NODEID"],
         main_address=_first_host, main_port=_port(),
     )  # fmt: skip
+
+
+def job() -> tuple[str, int]:
+    """Return the job's name for messages, empty without one, and how often it has been requeued."""
+    number = os.environ.get("SLURM_JOB_ID")
+    return (f"{JOB}{number}", int(os.environ.get("SLURM_RESTART_COUNT") or 0)) if number else ("", 0)
 
 
 def stop_at(minutes: float | None) -> float | None:

@@ -31,9 +31,9 @@ from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import environment
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
-from armature.validation import resize
+from armature.validation import memory, resize
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
 SOURCES = str(Path(__file__).parents[2])
@@ -155,9 +155,12 @@ class _Attempts:
         agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
         cfg, beats = self.cfg, self.folder / "heartbeats"
         nodes, endpoint = cfg.trainer.num_nodes, cfg.launch.rdzv_endpoint
+        # on one machine in files, in a folder that only this user can open: torch unpickles what it reads from a store,
+        # and its TCP store listens on all interfaces
+        file = {} if endpoint else {"store_type": "file"}
         config = LaunchConfig(
             min_nodes=nodes, max_nodes=nodes, nproc_per_node=cfg.trainer.devices, run_id=Path(cfg.run.dir).name,
-            rdzv_backend="c10d", rdzv_endpoint=endpoint or "localhost:0",
+            rdzv_backend="c10d", rdzv_endpoint=endpoint or str(self.folder / f"rendezvous{number}"), rdzv_configs=file,
             local_addr=None if endpoint else "localhost",
             max_restarts=max_restarts, monitor_interval=0.1, shutdown_timeout=cfg.launch.grace_seconds,
             logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
@@ -168,17 +171,18 @@ class _Attempts:
         with _environment(self._variables(number, beats)), watcher:
             self.stop.watcher = watcher
             try:
-                elastic_launch(config, sys.executable)("-u", "-m", "armature.launcher.rank", cfg.run.dir)
+                elastic_launch(config, sys.executable)("-u", "-P", "-m", "armature.launcher.rank", cfg.run.dir)
             except ChildFailedError as error:
                 now = _oom_kills()
                 oom = None if oom_kills is None or now is None else now > oom_kills
-                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom)
+                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom, remedy=memory.remedy(cfg))
             finally:
                 self.stop.watcher = None
         return None
 
     def _variables(self, number: int, beats: Path) -> dict[str, str]:
-        path = [SOURCES, os.environ.get("PYTHONPATH")]
+        path = [SOURCES, _script_folder(), os.environ.get("PYTHONPATH")]
+        one_machine = not self.cfg.launch.rdzv_endpoint
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
         threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
         return {
@@ -186,7 +190,13 @@ class _Attempts:
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            **environment.rank_variables(attempt=number, heartbeats=beats, resized=resized),
+            **(_loopback_variables() if one_machine else {}),
+            **environment.rank_variables(
+                attempt=number,
+                heartbeats=beats,
+                resized=resized,
+                store=self.folder / f"store{number}" if one_machine else None,
+            ),
         }
 
     def _last_checkpoint_step(self) -> int:
@@ -227,10 +237,13 @@ class _Attempts:
         return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
 
 
-def describe(failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None) -> Failure:
+def describe(
+    failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None, remedy: str = ""
+) -> Failure:
     """Return the failure of the rank that failed first; the others failed because of it.
 
     `oom`: True if the system has killed processes for lack of memory during the attempt; None if unknown.
+    `remedy`: what to type if memory has run out.
     """
     if watcher.hung:
         return _hang(watcher, folder)
@@ -240,7 +253,8 @@ def describe(failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oo
         name = signal.Signals(-failure.exitcode).name
         guess = {True: ", since the machine ran out of memory", None: ", probably out of memory", False: ""}[oom]
         what = f"rank {rank} was killed by {name}{guess if name == 'SIGKILL' else ''}"
-        return Failure(what, f"R{what[1:]}; {log}", stopped_by=name if name in SIGNALS else None)
+        advice = remedy if oom and name == "SIGKILL" else ""
+        return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None)
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
     return Failure(
@@ -290,6 +304,18 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
 
 
+def _loopback_variables() -> dict[str, str]:
+    """Return what keeps the connections of gloo and NCCL within this machine, unless an interface is chosen."""
+    name = "lo" if sys.platform == "linux" else "lo0"
+    return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ}
+
+
+def _script_folder() -> str | None:
+    """Return the folder of the script that was started, whose modules its ranks can import as it does."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return str(Path(file).resolve().parent) if file else None
+
+
 def _oom_kills() -> int | None:
     """Return how many processes Linux has killed for lack of memory since boot (containers included), or None."""
     try:
@@ -300,7 +326,7 @@ def _oom_kills() -> int | None:
 
 def _gpus_now() -> int:
     """Return the number of GPUs, found by a new process: the driver's answer never changes within a process."""
-    command = [sys.executable, "-c", "from armature import hardware; print(hardware.gpu_count())"]
+    command = [sys.executable, "-P", "-c", "from armature import hardware; print(hardware.gpu_count())"]
     environ = {**os.environ, "PYTHONPATH": SOURCES}
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,19 @@ class TensorBoard(TensorBoardLogger):
 
     If writing fails, such as on a full disk, logging ends and the run continues. If `save_dir` is an object store,
     events go through tensorboard's own writer.
+
+    Args:
+        metric: name of the value that the HPARAMS tab shows beside the hyperparameters; None: `hp_metric`, if logged.
     """
 
-    def __init__(self, save_dir: str | Path, *args: Any, prefix: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self, save_dir: str | Path, *args: Any, prefix: str = "", metric: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(save_dir, *args, prefix=prefix, **kwargs)
         self.prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._failed = False
+        self._early: dict[str, Any] | None = {}  # hyperparameters until the first row; None after it
+        self._metrics = ["hp_metric" if metric is None else metric]
 
     @override
     @_guarded
@@ -59,6 +67,8 @@ class TensorBoard(TensorBoardLogger):
 
     @_guarded
     def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if self._early is not None:
+            self._write_early()
         self._event_writer().add_rows(rows, prefix=self.prefix)
 
     def _event_writer(self) -> EventWriter:
@@ -73,8 +83,40 @@ class TensorBoard(TensorBoardLogger):
         """Flush the events. The hyperparameters are in the run's config.yaml."""
         self.experiment.flush()
 
-    log_hyperparams = _guarded(TensorBoardLogger.log_hyperparams)
-    finalize = _guarded(TensorBoardLogger.finalize)
+    @override
+    @_guarded
+    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+        """Write all that come before the first row together with it: TensorBoard shows only one set of a run."""
+        if self._early is None:
+            super().log_hyperparams(params, metrics, step)
+            return
+        self._early |= _flat(vars(params) if isinstance(params, Namespace) else params)
+        if metrics is not None:
+            measured = metrics if isinstance(metrics, dict) else {"hp_metric": metrics}
+            super().log_metrics(measured, step)
+            self._metrics += measured
+
+    def _write_early(self) -> None:
+        params, self._early = self._early, None
+        if params:
+            from torch.utils.tensorboard.summary import hparams
+
+            writer = self.experiment._get_file_writer()
+            for summary in hparams(params, dict.fromkeys(self._metrics, 0.0)):
+                writer.add_summary(summary)
+
+    @override
+    @_guarded
+    def finalize(self, status: str) -> None:
+        self._write_early()
+        super().finalize(status)
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values below `path` by their full keys, as TensorBoard takes them."""
+    if isinstance(value, Mapping):
+        return {k: v for key in value for k, v in _flat(value[key], f"{path}/{key}" if path else str(key)).items()}
+    return {path: value if isinstance(value, (bool, int, float)) else str(value)}
 
 
 class EventWriter:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, initialization, pipeline, tensor, ties
+from armature.parallel import blocks, dtensors, initialization, pipeline, tensor, ties
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
@@ -21,7 +21,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `strategies.mesh.MeshStrategy`, whose constructor documents them, with every default resolved."""
+    """The options of `strategies.mesh.MeshStrategy`, whose constructor documents them, with every default resolved.
+
+    Attributes:
+        keep_last_gathered: keep the unit that backward starts with gathered after forward.
+    """
 
     seed: int
     schedule: str
@@ -36,6 +40,7 @@ class Options:
     cpu_offload: bool
     prefetch: int
     min_num_params: int
+    keep_last_gathered: bool = True
     compile_mode: str = "default"
     float8: bool | str = False
 
@@ -113,9 +118,10 @@ def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
 def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
     """Apply fully_shard (FSDP2) to units of blocks, to each end, and to all remaining parameters.
 
-    The unit that backward starts with, the last end or the remaining parameters, stays gathered after forward. Without
-    gradients everything is resharded after forward: no backward follows, and the next forward would otherwise use the
-    weights of this one.
+    The unit that backward starts with, the last end or the remaining parameters, stays gathered after forward. It does
+    not if a module has several models (a GAN, a teacher and a student): code between their forwards and backwards
+    changes weights and `requires_grad`, and must find all of them sharded. Without gradients everything is resharded
+    after forward: no backward follows, and the next forward would otherwise use the weights of this one.
     """
     arguments: dict[str, Any] = {
         "mesh": mesh,
@@ -123,8 +129,9 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": options.reshard_after_forward,
     }
-    stay_gathered = {**arguments, "reshard_after_forward": False}
+    stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded = [model]
+    dtensors.watch_frozen_weights(model)
     if plan is None:
         log.warning(
             "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "

@@ -105,6 +105,22 @@ def _pieces(part: Tensor, parts: int) -> list[Part]:
     return [(piece, parts) for piece in part.view(-1).split(_PIECE_ELEMENTS)]
 
 
+def average(parameters: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Let each backward replace the gradients of parameters that every rank of `group` holds by their mean.
+
+    Every backward must reach the same ones on all ranks. What earlier micro-batches have added is equal on all ranks,
+    so averaging it again does not change it.
+    """
+
+    def replace(param: Tensor) -> None:
+        assert param.grad is not None
+        dist.all_reduce(param.grad.div_(group.size()), group=group)
+
+    for param in parameters:
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(replace)
+
+
 @torch.no_grad()
 def multiply(parts: Sequence[Part], *, by: Tensor) -> None:
     """Multiply all gradients by a 0-dim tensor, in place."""

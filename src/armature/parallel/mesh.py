@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a tensor group are neighbors
@@ -38,3 +39,8 @@ def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     # it logs on every rank that gathering a doubly sharded tensor takes two collectives, which users cannot change
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
+
+
+def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of ranks with different samples and the same stage and part of the tensor axis."""
+    return mesh["replicate", "shard"]._flatten("data").get_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,18 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
     if timeout is not None:  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None)
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device if "nccl" in backend else None, **_meeting_point()
+    )
+
+
+def _meeting_point() -> dict[str, Any]:
+    """Return where the ranks meet: in a file if they are on one machine, since a port would be open to everybody."""
+    if (file := environment.store_file()) is None:
+        return {}
+    size = environment.world_size()
+    store = dist.FileStore(str(file), size)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": store, "rank": environment.rank(), "world_size": size}
 
 
 def broadcast_object(obj: T, *, source: int = 0) -> T:

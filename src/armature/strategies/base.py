@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from armature.checkpoint import state
+from armature.errors import ConfigError
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
@@ -79,6 +80,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.build_once()
         super().setup(trainer)
         for optimizer in self.optimizers:
+            if state.needs_closure(optimizer) and not self.saves_files:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or "
+                    "strategy=ddp."
+                )
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
         self.first_flags = state.flags(self.module)
@@ -133,6 +139,29 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return super().reduce(tensor, group, reduce_op)
 
 
-def models_of(module: L.LightningModule) -> list[tuple[str, nn.Module]]:
-    """Return the LightningModule's children that have weights, with their names."""
-    return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the modules that have weights and a forward, outermost ones only, with their names.
+
+    A child without a forward, such as a ModuleList, is a container: its own children are the models.
+    """
+    models: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            models += models_of(child, prefix=f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            models.append((prefix + name, child))
+    return models
+
+
+def move_others(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
+    """Move to the device what `module` holds besides the modules in `models`: its own tensors, metrics and the like."""
+    for param in module._parameters.values():
+        if param is not None:
+            param.data = param.data.to(device)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else buffer.to(device)
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            move_others(child, models, device)
+        elif child not in models:
+            child.to(device)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -35,9 +34,6 @@ class SavedOptimizer(dict[str, Any]):
         )
 
 
-PENDING = f"{state.EXTRA}.gradients"
-
-
 class CheckpointMixin(LayoutMixin):
     """Checkpoints that every layout can read.
 
@@ -52,9 +48,9 @@ class CheckpointMixin(LayoutMixin):
     seed: int
     random_state: RankRandomState
     first_flags: dict[str, bool]
+    _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
-    _pending: Mapping[str, Tensor] = {}
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -84,6 +80,8 @@ class CheckpointMixin(LayoutMixin):
         """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        if state.needs_closure(optimizer):
+            return {"whole": optimizer.state_dict()}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)
         return {"tensors": tensors, "groups": state.param_groups(optimizer, state.group_names(optimizer, names))}
@@ -119,9 +117,14 @@ class CheckpointMixin(LayoutMixin):
         others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         if others:
             meta |= plain.plain_checkpoint({state.OTHER: others})
-        tensors |= self._pending_gradients()
+        if not self.module.automatic_optimization and state.OPTIMIZER in checkpoint:
+            tensors |= state.pending_gradients(self.module)
         groups = []
-        for saved in checkpoint.get(state.OPTIMIZER, []):
+        for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
+            if "whole" in saved:
+                meta |= plain.plain_checkpoint({f"{state.WHOLE}.{index}": saved["whole"]})
+                groups.append([])
+                continue
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
         meta |= {
@@ -144,7 +147,10 @@ class CheckpointMixin(LayoutMixin):
         if lightning_file.is_file(path):
             return plain.restored(lightning_file.read(path))
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
+        meta[state.OPTIMIZER] = [
+            meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
+            for index, groups in enumerate(meta["param_groups"])
+        ]
         if self._hooks_change_weights:
             meta["state_dict"] = state.read_weights(path, self.module)
         self._loading = path
@@ -186,32 +192,16 @@ class CheckpointMixin(LayoutMixin):
         for optimizer, given in zip(self.optimizers, states, strict=False):
             if not isinstance(given, SavedOptimizer):
                 optimizer.load_state_dict(given)
-        pending = self._gradients_to_load(path)
-        extra = self.extra_tensors() | {f"{PENDING}.{name}": gradient for name, gradient in pending.items()}
-        state.load_optimizers(path, self.module, self.optimizers, groups=saved, extra=extra)
-        self._pending = pending
+        self._gradients = state.load_optimizers(
+            path, self.module, self.optimizers, groups=saved, extra=self.extra_tensors()
+        )
 
-    # ------------------------------------------------------------ gradients that manual optimization accumulates
-    def _pending_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that a module keeps from one batch to the next, under their names in checkpoints."""
-        if self.module.automatic_optimization:
-            return {}
-        named = self.module.named_parameters()
-        return {f"{PENDING}.{name}": param.grad for name, param in named if param.grad is not None}
-
-    def restore_gradients(self) -> None:
-        """Give the parameters the gradients of the loaded checkpoint. Not when loading: Lightning clears them later."""
-        for name, gradient in self._pending.items():
-            self.module.get_parameter(name).grad = gradient
-        self._pending = {}
-
-    def _gradients_to_load(self, path: Path) -> dict[str, Tensor]:
-        """Return new tensors for the gradients in a checkpoint, by the parameter's name."""
-        if self.module.automatic_optimization:
-            return {}
-        saved = storage.read_metadata(path).state_dict_metadata
-        named = self.module.named_parameters()
-        return {name: torch.zeros_like(param) for name, param in named if f"{PENDING}.{name}" in saved}
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        gradients, self._gradients = self._gradients or {}, None
+        for param, gradient in gradients.items():  # not earlier: Lightning sets them to None before it trains
+            param.grad = gradient.detach()
 
     def load_initial_weights(self, path: Path) -> None:
         """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""

@@ -36,6 +36,7 @@ class DDP(StrategyMixin, DDPStrategy):
             does. Otherwise the statistics of smaller batches change the result.
         static_graph: the same parameters take part in every step, so that DDP can plan its buckets once.
         find_unused_parameters: allow steps that do not use all parameters; costs a walk over the graph per step.
+            None: only with manual optimization, where each of several losses uses some of the parameters.
         gradient_as_bucket_view: gradients are views of the buckets that are sent, which saves one copy of them.
     """
 
@@ -44,15 +45,16 @@ class DDP(StrategyMixin, DDPStrategy):
 
     def __init__(
         self, *, seed: int = 0, backend: str = "auto", comm_hook: Literal["bf16", "fp16"] | None = None,
-        sync_batchnorm: bool = True, static_graph: bool = False, find_unused_parameters: bool = False,
+        sync_batchnorm: bool = True, static_graph: bool = False, find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
         activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
         float8: bool | str = False,
     ) -> None:  # fmt: skip
         super().__init__(
             process_group_backend=None if backend == "auto" else backend, static_graph=static_graph,
-            find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view,
+            gradient_as_bucket_view=gradient_as_bucket_view,
         )  # fmt: skip
+        self.find_unused_parameters = find_unused_parameters
         self.comm_hook, self.static_graph, self.sync_batchnorm = comm_hook, static_graph, sync_batchnorm
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -60,6 +62,10 @@ class DDP(StrategyMixin, DDPStrategy):
     def build(self, module: L.LightningModule) -> None:
         if self.sync_batchnorm:
             batchnorm.synchronize(module, group=dist.group.WORLD)
+        find_unused = self.find_unused_parameters
+        if find_unused is None:
+            find_unused = not module.automatic_optimization and not self.static_graph
+        self._ddp_kwargs["find_unused_parameters"] = find_unused
         super().build(module)
 
     @override
@@ -83,4 +89,5 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._first_step = self.module.trainer.global_step

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import state, storage
-from armature.parallel import ties
+from armature.parallel import process_group, ties
+from armature.strategies import extension_locks
 from armature.strategies.base import StrategyMixin
 from armature.strategies.checkpoints import SavedOptimizer
 
@@ -61,6 +62,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        if self.local_rank == 0:
+            extension_locks.clear()
+        process_group.on_all_ranks(lambda: None)  # no rank compiles before
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,8 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
-from armature.parallel import apply, batchnorm, mesh
-from armature.strategies.base import StrategyMixin, models_of
+from armature.parallel import apply, batchnorm, dtensors, gradients, mesh
+from armature.strategies.base import StrategyMixin, models_of, move_others
+
+log = logging.getLogger(__name__)
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
@@ -25,7 +28,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         pipe, replicate, shard, tensor: sizes of the axes; one may be "auto", which takes the remaining processes.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
         reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them until backward
-            (ZeRO-2); None: free them, except between a pipeline's micro-batches.
+            (ZeRO-2); None: free them, except between a pipeline's micro-batches. Several models in one
+            LightningModule always free them.
         reduce_every_microbatch: reduce gradients in every micro-batch of a step. False: only in the last one, which
             needs memory for unsharded gradients.
         param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16 and fp32 with bf16
@@ -99,28 +103,50 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def build(self, module: L.LightningModule) -> None:
         self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
-        options = self._resolved()
-        for name, model in models_of(module):
+        dtensors.support_user_code()
+        models = models_of(module)
+        options = self._resolved(several=len(models) > 1)
+        for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
-                batchnorm.synchronize(model, group=batchnorm.data_group(self.device_mesh))
+                batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
                 model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}."
             )
             if applied.runner is not None:
                 applied.runner.target_weights = self.target_weights
             self.applied.append(applied)
+        self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 
-    def _resolved(self) -> apply.Options:
-        """Return the options, with values in place of None."""
+    def _replicate_others(self, module: L.LightningModule, sharded: set[torch.nn.Parameter]) -> None:
+        """Average the gradients of parameters that no model holds; each rank has the whole of them."""
+        move_others(module, {part for _, model in models_of(module) for part in model.modules()}, self.root_device)
+        others = {name: param for name, param in module.named_parameters() if param not in sharded}
+        if others and self.sizes["pipe"] > 1:
+            raise ValueError(
+                f"strategy.pipe={self.sizes['pipe']}: {type(module).__name__} has parameters outside of its model, and "
+                f"no stage of the pipeline owns them: {', '.join(others)}. Move them into the model."
+            )
+        if self.data_size > 1:
+            gradients.average(others.values(), group=mesh.data_group(self.device_mesh))
+
+    def _resolved(self, *, several: bool) -> apply.Options:
+        """Return the options, with values in place of None; `several`: the LightningModule has more than one model."""
+        several = several and self.sizes["pipe"] == 1  # a pipeline needs weights until the end of all micro-batches
         options = self.options | {
             name: getattr(self, name) for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
         }
+        options["keep_last_gathered"] = not several
         bf16 = str(self.precision_plugin.precision).startswith("bf16")
         for key, default in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
             name = options[key]
             options[key] = getattr(torch, name) if name is not None else default if bf16 else None
-        if options["reshard_after_forward"] is None:
+        if several and options["reshard_after_forward"] is False:
+            log.warning(
+                "strategy.reshard_after_forward=false does not apply to a LightningModule with several models, whose "
+                "weights may change between their forwards. They are resharded after forward."
+            )
+        if several or options["reshard_after_forward"] is None:
             options["reshard_after_forward"] = self.sizes["pipe"] == 1
         return apply.Options(**options)
 

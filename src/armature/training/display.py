@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.console import Console
@@ -16,26 +16,69 @@ from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.timings import MAX_DATA_WAIT
 
+SHOWN = ("loss", "train/loss", "lr")  # names that the bar shows anyway
 
-class Display(ProgressBar):
-    """Show step, loss, learning rate, samples or tokens per second and the time left.
+
+class Display(Callback):
+    """Print what is trained at the start, and what came of it at the end; another callback shows progress.
 
     Args:
-        step_log: source of the values; the bar never reads a tensor itself.
         start_line: returns the line that describes the run, once the strategy has set up the model.
+    """
+
+    def __init__(self, start_line: Callable[[Trainer], str]) -> None:
+        super().__init__()
+        self.start_line = start_line
+        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._enabled:
+            self.console.print(*args, markup=False)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._enabled = trainer.is_global_zero
+        self.print(self.start_line(trainer))
+        self._show_model(pl_module)
+
+    def _show_model(self, module: LightningModule) -> None:
+        """Print a line per part of the model, with its number of parameters."""
+        model = getattr(module, "model", None) or module
+        table = Table(box=None, pad_edge=False)
+        for column in ("part", "type", "parameters"):
+            table.add_column(column, justify="right" if column == "parameters" else "left")
+        for name, child in model.named_children():
+            count = sum(p.numel() for p in child.parameters())
+            table.add_row(name, type(child).__name__, f"{count:,}")
+        self.print(table)
+
+    def show_metrics(self, metrics: dict[str, float]) -> None:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("metric")
+        table.add_column("value", justify="right")
+        for name, value in metrics.items():
+            table.add_row(name, f"{value:.4f}")
+        self.print(table)
+
+
+class Bar(Display, ProgressBar):
+    """Also show step, loss, learning rate, samples or tokens per second and the time left.
+
+    The values that a module logs with `prog_bar=True` follow.
+
+    Args:
+        step_log: source of the values; of the step, the bar never reads a tensor itself.
         plain_every: seconds between two lines without a terminal.
     """
 
     def __init__(
-        self, step_log: StepLog, *, total_steps: int, start_line: Callable[[Trainer], str], plain_every: float = 10.0
+        self, start_line: Callable[[Trainer], str], *, step_log: StepLog, total_steps: int, plain_every: float = 10.0
     ) -> None:
-        super().__init__()
-        self.start_line = start_line
+        super().__init__(start_line)
         self.step_log = step_log
         self.total_steps = total_steps
         self.plain_every = plain_every
-        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
-        self._enabled = True
+        self._logged = ""
         self._progress: Progress | None = None
         self._task: Any = None
         self._printed = 0.0
@@ -48,15 +91,10 @@ class Display(ProgressBar):
     def disable(self) -> None:  # Lightning calls it on every rank but 0
         self._enabled = False
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._enabled:
-            self.console.print(*args, markup=False)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = self._printed = time.monotonic()
         self._first_step = completed_batches(trainer)
-        self.print(self.start_line(trainer))
-        self._show_model(pl_module)
+        super().on_train_start(trainer, pl_module)
         if self._enabled and self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"),
@@ -82,9 +120,11 @@ class Display(ProgressBar):
             now = time.monotonic()
             if now - self._printed > 0.5:
                 self._printed = now
+                self._read_logged(trainer)
                 self._progress.update(self._task, completed=completed_batches(trainer), description=self._values())
         elif time.monotonic() - self._printed > self.plain_every:
             self._printed = time.monotonic()
+            self._read_logged(trainer)
             done = completed_batches(trainer) - self._first_step
             left = (self._printed - self._started) / done * (self.total_steps - completed_batches(trainer))
             self.print(f"step {completed_batches(trainer)}/{self.total_steps} {self._values()} {_duration(left)} left")
@@ -98,7 +138,13 @@ class Display(ProgressBar):
         unit = "samples" if per_sample is None else "tokens"
         loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
         waiting = f" {self.step_log.data_wait:.0%} waiting for data" if self.step_log.data_wait > MAX_DATA_WAIT else ""
-        return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s{waiting}"
+        return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s{waiting}{self._logged}"
+
+    def _read_logged(self, trainer: Trainer) -> None:
+        """Keep what the module logged for the bar. Only inside a step: at an epoch's end, reading is a collective."""
+        logged = trainer.progress_bar_metrics
+        shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]  # val/ has its own line
+        self._logged = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -117,25 +163,6 @@ class Display(ProgressBar):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop(trainer)
-
-    def _show_model(self, module: LightningModule) -> None:
-        """Print a line per part of the model, with its number of parameters."""
-        model = getattr(module, "model", None) or module
-        table = Table(box=None, pad_edge=False)
-        for column in ("part", "type", "parameters"):
-            table.add_column(column, justify="right" if column == "parameters" else "left")
-        for name, child in model.named_children():
-            count = sum(p.numel() for p in child.parameters())
-            table.add_row(name, type(child).__name__, f"{count:,}")
-        self.print(table)
-
-    def show_metrics(self, metrics: dict[str, float]) -> None:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("metric")
-        table.add_column("value", justify="right")
-        for name, value in metrics.items():
-            table.add_row(name, f"{value:.4f}")
-        self.print(table)
 
 
 def _duration(seconds: float) -> str:

@@ -378,7 +378,6 @@ class FitLoop(_FitLoop):
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
-            strategy.restore_gradients()
         functions, self.before_first_batch = self.before_first_batch, []
         for function in functions:
             function()

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from armature import files
 
 log = logging.getLogger(__name__)
 
+INSTEAD = "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard or logger=wandb"
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
@@ -32,10 +33,24 @@ class MetricsCSV(Logger):
         self._unwritten: list[dict[str, Any]] = []  # rows for which the disk had no room
         self.held: dict[str, Any] = {}  # the newest row; the checkpoint holds it
         self._early: dict[int, dict[str, Any]] = {}  # by step, values that came before their row
+        self._size = 0  # bytes of the file after this process's last write; fewer: somebody has deleted or emptied it
+        self.is_expected = False  # whether a run that resumes has a file
 
     @property
     def name(self) -> str:
         return "metrics"
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.file.parent)
+
+    @property
+    def experiment(self) -> "NoExperiment":
+        """Stands in for a service's object, such as TensorBoard's writer, if no logger is configured."""
+        return NoExperiment()
+
+    def __getattr__(self, name: str) -> Any:  # log_image, log_table, watch, …
+        raise AttributeError(f"self.logger.{name}: {INSTEAD}.")
 
     @property
     def version(self) -> str:
@@ -83,13 +98,17 @@ class MetricsCSV(Logger):
     def resume_from(self, step: int) -> None:
         """Drop the rows after `step`, at which the checkpoint to resume from was saved."""
         self.step = step
-        if self.file.exists():
-            self._columns, rows = read(self.file)
-            held = self.held.get("step")
-            for row in rows:  # values that validation or test have added to that row since
-                if int(row["step"]) == held:
-                    self.held = {**{name: value for name, value in row.items() if value}, **self.held}
-            self._rewrite([row for row in rows if int(row["step"]) <= step and int(row["step"]) != held])
+        self._columns, rows = self._read()
+        held = self.held.get("step")
+        for row in rows:  # values that validation or test have added to that row since
+            if int(row["step"]) == held:
+                self.held = {**{name: value for name, value in row.items() if value}, **self.held}
+        kept = [row for row in rows if int(row["step"]) <= step and int(row["step"]) != held]
+        last = int(kept[-1]["step"]) if kept else 0
+        if self.is_expected and last < step - 1:
+            self._report_lost(last, step - 1 if held == step else step)
+        if self._columns:
+            self._rewrite(kept)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -112,8 +131,9 @@ class MetricsCSV(Logger):
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         new = [name for row in rows for name in row if name not in self._columns]
-        if new:
-            have = read(self.file)[1] if self.file.exists() else []
+        lost = self._size > (self.file.stat().st_size if self.file.exists() else 0)
+        if new or lost:
+            have = self._read()[1]
             names = dict.fromkeys([*self._columns, *new])
             first = [name for name in FIRST_COLUMNS if name in names]
             columns, self._columns = self._columns, [*first, *(name for name in names if name not in first)]
@@ -122,9 +142,12 @@ class MetricsCSV(Logger):
             except OSError:
                 self._columns = columns
                 raise
+            if lost:
+                self._report_lost(int(have[-1]["step"]) if have else 0, rows[0]["step"] - 1)
         else:
             with self.file.open("a", newline="") as file:
                 csv.DictWriter(file, self._columns).writerows(rows)
+                self._size = file.tell()
         self._unwritten = []
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
@@ -133,6 +156,39 @@ class MetricsCSV(Logger):
         writer.writeheader()
         writer.writerows(rows)
         files.replace(self.file, text.getvalue())
+        self._size = len(text.getvalue().encode())
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Return column names and rows. A file that cannot be read is renamed, since training does not depend on it."""
+        if not self.file.exists() or not self.file.stat().st_size:
+            return [], []
+        try:
+            columns, rows = read(self.file)
+            for row in rows:
+                int(row["step"])
+            return columns, rows
+        except (ValueError, KeyError, csv.Error) as error:  # another encoding, no header, not a table
+            damaged = self.file.with_name(f"{self.file.name}.damaged")
+            log.error("%s cannot be read (%r). It is renamed to %s, and a new one begins.", self.file, error, damaged)
+            os.replace(self.file, damaged)
+            return [], []
+
+    def _report_lost(self, last: int, step: int) -> None:
+        """Report that rows after the step `last` and up to `step` are missing: somebody has removed them."""
+        log.error(
+            "%s was deleted, emptied or renamed: the rows of steps %d to %d are missing. Training does not need them.",
+            self.file, last + 1, step,
+        )  # fmt: skip
+
+
+class NoExperiment:
+    """Has every method, and none does anything: a module that logs images also runs with logger=none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        rank_zero_warn(f"self.logger.experiment.{name} does nothing: {INSTEAD}.", stacklevel=2)
+        return lambda *args, **kwargs: None
 
 
 def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -34,12 +34,16 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
-        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)} · "
+        f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
     )
     if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
+
+
+def _batch_note(trainer: Trainer) -> str:
+    return getattr(trainer.datamodule, "batch_note", "")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def summarize(

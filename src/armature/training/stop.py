@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
 
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 # Why a run stops. If ranks have different reasons, the one that comes last here counts
-REASONS = ("", "max_time", "time_limit", "SIGTERM", "SIGUSR1", "SIGINT")
+REASONS = ("", "max_time", "time_limit", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGINT")
 
 # After SHORT_VOTES consecutive votes on steps under SHORT_MICROSECONDS, vote only every STEPS_PER_VOTE steps
 SHORT_VOTES, SHORT_MICROSECONDS, STEPS_PER_VOTE = 100, 10_000, 10
@@ -54,6 +54,8 @@ class StopOnSignal(Callback):
     def install(self) -> None:
         """Install the handlers. Called before the Trainer is set up, which a signal must not interrupt either."""
         for number in SIGNALS:
+            if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:

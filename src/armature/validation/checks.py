@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from armature import hardware
@@ -21,7 +21,7 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.plan import module_beside
-from armature.validation import manual, parallelism, signatures
+from armature.validation import foreign_keys, lightning_parts, manual, parallelism, signatures
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ CHOICES = {
     "checkpoint.mode": ("min", "max"),
     "checkpoint.on_failure": ("continue", "stop"),
 }
-ALIASES = {"fp16": "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "32": "32-true"}
+ALIASES = {"fp16": "16-mixed", "16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "32": "32-true",
+           "cuda": "gpu"}  # fmt: skip
 _SECRET = re.compile(r"(^|_)(api_?key|token|password|passwd|secret|credentials?)$", re.IGNORECASE)
 _SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours may be named in `_target_`
 
@@ -51,7 +52,8 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     if not unsound:
         cfg = decide(cfg)
         problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg) + manual.problems(cfg)
-    problems += _logger_problems(cfg) + _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
+    problems += lightning_parts.problems(cfg) + _logger_problems(cfg)
+    problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
     problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
@@ -70,6 +72,12 @@ def decide(cfg: DictConfig) -> DictConfig:
         cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
     if cfg.launch.max_restarts == "auto":
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
+    if not signatures.derives_from(
+        cfg.data._target_, signatures.OUR_DATA
+    ):  # a plain LightningDataModule (data/adapter.py)
+        with open_dict(cfg):
+            for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
+                cfg.data.setdefault(key, value)
     return cfg
 
 
@@ -97,8 +105,10 @@ def _unknown_problems(cfg: DictConfig) -> list[str]:
         known, prefix = [f.name for f in fields(kind)], f"{path}." if path else ""
         for key in map(str, OmegaConf.select(cfg, path) if path else cfg):
             if key not in known:
+                known = [name for name in known if not foreign_keys.is_opposite(key, name)]
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
                 hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
+                hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{prefix}{key}")) else hint
                 problems.append(f"{prefix}{key}: there is no such key.{hint}")
     return problems
 
@@ -171,7 +181,9 @@ def _target_problems(cfg: DictConfig) -> list[str]:
 def _device_problems(cfg: DictConfig) -> list[str]:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
     if devices != "auto" and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
-        return [f"trainer.devices={devices}: must be a number of processes on each machine, or auto."]
+        remedy = foreign_keys.remedy("trainer.devices", str(devices))
+        hint = f" {remedy}" if remedy else ""
+        return [f"trainer.devices={devices}: must be a number of processes on each machine, or auto.{hint}"]
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()
     if accelerator == "gpu":
@@ -194,6 +206,8 @@ def _device_problems(cfg: DictConfig) -> list[str]:
 
 def _model_problems(cfg: DictConfig) -> list[str]:
     task, model = cfg.task._target_, cfg.model._target_
+    if not signatures.accepted(cfg.task, ["model"]):
+        return []
     trained, given = (signatures.class_attribute(target, "modality") for target in (task, model))
     if trained != given and None not in (trained, given):
         return [
@@ -218,7 +232,12 @@ def layout_problems(cfg: DictConfig) -> list[str]:
     try:
         layout = Layout.of(cfg)
         if not (problems := parallelism.problems(plain(cfg), layout)):
-            batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, layout.data_ranks)
+            size = batching.configured_batch_size(cfg.data)
+            if size is not None:  # else the loaders of a plain LightningDataModule decide it, which each rank reads
+                key = "data.global_batch_size" if cfg.data.get("global_batch_size") is not None else "data.batch_size"
+                batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks, key=key)
+            elif signatures.derives_from(cfg.data._target_, signatures.OUR_DATA):
+                return ["data.global_batch_size: a value is required. Type data.global_batch_size=…"]
     except ConfigError as error:
         return error.problems
     return problems

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature.errors import ConfigError
+from armature.validation import foreign_keys
 
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
@@ -124,17 +125,20 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     if parsed.is_sweep_override():
         one = override.split(",")[0]
         return f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, as in {one}."
+    value, known = override.partition("=")[2], [*_known(sound), *groups]
+    remedy = foreign_keys.remedy(key, value, known=known)
     if isinstance(error, MissingConfigException) or key in groups:
-        value = override.split("=", 1)[-1]
         if key not in groups:  # Hydra's own
-            return f"{override}: {_plain(error)}"
+            return f"{override}: {remedy or _plain(error)}"
         options = groups[key]
         if value in options:
             return f"{override}: {_inside(error, config_dir / key / f'{value}.yaml', sound)}"
-        return f"{override}: {key} has no option '{value}'.{_nearest(value, options)} Options: {', '.join(options)}."
+        hint = f" {remedy}" if remedy else _nearest(value, options)
+        return f"{override}: {key} has no option '{value}'.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
-        return f"{override}: {str(error.__cause__ or error).splitlines()[0]}."
-    known = [*_known(sound), *groups]
+        return f"{override}: {str(error.__cause__ or error).splitlines()[0]}.{f' {remedy}' if remedy else ''}"
+    if remedy:
+        return f"{override}: there is no key '{key}'. {remedy}"
     group, _, name = key.partition(".")
     # each option is composed, because its file may take keys from another in its defaults list
     having = [f"{group}={option}" for option in groups.get(group, []) if name and key in _known([f"{group}={option}"])]
@@ -166,6 +170,7 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
 
 def _nearest(word: str, known: list[str]) -> str:
     """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds `optimizer.lr`."""
+    known = [each for each in known if not foreign_keys.is_opposite(word, each)]
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     if not near:
         last = word.rsplit(".", 1)[-1]

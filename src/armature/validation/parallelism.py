@@ -224,6 +224,12 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
+    sharded = layout.axes["replicate"] * layout.axes["shard"] > 1
+    if schedule == "zero_bubble" and strategy["reshard_after_forward"] and sharded:
+        problems.append(
+            "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true: its backward in two parts needs "
+            "gathered weights until the end. Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b."
+        )
     if schedule == "zero_bubble" and strategy["compile"] != "none":
         why = "splits backward, which compiled blocks cannot"
         problems.append(f"strategy.schedule=zero_bubble {why}. Type strategy.compile=none.")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.parallel import mesh
@@ -48,7 +49,10 @@ def apply(cfg: DictConfig, text: str) -> None:
 
 def _micro_batch_sizes(cfg: DictConfig, *, data_ranks: int) -> Iterator[int | str]:
     """Yield the divisors of a rank's share of the batch, from the current size to the least similar; smaller first."""
-    size, current = cfg.data.global_batch_size, cfg.data.micro_batch_size
+    size, current = batching.configured_batch_size(cfg.data), cfg.data.micro_batch_size
+    if size is None:  # only the loaders of a plain LightningDataModule know it
+        yield current
+        return
     share, rest = divmod(size, data_ranks)
     if rest:
         yield current

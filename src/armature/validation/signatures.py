@@ -8,12 +8,17 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from armature.data.batching import LOADER_KEYS
+from armature.validation import foreign_keys
+
+OUR_DATA = "armature.data.base.DataModule"
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
+FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
 
@@ -50,14 +55,17 @@ def _target_problems(path: str, target: str, node: dict[str, Any], allowed: list
     if definition is None:
         return [f"{path}._target_={target}: there is no such class or function.{_near_definition(target)}"]
     signature = signature_of(*definition)
+    plain_data = path == "data" and not derives_from(target, OUR_DATA)  # data/adapter.py takes its LOADER_KEYS
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS:
             continue
         if key not in signature.parameters:
-            if not signature.open:
+            if not signature.open and not (plain_data and key in LOADER_KEYS):
                 near = difflib.get_close_matches(key, signature.parameters, n=1, cutoff=0.5)
                 hint = f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(signature.parameters)}."
+                known = [f"{path}.{name}" for name in signature.parameters]
+                hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known)) else hint
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
         names = _annotation_names(signature.parameters[key])
@@ -162,6 +170,45 @@ def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]
         found = find_definition(f"{module}.{ast.unparse(base).split('.')[-1].split('[')[0]}")
         if found is not None and isinstance(found[1], ast.ClassDef):
             yield found[0], found[1]
+
+
+def class_names(target: str) -> set[str]:
+    """Return the names of a class and of its bases, as far as their source can be read."""
+    definition = find_definition(target)
+    pending = [definition] if definition is not None else []
+    names = {target.rpartition(".")[2], *(node.name for _, node in pending)}
+    while pending:
+        module, node = pending.pop()
+        if isinstance(node, ast.ClassDef):
+            names |= {ast.unparse(base).split(".")[-1] for base in node.bases}  # as in L.LightningModule
+            pending += _bases(module, node)
+    return names
+
+
+def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
+    """Return those of `names` that a task's constructor takes and that its own node does not set.
+
+    All that it does not set, if the source of the constructor does not tell.
+    """
+    target, names = str(task["_target_"]), [name for name in names if name not in task]
+    definition = find_definition(target)
+    if definition is None:
+        return names
+    signature = signature_of(*definition)
+    # LightningModule's own constructor takes any keyword, and fails with each
+    unknown = signature.open and "LightningModule" not in class_names(target)
+    return [name for name in names if unknown or name in signature.parameters]
+
+
+def derives_from(target: str, base: str, *, depth: int = 0) -> bool:
+    """Return whether a class derives from a class `base`, as far as the source code says."""
+    definition = find_definition(target)
+    if definition is None or not isinstance(definition[1], ast.ClassDef) or depth > 20:
+        return False
+    if f"{definition[0]}.{definition[1].name}" == base:
+        return True
+    bases = _bases(definition[0], definition[1])
+    return any(derives_from(f"{module}.{node.name}", base, depth=depth + 1) for module, node in bases)
 
 
 def defaults_of(target: str) -> dict[str, Any]:

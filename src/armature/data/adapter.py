@@ -1,0 +1,300 @@
+"""Run a plain LightningDataModule: its datasets, collate functions and workers, in an order that resumes can repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as L
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from armature.data.base import DataModule, Split
+from armature.data.batching import LOADER_KEYS
+from armature.data.loaders import ReadLoader, read_loader
+from armature.data.prefetch import UnchangedLoader
+from armature.data.sampler import DrawnSampler, TrainSampler
+from armature.data.samples import seeded
+from armature.data.stream import Stream
+from armature.errors import ConfigError
+
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def build(cfg: DictConfig) -> DataModule:
+    """Return the data module of a configuration; a LightningDataModule that is not ours comes in a `PlainData`."""
+    target: Any = get_object(cfg.data._target_)
+    if isinstance(target, type) and issubclass(target, DataModule):
+        return instantiate(cfg.data)
+    node: dict[str, Any] = OmegaConf.to_container(cfg.data, resolve=True)  # pyright: ignore[reportAssignmentType]
+    parameters = inspect.signature(target).parameters
+    loader = {key: node.pop(key) for key in LOADER_KEYS if key in node and key not in parameters}
+    made = instantiate(node)
+    if isinstance(made, DataModule):
+        return made
+    if not isinstance(made, L.LightningDataModule):
+        raise ConfigError(
+            f"data._target_={cfg.data._target_} makes a {type(made).__name__}. Name a LightningDataModule, or a class "
+            "that derives from armature.data.base.DataModule (docs/data.md)."
+        )
+    if "global_batch_size" in parameters:
+        loader["global_batch_size"] = node.get("global_batch_size")
+    return PlainData(made, **{"seed": cfg.seed, **loader})
+
+
+class PlainData(DataModule):
+    """Wraps a LightningDataModule that knows nothing of this project. Other attributes are the module's own.
+
+    Its hooks are called as in one process (`trainer.world_size` is 1), once per stage, with seeded generators, so a
+    `random_split` is the same on every rank and after a resume. Its loaders are read (data/loaders.py) and replaced.
+
+    Args:
+        module: the data module.
+        global_batch_size: None: the batch size of its training loader.
+        eval_batch_size: samples per rank and batch; None: the batch size of each loader, divided over the ranks.
+        num_workers: None: as its loaders have.
+    """
+
+    prepares_on_every_rank = False
+
+    def __init__(
+        self, module: L.LightningDataModule, *, global_batch_size: int | None = None,
+        micro_batch_size: int | str = "auto", eval_batch_size: int | None = None, num_workers: int | None = None,
+        seed: int = 0, train_limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self.__dict__["module"] = module
+        super().__init__(
+            global_batch_size=global_batch_size or 0, micro_batch_size=micro_batch_size,
+            eval_batch_size=eval_batch_size or 0, num_workers=num_workers or 0, seed=seed, train_limit=train_limit,
+        )  # fmt: skip
+        self._typed = {"global_batch_size": global_batch_size, "num_workers": num_workers}
+        self._stages: set[str] = set()
+        self._prepared = False
+        self._read: dict[str, Any] = {}
+        self.prepare_data_per_node = module.prepare_data_per_node
+        for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
+            if is_overridden(name, module):
+                self.__dict__[name] = getattr(module, name)
+        for name in ("val_dataloader", "test_dataloader"):  # the same question
+            if not is_overridden(name, module):
+                self.__dict__[name] = getattr(module, name)
+
+    # ------------------------------------------------------------ the module behind
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["module"], name)
+
+    @property
+    def trainer(self) -> Any:
+        return self.__dict__.get("_trainer")
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.__dict__["_trainer"] = self.module.trainer = trainer
+
+    @property
+    def hparams(self) -> Any:
+        return self.module.hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        return self.module.hparams_initial
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let the module see one process, or it would divide its batches and samples itself."""
+        trainer, self.module.trainer = self.trainer, _OneProcess(self.trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            with seeded(f"{self.seed}/setup"):
+                yield
+        finally:
+            self.module.trainer = trainer
+
+    # ------------------------------------------------------------ hooks
+    @override
+    def prepare_data(self) -> None:
+        if not self._prepared:
+            with self._alone():
+                self.module.prepare_data()
+        self._prepared = True
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage in self._stages:
+            return
+        with self._alone():
+            self.module.setup(stage)
+        self._stages.add(stage)
+        if stage == "fit":
+            self._read_training()
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self._stages.discard(stage)
+        self.module.teardown(stage)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.module.on_exception(exception)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "module": self.module.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict.get("module"):
+            self.module.load_state_dict(state_dict["module"])
+
+    # ------------------------------------------------------------ loaders
+    def _loaders_of(self, split: str) -> Any:
+        """Return what the module's `<split>_dataloader` returns, or None if it has none."""
+        name = f"{split}_dataloader"
+        if not is_overridden(name, self.module):
+            return None
+        with self._alone():
+            return getattr(self.module, name)()
+
+    def _read_training(self) -> None:
+        name = type(self.module).__name__
+        loader = self._loaders_of("train")
+        if loader is None:
+            raise ConfigError(f"data: {name} has no train_dataloader.")
+        read = self._read["train"] = read_loader(
+            loader,
+            owner=f"{name}.train_dataloader",
+            seed=self.seed,
+            training=True,
+            limited=self.train_limit is not None,
+        )
+        typed = self._typed["global_batch_size"]
+        if typed is None:
+            self.batch_note = f" (batch_size={read.batch_size} of {name} is the global batch)"
+        elif read.draw is not None and read.draw.whole_batches and typed != read.batch_size:
+            raise ConfigError(
+                f"data.global_batch_size={typed}, but the batch sampler of {name} yields batches of {read.batch_size}. "
+                f"Type data.global_batch_size={read.batch_size}, or leave it out."
+            )
+        self.global_batch_size = typed or read.batch_size
+
+    @override
+    def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
+        return self._read[split].dataset
+
+    @property
+    @override
+    def train_size(self) -> int:
+        read: ReadLoader = self._read["train"]
+        size = len(read.dataset) if read.draw is None else read.draw.size
+        return size if self.train_limit is None else min(size, self.train_limit)
+
+    @override
+    def train_dataloader(self) -> Any:
+        read: ReadLoader = self._read["train"]
+        self._check_ranks_agree(read)
+        return super().train_dataloader()
+
+    @override
+    def _train_sampler(self) -> TrainSampler:
+        read: ReadLoader = self._read["train"]
+        if read.draw is None:
+            return TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments())
+        draw, limited = read.draw, self.train_limit is not None
+        return DrawnSampler(
+            self.train_size, draw=lambda epoch: draw(0 if limited else epoch), population=len(read.dataset),
+            **self._order_arguments(),
+        )  # fmt: skip
+
+    @override
+    def predict_dataloader(self) -> Any:
+        made = self._evaluation_loader("predict" if is_overridden("predict_dataloader", self.module) else "test")
+        if isinstance(made, dict):
+            return {key: UnchangedLoader(loader) for key, loader in made.items()}
+        return [UnchangedLoader(loader) for loader in made] if isinstance(made, list) else UnchangedLoader(made)
+
+    @override
+    def _evaluation_loader(self, split: Split) -> Any:
+        if split not in self._read:
+            self._read[split] = self._read_evaluation(self._loaders_of(split), split)
+        read = self._read[split]
+        if isinstance(read, ReadLoader):
+            return self._replace(read, split)
+        if isinstance(read, Mapping):
+            return {key: self._replace(one, f"{split}/{key}") for key, one in read.items()}
+        return [self._replace(one, f"{split}/{i}") for i, one in enumerate(read)]
+
+    def _read_evaluation(self, loaders: Any, split: Split) -> Any:
+        owner = f"{type(self.module).__name__}.{split}_dataloader"
+        if loaders is None:
+            return []
+        if isinstance(loaders, Mapping):
+            return {key: read_loader(each, owner=owner, seed=self.seed) for key, each in loaders.items()}
+        if isinstance(loaders, Sequence):
+            return [read_loader(each, owner=owner, seed=self.seed) for each in loaders]
+        return read_loader(loaders, owner=owner, seed=self.seed)
+
+    def _replace(self, read: ReadLoader, name: str) -> Any:
+        # at least 2 if possible: with 1 a rank may be left without a sample at the end
+        size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1])
+        return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size))
+
+    @override
+    def _loader(self, name: str, dataset: Any, sampler: Any, *, training: bool = False, **options: Any) -> Any:
+        split, _, key = name.partition("/")
+        read = self._read[split]
+        if key:
+            read = read[key if isinstance(read, Mapping) else int(key)]
+        options = {**read.options, **options}
+        if self._typed["num_workers"] is not None:
+            options["num_workers"] = self._typed["num_workers"]
+        if not options["num_workers"]:
+            options = {
+                k: v for k, v in options.items() if k not in ("prefetch_factor", "multiprocessing_context", "timeout")
+            }
+        return super()._loader(
+            name, dataset, sampler, training=training, collate_fn=read.collate_fn, foreign=True, **options
+        )
+
+    @override
+    def _prefetches(self) -> bool:
+        return not any(name in self.__dict__ for name in TRANSFER_HOOKS)
+
+    def _check_ranks_agree(self, read: ReadLoader) -> None:
+        """Raise ConfigError if this rank's data are not those of rank 0: the ranks divide one order of samples."""
+        if self._rank_and_ranks()[1] == 1 or "agreed" in self._read:
+            return
+        own = hashlib.sha256(repr((self.train_size, read.describe())).encode()).hexdigest()
+        if own != self.trainer.strategy.broadcast(own):
+            raise ConfigError(
+                f"data: {type(self.module).__name__} has other training data on rank {self._rank_and_ranks()[0]} than "
+                f"on rank 0 ({self.train_size} samples here). Let every rank have all samples, in the same order: they "
+                "are divided over the ranks later."
+            )
+        self._read["agreed"] = own
+
+
+class _OneProcess:
+    """Stands in for the Trainer while a data module builds its data: the ranks of a run are not its business."""
+
+    world_size = num_nodes = num_devices = 1
+    global_rank = local_rank = node_rank = 0
+    is_global_zero = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if self._trainer is None:
+            raise AttributeError(
+                f"self.trainer.{name}: a data module is set up before the Trainer is made. Until then only world_size, "
+                "global_rank and their like are known."
+            )
+        return getattr(self._trainer, name)

@@ -1,0 +1,135 @@
+"""Images in folders, one folder per class: path/cat/1.jpg, or path/train/cat/1.jpg beside path/val and path/test."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from armature.data import extras
+from armature.data.base import Batch, DataModule, Split
+from armature.data.splits import split_indices
+from armature.errors import ConfigError
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
+
+
+class ImageFiles(Dataset[Batch]):
+    """Images (3, S, S), normalized, and classes. In training a random crop is taken, and flipped half of the time."""
+
+    def __init__(
+        self,
+        files: list[tuple[Path, int]],
+        *,
+        size: int,
+        mean: list[float],
+        std: list[float],
+        flip: bool,
+        margin: float,
+    ) -> None:
+        self.files, self.size, self.flip, self.margin = files, size, flip, margin
+        self.mean, self.std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @override
+    def __getitem__(self, index: int) -> Batch:
+        """Return the image with its shorter side scaled to the size and the margin, cropped to a square there."""
+        from PIL import Image
+
+        path, target = self.files[index]
+        try:
+            with Image.open(path) as opened:
+                image = opened.convert("RGB")
+        except OSError as error:
+            raise ConfigError(f"data.path: {path} cannot be read as an image ({error}). Remove it.") from error
+        side = round(self.size * (1 + self.margin))
+        scale = side / min(image.size)
+        width, height = (max(side, round(length * scale)) for length in image.size)
+        left, top = (width - side) // 2, (height - side) // 2
+        image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + side, top + side))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        return {"inputs": (pixels - self.mean) / self.std, "targets": torch.tensor(target)}
+
+    def augment(self, sample: Batch, generator: torch.Generator) -> Batch:
+        inputs = sample["inputs"]
+        room = inputs.shape[-1] - self.size
+        top, left, flipped = (
+            torch.randint(0, high, (), generator=generator).item() for high in (room + 1, room + 1, 2)
+        )
+        inputs = inputs[:, top : top + self.size, left : left + self.size]
+        return {"inputs": inputs.flip(-1) if self.flip and flipped else inputs, "targets": sample["targets"]}
+
+
+class ImageFolderData(DataModule):
+    """Images (B, 3, S, S) and classes (B,), which are the folders' names in alphabetical order, numbered from 0.
+
+    Args:
+        path: a folder of class folders; or of `train`, `val` and `test`, each with class folders.
+        size: side of an image in pixels (S).
+        mean, std: of each channel, subtracted and divided by; pixels lie in [0, 1] before.
+        flip: flip half of the training images.
+        margin: a training image is cropped at random from one this share larger; 0: no random crop.
+        val_fraction, test_fraction: shares of the images, where there are no folders of these names.
+        loader: batch sizes and the other arguments of DataModule.
+    """
+
+    predict_split = "predict"  # all images below path; of the test folder, if there is one
+
+    def __init__(
+        self, *, path: str, size: int = 64, mean: list[float] | None = None, std: list[float] | None = None,
+        flip: bool = True, margin: float = 0.125, val_fraction: float = 0.1, test_fraction: float = 0.1, **loader: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**loader)
+        self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
+        self.mean, self.std = list(mean or (0.485, 0.456, 0.406)), list(std or (0.229, 0.224, 0.225))
+        self.fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+
+    @override
+    def dataset(self, split: Split) -> ImageFiles:
+        extras.load("PIL.Image", needed_by="data=image_folder")
+        training = split == "train"
+        return ImageFiles(
+            self._files[split], size=self.size, mean=self.mean, std=self.std, flip=self.flip,
+            margin=self.margin if training else 0.0,
+        )  # fmt: skip
+
+    @cached_property
+    def _files(self) -> dict[str, list[tuple[Path, int]]]:
+        """The images of each split, with their classes."""
+        if not self.path.is_dir():
+            raise ConfigError(f"data.path={self.path}: there is no such folder. Name one with a folder per class.")
+        if (self.path / "train").is_dir():
+            names = _classes(self.path / "train")
+            found = {s: _images(self.path / s, names) for s in ("train", "val", "test") if (self.path / s).is_dir()}
+            found = {"val": [], "test": [], **found}
+            return {"predict": found["test"] or found["val"], **found}
+        every = _images(self.path, _classes(self.path))
+        parts = split_indices(len(every), **self.fractions)
+        return {split: [every[i] for i in indices.tolist()] for split, indices in parts.items()}
+
+
+def _classes(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
+def _images(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
+    if unknown := [name for name in _classes(folder) if name not in names]:
+        raise ConfigError(f"data.path: {folder} has the class {unknown[0]}, which the training images lack: {names}.")
+    found = [
+        (file, number)
+        for number, name in enumerate(names)
+        for file in sorted((folder / name).rglob("*"))
+        if file.suffix.lower() in SUFFIXES
+    ]
+    if not found:
+        raise ConfigError(
+            f"data.path={folder}: no images in class folders, as in {folder}/cat/1.jpg ({', '.join(sorted(SUFFIXES))})."
+        )
+    return found

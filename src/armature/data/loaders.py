@@ -1,0 +1,178 @@
+"""Reads a torch DataLoader that somebody else has made: what it loads, in which order, and how it collates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from armature.data import iterable
+from armature.data.samples import seed_of, seeded
+from armature.errors import ConfigError
+
+OPTIONS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+
+
+class Draw:
+    """The samples of each epoch, drawn by a sampler or batch sampler from generators seeded by (seed, epoch).
+
+    Attributes:
+        size: samples per epoch.
+        batch_size: samples per batch, if it is a batch sampler.
+        whole_batches: it is a batch sampler, so that which samples share a batch matters.
+    """
+
+    def __init__(self, sampler: Any, *, owner: str, seed: int, whole_batches: bool) -> None:
+        self.sampler, self.owner, self.seed, self.whole_batches = sampler, owner, seed, whole_batches
+        self.name = type(sampler).__name__
+        if getattr(sampler, "num_replicas", 1) not in (None, 1):
+            raise ConfigError(
+                f"{owner}: {self.name} divides the samples among ranks itself (num_replicas={sampler.num_replicas}). "
+                "Build it with num_replicas=1 and rank=0: they are divided over the data ranks here."
+            )
+        first, again = self._draw(0), self._draw(0)
+        if first != again:
+            raise ConfigError(
+                f"{owner}: {self.name} draws other samples the second time from the same seed, so a resume could not "
+                "repeat them. Let it draw from torch's, NumPy's or Python's global generator or from an attribute "
+                "`generator` (a torch.Generator), and count epochs in set_epoch(epoch) only."
+            )
+        self.size, self.batch_size = len(first), 0
+        if whole_batches:
+            sizes = sorted({len(batch) for batch in first})
+            if len(sizes) != 1:
+                raise ConfigError(
+                    f"{owner}: {self.name} yields batches of {sizes[0] if sizes else 0} to {sizes[-1] if sizes else 0} "
+                    "samples. A step trains on data.global_batch_size samples: yield batches of one size (drop_last), "
+                    "or pass the DataLoader a sampler and a collate_fn instead of a batch_sampler."
+                )
+            (self.batch_size,) = sizes
+            self.size *= self.batch_size
+        if not self.size:
+            raise ConfigError(f"{owner}: {self.name} yields no samples.")
+
+    def __call__(self, epoch: int) -> NDArray[np.int64]:
+        drawn = self._draw(epoch)
+        indices = np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
+        if len(indices) != self.size:
+            raise ConfigError(
+                f"{self.owner}: {self.name} yields {len(indices)} samples in epoch {epoch}, but {self.size} in epoch 0."
+                " Every epoch must have as many: a resume finds its place by counting."
+            )
+        return indices
+
+    def _draw(self, epoch: int) -> list[Any]:
+        with seeded(f"{self.seed}/order/{epoch}"):
+            for each in (self.sampler, getattr(self.sampler, "sampler", None)):
+                if each is not None and hasattr(each, "generator"):
+                    each.generator = torch.Generator().manual_seed(seed_of(f"{self.seed}/generator", epoch))
+                if callable(set_epoch := getattr(each, "set_epoch", None)):
+                    set_epoch(epoch)
+            try:
+                limit = len(self.sampler) + 1
+            except (TypeError, NotImplementedError):
+                raise ConfigError(
+                    f"{self.owner}: {self.name} has no length. Give it a method __len__: the samples or batches of an "
+                    "epoch."
+                ) from None
+            drawn = itertools.islice(self.sampler, limit)
+            return [[int(i) for i in each] for each in drawn] if self.whole_batches else [int(i) for i in drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadLoader:
+    """What a DataLoader loads. `draw` is None if the order is the dataset's own, or all of it `shuffled`."""
+
+    dataset: Any  # map-style, or a Stream
+    batch_size: int
+    collate_fn: Callable[[list[Any]], Any]
+    options: dict[str, Any]  # of the DataLoader that takes its place
+    draw: Draw | None = None
+    shuffled: bool = False
+
+    def describe(self) -> Any:
+        """Return something whose repr is the same for the same data."""
+        order = None if self.draw is None else self.draw(0).tolist()
+        dataset = self.dataset
+        if isinstance(dataset, iterable.IterableStream):
+            return order, dataset.first_records()
+        return order, list(dataset.indices) if isinstance(dataset, Subset) else None
+
+
+def read_loader(loader: Any, *, owner: str, seed: int, training: bool = False, limited: bool = False) -> ReadLoader:
+    """Read a loader.
+
+    Args:
+        owner: the method that made it, for messages.
+        seed: of the order.
+        limited: data.train_limit is set.
+    Raises:
+        ConfigError: it is no DataLoader, or its order cannot be kept.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"{owner} returns a {type(loader).__name__}: return one torch DataLoader. To train on several datasets "
+            "together, return a Dataset whose samples hold one of each."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{owner} returns a {type(loader).__name__}, whose own __iter__ decides what a batch holds, so its order "
+            "cannot be kept. Return a torch DataLoader, or derive the data from armature.data.base.DataModule."
+        )
+    if loader.batch_sampler is None:
+        raise ConfigError(
+            f"{owner}: DataLoader(batch_size=None) leaves batches to the dataset. Let the dataset yield single samples,"
+            " and type the number of them as data.global_batch_size or pass DataLoader(batch_size=…)."
+        )
+    if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "__len__"):
+        raise ConfigError(f"{owner}: {type(loader.dataset).__name__} has no length. Give it a method __len__.")
+    options = {name: getattr(loader, name) for name in OPTIONS}
+    common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options}
+    if isinstance(loader.dataset, IterableDataset):
+        stream = iterable.adapt(loader.dataset, seed=seed, limited=limited)
+        return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, **common)
+    dataset: Any = loader.dataset
+    draw, shuffled = _order(loader, owner=owner, seed=seed)
+    size = draw.batch_size if draw is not None and draw.whole_batches else loader.batch_sampler.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+    if not training:
+        if draw is not None or shuffled:  # which samples, and in which order: the same in each evaluation
+            dataset = Subset(dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed))
+        if loader.drop_last:
+            dataset = Subset(dataset, range(len(dataset) // size * size))
+        return ReadLoader(dataset=dataset, batch_size=size, **common)
+    return ReadLoader(dataset=dataset, batch_size=size, draw=draw, shuffled=shuffled, **common)
+
+
+def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | None, bool]:
+    """Return who draws the samples (None: nobody), and whether they are all shuffled."""
+    batch_sampler: Any = loader.batch_sampler
+    if type(batch_sampler) is not BatchSampler:
+        return Draw(batch_sampler, owner=owner, seed=seed, whole_batches=True), False
+    sampler: Any = batch_sampler.sampler
+    if type(sampler) is SequentialSampler:
+        return None, False
+    if type(sampler) is DistributedSampler:  # its share is taken here, of all samples
+        return None, sampler.shuffle
+    all_once = type(sampler) is RandomSampler and not sampler.replacement
+    if all_once and sampler.num_samples == len(loader.dataset):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        return None, True
+    return Draw(sampler, owner=owner, seed=seed, whole_batches=False), False
+
+
+def _permutation(size: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed_of(f"{seed}/evaluation"))
+    return torch.randperm(size, generator=generator).tolist()

@@ -1,0 +1,139 @@
+"""A weighted mixture of text corpora: each epoch has the same share of each, whatever their sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset
+from typing_extensions import override
+
+from armature.data.base import Batch, Split
+from armature.data.corpus import TOKENIZER_FILE, Corpus
+from armature.data.sampler import DrawnSampler, TrainSampler, permuted
+from armature.data.text import TokenData, Windows
+from armature.errors import ConfigError
+
+
+class Mixture:
+    """Corpora by name, with one tokenizer: the one that is named, else one trained on the first corpus.
+
+    Args:
+        paths: the path of each corpus, by name.
+        weights: share of each corpus in training, by name; they need not add up to 1. None: all alike.
+        corpus: the other arguments of Corpus.
+    """
+
+    def __init__(
+        self,
+        paths: dict[str, Any],
+        *,
+        weights: dict[str, float] | None = None,
+        tokenizer: str | None = None,
+        **corpus: Any,
+    ) -> None:
+        self.paths = {name: path if isinstance(path, str) else list(path) for name, path in paths.items()}
+        self.weights = dict.fromkeys(self.paths, 1.0) if weights is None else dict(weights)
+        self.tokenizer_path, self.arguments = tokenizer, corpus
+
+    def check(self) -> None:
+        """Raise ConfigError if the weights do not fit."""
+        if self.weights.keys() != self.paths.keys() or not self.paths:
+            raise ConfigError(
+                f"data.weights names {', '.join(self.weights)}, and data.paths {', '.join(self.paths)}: name the same."
+            )
+        if any(not isinstance(w, (int, float)) or not 0 < w < float("inf") for w in self.weights.values()):
+            raise ConfigError(f"data.weights={self.weights}: every weight must be a positive number.")
+
+    def prepare(self) -> None:
+        """Prepare all corpora. Several processes may call this at once."""
+        self.check()
+        for corpus in self.corpora.values():
+            corpus.prepare()
+
+    @cached_property
+    def corpora(self) -> dict[str, Corpus]:
+        """The corpora by name; the first may have to be prepared, for its tokenizer."""
+        made, tokenizer = {}, self.tokenizer_path
+        for name, path in self.paths.items():
+            made[name] = Corpus(path, tokenizer=tokenizer, **self.arguments)
+            tokenizer = tokenizer or str(made[name].folder / TOKENIZER_FILE)
+        return made
+
+    @property
+    def tokenizer(self) -> Any:
+        return next(iter(self.corpora.values())).tokenizer
+
+    @property
+    def folder(self) -> Path:
+        return next(iter(self.corpora.values())).folder
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all corpora; the weights may change in a run."""
+        each = [f"{name}:{corpus.fingerprint}" for name, corpus in self.corpora.items()]
+        return hashlib.sha256("/".join(each).encode()).hexdigest()[:16]
+
+
+class MixtureData(TokenData):
+    """Windows of several corpora. An epoch has as many samples as all corpora together.
+
+    A corpus goes on in its own shuffled order from epoch to epoch: a heavy one comes again and again before a light one
+    is through, and no window comes a second time before all others of its corpus.
+
+    Validation and test read all windows of all corpora.
+    """
+
+    source: Mixture
+
+    def __init__(self, source: Mixture, *, paths: Any = None, weights: Any = None, **arguments: Any) -> None:
+        super().__init__(source, **arguments)  # paths and weights are typed as data.paths, and `source` reads them
+
+    @override
+    def dataset(self, split: Split) -> Dataset[Any]:
+        return Joined([
+            Windows(corpus.tokens(split), context=self.context, whole=split != "train")
+            for corpus in self.source.corpora.values()
+        ])  # fmt: skip
+
+    @override
+    def _train_sampler(self) -> TrainSampler:
+        every = self._dataset("train")
+        assert isinstance(every, Joined)
+        return DrawnSampler(self.train_size, draw=self._draw, population=len(every), **self._order_arguments())
+
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
+        """Return the windows of an epoch: of corpus k, the next weight_k × N of its own order."""
+        every = self._dataset("train")
+        assert isinstance(every, Joined)
+        sizes, total = [len(part) for part in every.datasets], self.train_size  # pyright: ignore[reportArgumentType]
+        weights = np.array([self.source.weights[name] for name in self.source.corpora])
+        ends = np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
+        chosen, start, offset = [], 0, 0
+        for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
+            rounds, places = np.divmod(epoch * (end - start) + np.arange(end - start), size)
+            for each in np.unique(rounds).tolist():
+                own = permuted(places[rounds == each], size=size, seed=f"{self.seed}/{number}", epoch=each)
+                chosen.append(own + offset)
+            start, offset = end, offset + size
+        drawn = np.concatenate(chosen)
+        return drawn[permuted(np.arange(total), size=total, seed=f"{self.seed}/mixture", epoch=epoch)]
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        shutil.copyfile(self.source.folder / TOKENIZER_FILE, run_dir / TOKENIZER_FILE)
+
+
+class Joined(ConcatDataset[Batch]):
+    """The windows of several corpora, one corpus after the other."""
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Return inputs and targets, each (B, T) and int64."""
+        found = [self[index] for index in indices]
+        return {name: torch.stack([each[name] for each in found]) for name in found[0]}

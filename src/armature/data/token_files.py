@@ -1,0 +1,113 @@
+"""Token ids that other tools have written: nanoGPT's train.bin and val.bin, and Megatron's pairs of .bin and .idx."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from armature.data import tokenizer
+from armature.data.base import Split
+from armature.data.text import TokenData, Windows
+from armature.errors import ConfigError
+
+MEGATRON = b"MMIDIDX\x00\x00"
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes
+
+
+class TokenFiles:
+    """Tokens of each split, memory-mapped.
+
+    Args:
+        path: a folder with train.bin, val.bin and perhaps test.bin; or one .bin file, whose end is held out.
+        dtype: of the tokens, if there is no .idx file beside them; nanoGPT writes uint16.
+        vocab_size: tokens of the model.
+        val_fraction, test_fraction: shares of a single file.
+        tokenizer: the tokenizer.json that made the tokens, for generate.py; None: there is none.
+    """
+
+    def __init__(
+        self, path: str, *, context: int, vocab_size: int, dtype: str = "uint16", val_fraction: float = 0.01,
+        test_fraction: float = 0.01, tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self.context, self.vocab_size, self.dtype = Path(path).expanduser(), context, vocab_size, dtype
+        self.val_fraction, self.test_fraction, self.tokenizer_path = val_fraction, test_fraction, tokenizer
+
+    def prepare(self) -> None:
+        """Check the files. Raises ConfigError."""
+        self.check()
+
+    def check(self) -> None:
+        train = self.tokens("train")
+        if len(train) <= self.context:
+            raise ConfigError(f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}.")
+        largest = int(train[: 1 << 20].max())
+        if largest >= self.vocab_size:
+            raise ConfigError(
+                f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token {largest}. Type the size "
+                "of the vocabulary that made the tokens (GPT-2: 50257), or the right data.source.dtype."
+            )
+
+    def tokens(self, split: str) -> Any:
+        """Return the token ids of a split, shape (tokens,), or an empty array if there is no such file."""
+        if self.path.is_dir():
+            file = self.path / f"{split}.bin"
+            if split == "train" and not file.is_file():
+                raise ConfigError(f"data.path={self.path}: it holds no train.bin. Name a .bin file, or its folder.")
+            return self._open(file) if file.is_file() else np.empty(0, np.uint16)
+        file = self.path if self.path.suffix == ".bin" else self.path.with_name(f"{self.path.name}.bin")
+        if not file.is_file():
+            raise ConfigError(f"data.path={self.path}: there is no such folder or .bin file.")
+        every = self._open(file)
+        val, test = (int(len(every) * fraction) for fraction in (self.val_fraction, self.test_fraction))
+        end = len(every) - val - test
+        return {"train": every[:end], "val": every[end : end + val], "test": every[end + val :]}[split]
+
+    def _open(self, file: Path) -> Any:
+        index = file.with_suffix(".idx")
+        dtype = np.dtype(self.dtype)
+        if index.is_file():
+            with index.open("rb") as stream:
+                head = stream.read(len(MEGATRON) + 9)
+            if not head.startswith(MEGATRON):
+                raise ConfigError(f"data.path: {index} is not an index of Megatron's.")
+            version, code = struct.unpack("<QB", head[len(MEGATRON) :])
+            if version != 1 or code not in _DTYPES:
+                raise ConfigError(f"data.path: {index} has version {version} and type {code}, which are not known.")
+            dtype = np.dtype(_DTYPES[code])
+        if file.stat().st_size % dtype.itemsize or not file.stat().st_size:
+            raise ConfigError(f"data.path: {file} has {file.stat().st_size} bytes: no whole number of {dtype} tokens.")
+        return np.memmap(file, dtype=dtype, mode="r")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the numbers of tokens and of the first and last of them."""
+        train = self.tokens("train")
+        ends = train[:4096].astype(np.int64).tobytes() + train[-4096:].astype(np.int64).tobytes()
+        return hashlib.sha256(f"{len(train)}/{self.context}/".encode() + ends).hexdigest()[:16]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return None if self.tokenizer_path is None else tokenizer.load_external(self.tokenizer_path)
+
+
+class TokenFileData(TokenData):
+    """Windows of tokens that another tool has written."""
+
+    source: TokenFiles
+
+    @override
+    def dataset(self, split: Split) -> Dataset[Any] | None:
+        tokens = self.source.tokens(split)
+        return Windows(tokens, context=self.context, whole=split != "train") if len(tokens) > 1 else None
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        if self.source.tokenizer is not None:
+            self.source.tokenizer.save(str(run_dir / "tokenizer.json"))

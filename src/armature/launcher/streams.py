@@ -1,0 +1,41 @@
+"""Let a run survive the end of the terminal or the pipe that it prints to. Its logs are in the run directory."""
+
+import os
+import sys
+from typing import Any
+
+
+class _Lasting:
+    """A stream that prints to nowhere once writing has failed: a closed pipe or terminal, or a full disk."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._discard()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+
+    def _discard(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what is still in its buffer goes there too
+        os.close(nowhere)
+
+
+def make_lasting() -> None:
+    """Make this process's standard streams such that no write to them fails."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Lasting):
+            setattr(sys, name, _Lasting(stream))

@@ -1,0 +1,71 @@
+"""What user code does with sharded weights and gradients, and torch does wrongly, in silence, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def support_user_code() -> None:
+    """Let `weight.data = …` change a sharded weight, and let `norm()` of a DTensor return an ordinary number.
+
+    torch's own assignment leaves the shard as it is, without an error: a momentum teacher would never move.
+    Lightning's `grad_norm` puts norms into `torch.tensor([…])`, which cannot read DTensors.
+    """
+    DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
+    DTensor.norm = _norm
+
+
+@torch.no_grad()
+def _assign(target: DTensor, value: Tensor) -> None:
+    same = isinstance(value, DTensor) and value.shape == target.shape and value.dtype == target.dtype
+    if not same:
+        raise TypeError(
+            f"param.data = …: the weight is sharded over ranks, as a DTensor of shape {tuple(target.shape)} and type "
+            f"{target.dtype}, and the value is a {type(value).__name__} of {tuple(value.shape)}, {value.dtype}. "
+            "Compute it from weights that are sharded alike, outside of the models' forward; or type strategy=ddp."
+        )
+    target.copy_(value)  # in place: FSDP's own flat shard shares this memory
+
+
+def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+    norm = Tensor.norm(self, *args, **kwargs)
+    return norm.full_tensor() if isinstance(norm, DTensor) and norm.ndim == 0 else norm
+
+
+def watch_frozen_weights(model: nn.Module) -> None:
+    """Let a model's first forwards in training raise ValueError if they change a weight that is not trained.
+
+    Call it before `fully_shard`. A forward has gathered copies of the weights, and changes of a copy are lost. Only a
+    few forwards are watched, since a sum over each weight costs time.
+    """
+    if all(param.requires_grad for param in model.parameters()):
+        return
+    before: dict[str, Tensor] = {}
+    forwards_left = 6
+
+    def sums() -> dict[str, Tensor]:
+        frozen = {n: p.detach() for n, p in model.named_parameters() if not (p.requires_grad or isinstance(p, DTensor))}
+        return {name: torch.stack([param.sum(), param.square().sum()]) for name, param in frozen.items()}
+
+    def begin(*_: Any) -> None:
+        before.update(sums() if forwards_left and model.training else {})
+
+    def end(*_: Any) -> None:
+        nonlocal forwards_left
+        if before:
+            forwards_left -= 1
+            changed = [name for name, value in sums().items() if not torch.equal(value, before[name])]
+            before.clear()
+            if changed:
+                raise ValueError(
+                    f"{type(model).__name__}.forward changes weights that are not trained: {', '.join(changed[:3])}. "
+                    "Sharded over ranks, they are copies there, and the change would be lost. Move the change into the "
+                    "LightningModule (training_step or on_train_batch_end), where it works, or type strategy=ddp."
+                )
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end)

@@ -1,0 +1,56 @@
+"""What a message about missing memory says: what the rank held by kind, and what to type."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from omegaconf import DictConfig
+from torch import Tensor
+
+from armature.hardware import peak_resident_memory
+from armature.parallel.gradients import local_part
+from armature.validation import memory
+
+WORDS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+def is_missing(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
+
+
+def by_kind(module: LightningModule, optimizers: Iterable[Any], *, peak: int) -> dict[str, float]:
+    """Return this rank's bytes by kind; what the peak has beyond weights, gradients and state is the last kind."""
+    params = [*module.parameters()]
+    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+    kinds = {
+        "parameters": _bytes([*params, *module.buffers()]),
+        "gradients": _bytes(param.grad for param in params if param.grad is not None),
+        "optimizer state": _bytes(value for value in states if isinstance(value, Tensor)),
+    }
+    return {**kinds, "activations and other": max(0, peak - sum(kinds.values()))}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    here = {id(tensor): local_part(tensor) for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in here.values() if not tensor.is_meta)
+
+
+def message(cfg: DictConfig, kinds: Mapping[str, float], *, where: str) -> str:
+    """Return lines with the peak by kind and the overrides that would help most."""
+    total = sum(kinds.values())
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in kinds.items())
+    held = f"At the peak this rank held {total / 2**30:.2f} GiB: {parts}."
+    return f"Memory ran out on {where}. {held}{memory.remedy(cfg, kinds=kinds)}"
+
+
+def explain(cfg: DictConfig, trainer: Trainer, module: LightningModule) -> str:
+    """Return the message for a rank in which memory ran out."""
+    device = trainer.strategy.root_device
+    on_gpu = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else peak_resident_memory()
+    where = f"GPU {device.index} (rank {trainer.global_rank})" if on_gpu else f"rank {trainer.global_rank}"
+    return message(cfg, by_kind(module, trainer.optimizers, peak=peak), where=where)

@@ -1,0 +1,215 @@
+"""Predictions of `predict_step`, one row per sample in the order of the data, from any number of processes.
+
+Each process holds the whole model, takes its share of every batch, and writes rows to a part file as it goes; the parts
+are merged by the samples' places. No process waits for another.
+"""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from typing_extensions import override
+
+from armature.data.base import DataModule
+from armature.data.sampler import PADDING
+from armature.errors import ConfigError
+
+SUFFIXES = (".parquet", ".csv", ".jsonl")
+_ROWS_PER_GROUP = 10_000  # of a Parquet file, in memory at once
+
+
+def check_output(file: Path) -> None:
+    """Raise ConfigError if predictions cannot be written to a file."""
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"out={file}: name a file that ends in {', '.join(SUFFIXES)}.")
+    if file.exists():
+        raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"out={file}: there is no folder {file.absolute().parent}. Create it, or name another file.")
+    if file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(f"out={file}: Parquet needs pyarrow. Type make setup EXTRAS=data, or name a .csv or .jsonl.")
+
+
+def predict(
+    task: L.LightningModule, data: DataModule, part: Path, *, rank: int, ranks: int, accelerator: str, precision: str
+) -> None:
+    """Write one rank's rows to a part file."""
+    if not is_overridden("predict_step", task) and not is_overridden("forward", task):
+        raise ConfigError(
+            f"{type(task).__name__} has neither predict_step nor forward. Give it a method "
+            "predict_step(self, batch, batch_idx) that returns a tensor, or a dict of tensors, with a row per sample."
+        )
+    device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
+    with part.open("w") as file:
+        trainer = L.Trainer(
+            accelerator=accelerator, devices=[rank] if accelerator == "gpu" else 1, strategy=OneOf(device, rank, ranks),
+            logger=False, precision=precision, enable_checkpointing=False, enable_model_summary=False,  # pyright: ignore[reportArgumentType]
+            use_distributed_sampler=False, enable_progress_bar=rank == 0, callbacks=[RowWriter(file)],
+        )  # fmt: skip
+        try:
+            trainer.predict(task, datamodule=data, return_predictions=False)
+        except RuntimeError as error:
+            if "no `dataloader_idx` argument" in str(error):
+                raise ConfigError(str(error)) from None
+            raise
+
+
+class OneOf(SingleDeviceStrategy):
+    """One process that takes its share of the samples and knows of no other."""
+
+    def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
+        super().__init__(device)
+        self._share = {"rank": rank, "num_replicas": ranks}
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """What a data module asks for: the rank and the number of ranks on the data axis."""
+        return self._share
+
+
+class RowWriter(L.Callback):
+    """Write a line of JSON per sample: [place, row]. The place orders the samples of all loaders and ranks."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self._batches: dict[int, list[list[int]]] = {}  # samples of each batch, by loader
+
+    @override
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        loaders: Any = trainer.predict_dataloaders
+        loaders = list(loaders.values()) if isinstance(loaders, dict) else loaders
+        several = isinstance(loaders, (list, tuple))
+        if dataloader_idx not in self._batches:
+            loader = loaders[dataloader_idx] if several else loaders
+            while hasattr(loader, "loader"):  # UnchangedLoader, PrefetchLoader
+                loader = loader.loader
+            self._batches[dataloader_idx] = list(loader.batch_sampler)
+        indices = self._batches[dataloader_idx][batch_idx]
+        if indices == [PADDING]:
+            return
+        for index, row in zip(indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True):
+            own = {"loader": dataloader_idx, "index": index} if several and len(loaders) > 1 else {"index": index}
+            self.file.write(json.dumps([[dataloader_idx, index], {**own, **row}]) + "\n")
+
+
+def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
+    """Return plain values by column for each of `count` samples.
+
+    A tensor (B, …) is the column `prediction`. Dicts and tuples of such tensors have a column for each, named by its
+    path, as in `scores/car` or `0`. A list of B values or dicts holds one for each sample.
+    """
+    if isinstance(outputs, list) and len(outputs) == count and not all(_length(each) == count for each in outputs):
+        plain = [_plain(each) for each in outputs]
+        return [each if isinstance(each, dict) else {"prediction": each} for each in plain]
+    columns = dict(_columns(outputs, ""))
+    if not columns:
+        raise ConfigError(f"{owner}.predict_step returned {outputs!r:.80}: return a row for each sample of the batch.")
+    for name, column in columns.items():
+        if _length(column) != count:
+            shape = f"of shape {tuple(column.shape)}" if hasattr(column, "shape") else f"{column!r:.60}"
+            raise ConfigError(
+                f"{owner}.predict_step returned '{name}' {shape} for a batch of {count} samples. Its first dimension "
+                "must be the samples: return a row for each of them."
+            )
+    values = {name: _plain(column) for name, column in columns.items()}
+    return [{name: column[i] for name, column in values.items()} for i in range(count)]
+
+
+def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    named = value._asdict() if hasattr(value, "_asdict") else value
+    is_sequence = isinstance(named, tuple) or (isinstance(named, list) and any(isinstance(v, Tensor) for v in named))
+    if is_sequence:
+        named = {str(i): each for i, each in enumerate(named)}
+    if isinstance(named, dict):
+        for key, each in named.items():
+            yield from _columns(each, f"{path}/{key}" if path else str(key))
+    elif named is not None:
+        yield path or "prediction", named
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, list) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.float() if value.dtype == torch.bfloat16 else value).tolist()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def merge(parts: list[Path], file: Path) -> int:
+    """Write the rows of all parts to a file, in order; return their number."""
+    temporary = file.with_name(f".{file.name}.part")
+    try:
+        with ExitStack() as stack:
+            with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
+            found = (row for _, row in heapq.merge(*with_order, key=lambda each: each[0]))
+            write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix]
+            count = write(temporary, found)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+def _write_jsonl(file: Path, found: Iterator[dict[str, Any]]) -> int:
+    count = 0
+    with file.open("w", encoding="utf-8") as stream:
+        for count, row in enumerate(found, start=1):  # noqa: B007
+            stream.write(json.dumps(row) + "\n")
+    return count
+
+
+def _write_csv(file: Path, found: Iterator[dict[str, Any]]) -> int:
+    """Lists and dicts become JSON within a cell."""
+    count = 0
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = None
+        for count, row in enumerate(found, start=1):  # noqa: B007
+            if writer is None:
+                writer = csv.DictWriter(stream, list(row))
+                writer.writeheader()
+            writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
+    return count
+
+
+def _write_parquet(file: Path, found: Iterator[dict[str, Any]]) -> int:
+    import pyarrow
+    import pyarrow.parquet
+
+    writer, count = None, 0
+    while group := list(itertools.islice(found, _ROWS_PER_GROUP)):
+        table = pyarrow.Table.from_pylist(group, schema=None if writer is None else writer.schema)
+        writer = writer or pyarrow.parquet.ParquetWriter(str(file), table.schema)
+        writer.write_table(table)
+        count += len(group)
+    if writer is None:
+        pyarrow.parquet.write_table(pyarrow.table({}), str(file))
+    else:
+        writer.close()
+    return count

@@ -1,0 +1,238 @@
+"""What users of Lightning, the lightning-hydra-template and Hugging Face type, and what to type here instead.
+
+The table answers before any search for a similar name. docs/migrating.md shows it; a test keeps the two equal.
+"""
+
+import re
+from collections.abc import Iterable
+
+_BATCH = "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or data.micro_batch_size="
+_ACCUMULATE = "Type data.global_batch_size=… and data.micro_batch_size=…: accumulation follows from both"
+_EVERY = "Type trainer.val_every_n_steps=… (optimizer steps; null: at the end of each epoch)"
+_LR = "Type optimizer.lr={value}"
+_LIMIT = "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier"
+_ALL_OR_ONE = "Type trainer.devices={value} (processes per machine) with trainer.accelerator=gpu"
+_CHECKPOINTS = "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
+_DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
+_MICRO_BATCH = "Type data.micro_batch_size=…: it does not change the result. Halve it until it fits"
+_LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
+_DDP = "Type strategy=ddp trainer.devices=N"
+_RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
+_SAMPLER = "Nothing to type: the sampler gives every rank its own samples"
+_SHOWN = "Nothing to type: the model's parts and their parameters are printed at the start"
+_MONITOR_MEMORY = "Type callbacks=monitors"
+
+# A key, or key=value if the answer depends on the value. `x.*` answers for every key below x. {value}: what was typed.
+FOREIGN: dict[str, str] = {
+    # ------------------------------------------------------------------ Lightning's Trainer
+    "trainer.fast_dev_run": _DEBUG_RUN,
+    "trainer.overfit_batches": "Type debug=overfit: train on one global batch over and over",
+    "trainer.accumulate_grad_batches": _ACCUMULATE,
+    "trainer.val_check_interval": _EVERY,
+    "trainer.check_val_every_n_epoch": _EVERY,
+    "trainer.min_epochs": _LIMIT,
+    "trainer.min_steps": _LIMIT,
+    "trainer.num_sanity_val_steps": "Type debug=fast once: it validates before a long run would",
+    "trainer.limit_predict_batches": "Type data.path=… of fewer samples for scripts/predict.py",
+    "trainer.enable_progress_bar": "A pipe gets plain lines instead of a bar: add 2>&1 | cat",
+    "trainer.enable_checkpointing": _CHECKPOINTS,
+    "trainer.enable_model_summary": _SHOWN,
+    "trainer.default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
+    "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
+    "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
+    "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
+    "trainer.profiler": "Type debug=profile or trainer.profile=true",
+    "trainer.plugins": "Type trainer.precision=… or strategy=…; your own strategy class goes into configs/strategy/",
+    "trainer.sync_batchnorm": "Type strategy.sync_batchnorm={value}, an option of strategy=ddp and strategy=fsdp",
+    "trainer.benchmark": "Nothing to type: torch's own default holds. For the opposite type trainer.deterministic=true",
+    "trainer.inference_mode": "Nothing to type: validation and test always run without gradients",
+    "trainer.barebones": "Type logger=none callbacks=none",
+    "trainer.use_distributed_sampler": _SAMPLER,
+    "trainer.reload_dataloaders_every_n_epochs": "Nothing to type: loaders are made anew for each epoch",
+    "trainer.model_registry": "Type checkpoint.root=s3://… to keep checkpoints in an object store",
+    "trainer.enable_autolog_hparams": "Nothing to type: every logger gets the whole configuration",
+    # its older arguments
+    "trainer.gpus": _ALL_OR_ONE,
+    "trainer.num_processes": _ALL_OR_ONE.replace("gpu", "cpu"),
+    "trainer.tpu_cores": "TPUs are not supported. Type trainer.accelerator=gpu, cpu or mps",
+    "trainer.auto_lr_find": _LR_FINDER,
+    "trainer.auto_scale_batch_size": _MICRO_BATCH,
+    "trainer.resume_from_checkpoint": _RESUME,
+    "trainer.replace_sampler_ddp": _SAMPLER,
+    "trainer.checkpoint_callback": _CHECKPOINTS,
+    "trainer.weights_save_path": "Type checkpoint.root={value}",
+    "trainer.weights_summary": _SHOWN,
+    "trainer.track_grad_norm": "Nothing to type: train/grad_norm is in metrics.csv",
+    "trainer.terminate_on_nan": "Type trainer.detect_anomaly=true, or debug=nan",
+    "trainer.amp_backend": "Type trainer.precision=bf16-mixed",
+    "trainer.amp_level": "Type trainer.precision=bf16-mixed",
+    "trainer.log_gpu_memory": _MONITOR_MEMORY,
+    "trainer.stochastic_weight_avg": "Type callbacks=ema",
+    "trainer.progress_bar_refresh_rate": "Nothing to type: the bar is drawn once per second",
+    # its values
+    "trainer=gpu": "Type trainer.accelerator=gpu",
+    "trainer=cpu": "Type trainer.accelerator=cpu",
+    "trainer=mps": "Type trainer.accelerator=mps",
+    "trainer=ddp": _DDP,
+    "trainer=ddp_sim": f"{_DDP} trainer.accelerator=cpu",
+    "trainer=ddp_spawn": _DDP,
+    "trainer=fsdp": _DDP.replace("ddp", "fsdp"),
+    "trainer=deepspeed": _DDP.replace("ddp", "deepspeed"),
+    "trainer.devices=-1": "Type trainer.devices=auto",
+    "trainer.devices=[…]": "Set CUDA_VISIBLE_DEVICES to those GPUs and type trainer.devices=2, their number",
+    "trainer.accelerator=cuda": "Type trainer.accelerator=gpu",
+    "strategy=ddp_spawn": "Type strategy=ddp",
+    "strategy=ddp_notebook": "Type strategy=ddp",
+    "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp strategy.find_unused_parameters=true",
+    "strategy=deepspeed_stage_1": "Type strategy=deepspeed_zero1",
+    "strategy=deepspeed_stage_2": "Type strategy=deepspeed",
+    "strategy=deepspeed_stage_3": "Type strategy=deepspeed_zero3",
+    "strategy=deepspeed_stage_3_offload": "Type strategy=deepspeed_zero3_offload",
+    # ------------------------------------------------------------------ lightning-hydra-template
+    "ckpt_path": _RESUME,
+    "tags": "Type run.tags={value}",
+    "task_name": "Type run.name={value}",
+    "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py outputs/NAME",
+    "test": "Type trainer.test_at_end={value}",
+    "optimized_metric": "Type checkpoint.monitor={value}",
+    "paths.output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
+    "paths.log_dir": "Type run.root={value}",
+    "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
+    "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
+    "paths.data_dir": "Type data=text data.path={value}, or the key of your own data module",
+    "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
+    "extras.print_config": "Add --cfg job to the command: it prints the configuration and ends",
+    "extras.enforce_tags": "Type run.tags=[…]; they are never required",
+    "extras.ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
+    "extras.*": "Add --cfg job to print the configuration, or type run.tags=[…]",
+    "print_config": "Add --cfg job to the command: it prints the configuration and ends",
+    "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
+    "hparams_search": "Type -m sweep=lr, or several values, such as -m optimizer.lr=1e-3,3e-3",
+    "hydra/sweeper=optuna": "Install it first: pip install hydra-optuna-sweeper",
+    "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
+    "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher",
+    "hydra/launcher=submitit_local": "Install it first: pip install hydra-submitit-launcher",
+    "hydra/launcher=slurm": "Type python scripts/slurm/submit.py instead of python train.py",
+    "seed=null": "Type a number. It always takes effect; 0 is the default",
+    "debug=default": _DEBUG_RUN,
+    "debug=fdr": _DEBUG_RUN,
+    "debug=limit": "Type trainer.limit_train_batches=0.01 trainer.limit_val_batches=0.05",
+    "debug=profiler": "Type debug=profile",
+    "debug=step": _DEBUG_RUN,
+    "debug=true": _DEBUG_RUN,
+    "debug=True": _DEBUG_RUN,
+    "datamodule": "Type data={value}",
+    "datamodule.*": "Type data.… instead of datamodule.…",
+    "lr": _LR,
+    "model.lr": _LR,
+    "model.learning_rate": _LR,
+    "model.weight_decay": "Type optimizer.weight_decay={value}",
+    "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
+    "model.optimizer.lr": _LR,
+    "model.optimizer.weight_decay": "Type optimizer.weight_decay={value}",
+    "model.optimizer.*": "Type optimizer.… instead of model.optimizer.…",
+    "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
+    "model.scheduler.*": "Type scheduler.… instead of model.scheduler.…",
+    "model.net": "Type model={value}: the group model is the network; the LightningModule is the group task",
+    "model.net.*": "Type model.… instead of model.net.…: the group model is the network",
+    "model.compile": "Type strategy.compile=block",
+    "compile": "Type strategy.compile=block",
+    "logger=neptune": "Lightning no longer has it. Type logger=wandb, mlflow, comet, csv or tensorboard",
+    "logger=aim": "Write configs/logger/aim.yaml with _target_: aim.pytorch_lightning.AimLogger",
+    "logger=true": "Type logger=tensorboard",
+    "logger=false": "Type logger=none",
+    "callbacks=false": "Type callbacks=none",
+    "callbacks.model_checkpoint.monitor": "Type checkpoint.monitor={value}",
+    "callbacks.model_checkpoint.mode": "Type checkpoint.mode={value}",
+    "callbacks.model_checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
+    "callbacks.model_checkpoint.save_last": "Type checkpoint.keep_last=2: the newest are always kept",
+    "callbacks.model_checkpoint.every_n_train_steps": "Type checkpoint.every_n_steps={value}",
+    "callbacks.model_checkpoint.dirpath": "Type checkpoint.root={value}",
+    "callbacks.model_checkpoint.*": "Type checkpoint.monitor=…, checkpoint.keep_best=… or checkpoint.every_n_steps=…",
+    "callbacks.rich_progress_bar.*": "Type +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar first",
+    "callbacks.model_summary.*": _SHOWN,
+    # ------------------------------------------------------------------ data
+    "data.batch_size": f"{_BATCH}… (per rank in one forward pass)",
+    "batch_size": f"{_BATCH}… (per rank in one forward pass)",
+    "data.train_batch_size": f"{_BATCH}… (per rank in one forward pass)",
+    "data.val_batch_size": "Type data.eval_batch_size={value}",
+    "data.test_batch_size": "Type data.eval_batch_size={value}",
+    "data.data_dir": "Type data=text data.path={value}, or the key of your own data module",
+    "data_dir": "Type data=text data.path={value}, or the key of your own data module",
+    "data.pin_memory": "Nothing to type: memory is pinned if the device is a GPU",
+    "data.persistent_workers": "Nothing to type: workers live for an epoch",
+    "data.shuffle": "Nothing to type: training samples are shuffled in each epoch, by seed",
+    # ------------------------------------------------------------------ Hugging Face's Trainer and other scripts
+    "epochs": "Type trainer.max_epochs={value}",
+    "num_epochs": "Type trainer.max_epochs={value}",
+    "num_train_epochs": "Type trainer.max_epochs={value}",
+    "learning_rate": _LR,
+    "optimizer.learning_rate": _LR,
+    "warmup_steps": "Type scheduler.warmup={value}",
+    "warmup_ratio": "Type scheduler.warmup={value} (below 1.0: a share of the run)",
+    "per_device_train_batch_size": "Type data.micro_batch_size={value}",
+    "per_device_eval_batch_size": "Type data.eval_batch_size={value}",
+    "gradient_accumulation_steps": _ACCUMULATE,
+    "gradient_checkpointing": "Type strategy.activation_checkpointing=every",
+    "max_grad_norm": "Type trainer.gradient_clip_val={value}",
+    "output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
+    "resume_from_checkpoint": _RESUME,
+    "report_to": "Type logger={value}",
+    "run_name": "Type run.name={value}",
+    "name": "Type run.name={value}",
+    "fp16": "Type trainer.precision=16-mixed",
+    "bf16": "Type trainer.precision=bf16-mixed",
+    "gpus": _ALL_OR_ONE,
+}  # fmt: skip
+
+# Keys of Hydra that compose, and that nothing here reads.
+INEFFECTIVE = {
+    "hydra.run.dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
+    "hydra.sweep.subdir": "A trial's directory is its number. Type run.root=… and run.name=… for that of the sweep",
+    "hydra.output_subdir": "config.yaml and overrides.txt are in the run directory. Leave it out",
+    "hydra.job.chdir": "A run never changes its directory. Leave it out",
+    "hydra.job.name": "Type run.name=…",
+}
+_HARMLESS = {"hydra.job.chdir=false", "hydra.job.chdir=False", "hydra.output_subdir=null"}
+
+_OPPOSITES = (({"train"}, {"val", "test", "eval", "validation"}), ({"gpu", "cuda"}, {"cpu", "mps"}), ({"min"}, {"max"}))
+_OWN_DATA = "data.global_batch_size"  # a key of our data modules
+
+
+def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,)) -> str | None:
+    """Return the sentence that says what to type instead of a key (or group) with that value, or None.
+
+    Args:
+        known: keys of the configuration. A data module of the user's may have a batch_size without a plus.
+    """
+    parts = key.split(".")
+    if parts[0] == "data" and _OWN_DATA not in known:
+        return None
+    below = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
+    kind = "[…]" if value.startswith("[") else value
+    found = next((FOREIGN[name] for name in (f"{key}={kind}", key, *below) if name in FOREIGN), None)
+    if key == "trainer.strategy":
+        found = FOREIGN.get(f"strategy={value}", found)
+    return found.replace("{value}", value).rstrip("….") + "." if found else None
+
+
+def ineffective(overrides: list[str]) -> list[str]:
+    """Return the overrides of Hydra's own keys that would change nothing, with what to type instead."""
+    named = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
+    return [
+        f"{override}: this has no effect here. {INEFFECTIVE[key]}."
+        for override, key in named.items()
+        if key in INEFFECTIVE and override.lstrip("+") not in _HARMLESS
+    ]
+
+
+def table() -> str:
+    """Return the keys and their answers as the Markdown table of docs/migrating.md."""
+    rows = [f"| `{key}` | {text.replace('{value}', '…')} |" for key, text in (FOREIGN | INEFFECTIVE).items()]
+    return "\n".join(["| typed elsewhere | here |", "| --- | --- |", *rows, ""])
+
+
+def is_opposite(word: str, other: str) -> bool:
+    """Return True if one name is about training and the other about evaluation, or one about GPUs, the other CPUs."""
+    words, others = (set(re.split(r"[^a-z]+", each.lower())) for each in (word, other))
+    return any((words & a and others & b) or (words & b and others & a) for a, b in _OPPOSITES)

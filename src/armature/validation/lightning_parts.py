@@ -1,0 +1,94 @@
+"""Callbacks, loggers and limits of Lightning's: those that cannot work here are refused by name before a run starts."""
+
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature.validation import signatures
+
+log = logging.getLogger(__name__)
+
+# class → why not, and what to type instead
+REFUSED_CALLBACKS = {
+    "LearningRateFinder": "it trains before the run does. Type -m sweep=lr: one trial per learning rate",
+    "BatchSizeFinder": (
+        "it trains before the run does. Type data.micro_batch_size=…: it does not change the result. Halve it until it "
+        "fits"
+    ),
+    "GradientAccumulationScheduler": (
+        "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every step. Type both"
+    ),
+}
+PACKAGES = {  # module that a logger of Lightning's imports, and what to install for it
+    "WandbLogger": ("wandb", "wandb"),
+    "MLFlowLogger": ("mlflow", "mlflow"),
+    "CometLogger": ("comet_ml", "comet-ml"),
+    "TensorBoardLogger": ("tensorboard", "tensorboard"),
+    "TensorBoard": ("tensorboard", "tensorboard"),
+    "LitLogger": ("litlogger", "litlogger"),
+}
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
+
+
+def problems(cfg: DictConfig) -> list[str]:
+    return [*_task(cfg), *_callbacks(cfg), *_loggers(cfg), *_limits(cfg)]
+
+
+def _task(cfg: DictConfig) -> list[str]:
+    """Return what the task's constructor needs and does not get; warn of groups that it does not take."""
+    target = cfg.task._target_
+    definition = signatures.find_definition(target)
+    if definition is None:
+        return []
+    unused = [name for name in signatures.FACTORIES if name not in signatures.accepted(cfg.task)]
+    if unused:
+        log.warning("%s does not take the groups %s: they are not used.", target, ", ".join(unused))
+    signature = signatures.signature_of(*definition)
+    needed = signature.parameters.keys() - signature.defaults.keys() - cfg.task.keys() - set(signatures.FACTORIES)
+    given = "The groups model, optimizer and scheduler are passed under these names"
+    return [
+        f"task: {target} requires the argument '{name}'. Type +task.{name}=… or +task.{name}._target_=…. {given}."
+        for name in signature.parameters
+        if name in needed
+    ]
+
+
+def _targets(cfg: DictConfig, group: str) -> Iterator[tuple[str, str]]:
+    for name, node in (cfg[group] or {}).items():
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield f"{group}.{name}", str(node["_target_"])
+
+
+def _callbacks(cfg: DictConfig) -> list[str]:
+    return [
+        f"{key}._target_={target}: {name} does not work here: {REFUSED_CALLBACKS[name]}."
+        for key, target in _targets(cfg, "callbacks")
+        for name in signatures.class_names(target) & REFUSED_CALLBACKS.keys()
+    ]
+
+
+def _loggers(cfg: DictConfig) -> list[str]:
+    used = ((key, *PACKAGES.get(target.rpartition(".")[2], (None, None))) for key, target in _targets(cfg, "logger"))
+    return [
+        f"{key}: {module} is not installed. Type pip install {package}, or another logger."
+        for key, module, package in used
+        if module is not None and importlib.util.find_spec(module) is None
+    ]
+
+
+def _limits(cfg: DictConfig) -> list[str]:
+    found = []
+    for key in LIMITS:
+        value: Any = OmegaConf.select(cfg, f"trainer.{key}")
+        least = 1 if key == "limit_train_batches" else 0
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        share = isinstance(value, float)
+        if value is not None and not (number and (0 < value <= 1 if share else value >= least)):
+            found.append(
+                f"trainer.{key}={value}: must be a number of batches from {least} (such as 10), a share of them above "
+                "0.0 and up to 1.0 (such as 0.1), or null for all."
+            )
+    return found

@@ -1,0 +1,106 @@
+"""Apply `key=value` to the configuration of a run that exists, for the scripts that use the run. Torch-free."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from armature import config
+from armature.data.batching import LOADER_KEYS
+from armature.errors import ConfigError
+from armature.validation.compose import CONFIG_ERRORS
+
+TOKENIZER_FILE = "tokenizer.json"
+_REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
+_MISSING = object()
+
+
+def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
+    """Change a run's configuration in place. Keys that refer to a changed key follow it.
+
+    A group's option can be chosen, too: `data=text data.path=…`. Text that the run was not trained on is read with the
+    run's own tokenizer. Raises ConfigError for a key that the configuration does not have.
+    """
+    if not overrides:
+        return
+    source = _source(cfg)
+    referring = bool(_REFERENCE.search(OmegaConf.to_yaml(cfg, resolve=False)))
+    for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):  # options first
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")
+        if (config.CONFIGS / key / f"{value}.yaml").is_file():
+            with open_dict(cfg):
+                cfg[key] = _option(key, value)
+            continue
+        before = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False)
+        missing = before is _MISSING or (before is None and not _holds(cfg, key))
+        if missing and key not in {f"data.{name}" for name in LOADER_KEYS}:  # those of a plain LightningDataModule
+            raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
+        with open_dict(cfg):
+            OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
+        if not referring and not missing:
+            _update_copies(cfg, key, before)
+    tokenizer = run_dir / TOKENIZER_FILE
+    changed = _source(cfg)
+    if changed != source and changed.get("tokenizer", _MISSING) is None and tokenizer.is_file():
+        cfg.data.source.tokenizer = str(tokenizer)
+
+
+def _source(cfg: DictConfig) -> dict[str, Any]:
+    node = OmegaConf.select(cfg, "data.source", throw_on_missing=False)
+    if not isinstance(node, DictConfig):
+        return {}
+    return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
+
+
+def _holds(cfg: DictConfig, key: str) -> bool:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    return isinstance(node, DictConfig) and name in node
+
+
+def _option(group: str, name: str) -> Any:
+    """Return a group's option as train.py would compose it."""
+    config.register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+            return compose("train", overrides=[f"{group}='{name}'"])[group]
+    except CONFIG_ERRORS as error:
+        raise ConfigError(f"{group}={name}: {error}") from error
+
+
+def _update_copies(cfg: DictConfig, key: str, before: Any) -> None:
+    """In a run of an older version, whose config.yaml holds values for references, change those of the same name."""
+    value, (group, _, _), leaf = OmegaConf.select(cfg, key), key.partition("."), key.rpartition(".")[2]
+    root = cfg if key == "seed" else cfg[group]
+    prefix = "" if key == "seed" else f"{group}."
+    if isinstance(root, DictConfig):
+        for path, other in [*_leaves(root, prefix)]:
+            if path != key and path.rpartition(".")[2] == leaf and other == before:
+                OmegaConf.update(cfg, path, value)
+
+
+def _leaves(node: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name in map(str, node):
+        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+            continue
+        if isinstance(node[name], DictConfig):
+            yield from _leaves(node[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", node[name]
+
+
+def keep_references(raw: Any, resolved: Any) -> Any:
+    """Return `resolved`, but with the references to other keys that `raw` has, so that a later change reaches all."""
+    if isinstance(raw, dict):
+        return {key: keep_references(value, resolved[key]) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [keep_references(*pair) for pair in zip(raw, resolved, strict=True)]
+    refers = isinstance(raw, str) and "${" in raw and "${" not in _REFERENCE.sub("", raw)
+    return raw if refers else resolved

@@ -1,0 +1,104 @@
+"""The moving average against torch's own, with and without averaged buffers, and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from armature.callbacks.ema import EMA
+from armature.strategies.single import SingleDevice
+
+DECAY = 0.05  # below 1/10, with which an average of ours begins
+Averages = list[dict[str, Tensor]]
+
+
+class Normalized(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.net(x).square().mean()
+
+    def validation_step(self, x: Tensor, batch_idx: int) -> None:
+        self.net(x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+
+class Torchs(L.Callback):
+    """Torch's average beside ours, and what the model holds while it is validated."""
+
+    def __init__(self, *, use_buffers: bool) -> None:
+        self.use_buffers = use_buffers
+        self.validated, self.expected = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        average = get_ema_multi_avg_fn(DECAY)
+        self.average = AveragedModel(pl_module.net, multi_avg_fn=average, use_buffers=self.use_buffers)
+        self.average.n_averaged += 1  # else the first step would be copied
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self.average.update_parameters(pl_module.net)  # pyright: ignore[reportArgumentType]
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        for kept, net in ((self.validated, pl_module.net), (self.expected, self.average.module)):
+            kept.append({name: value.clone() for name, value in net.state_dict().items() if "num" not in name})
+
+
+class Begun(Torchs):
+    """Keep the average of the running mean with which training starts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        (ema,) = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
+        self.mean = ema.average["net.1.running_mean"].clone()
+
+
+def fit(*, epochs: int, ema: EMA, torchs: Torchs | None = None, resume: Path | None = None) -> L.Trainer:
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=SingleDevice(), max_epochs=epochs, logger=False, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        callbacks=[ema, *([torchs] if torchs else [])],
+    )  # fmt: skip
+    data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 3
+    loader = DataLoader(data, batch_size=8)  # pyright: ignore[reportArgumentType]
+    trainer.fit(Normalized(), loader, loader, ckpt_path=resume)
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_validation_sees_torchs_average_and_buffers(use_buffers: bool) -> None:
+    torchs = Torchs(use_buffers=use_buffers)
+    fit(epochs=2, ema=EMA(decay=DECAY, use_buffers=use_buffers), torchs=torchs)
+    assert len(torchs.validated) == 8
+    torch.testing.assert_close(torchs.validated, torchs.expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_averaged_buffers_survive_a_resume(tmp_path: Path) -> None:
+    straight, first, then = (EMA(decay=DECAY, use_buffers=True) for _ in range(3))
+    fit(epochs=3, ema=straight)
+    fit(epochs=2, ema=first).save_checkpoint(tmp_path / "step=000008")
+    fit(epochs=3, ema=then, resume=tmp_path / "step=000008")
+    assert "net.1.running_mean" in straight.average
+    torch.testing.assert_close(then.average, straight.average, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_buffers_that_no_checkpoint_averaged_begin_with_the_models(tmp_path: Path) -> None:
+    trainer = fit(epochs=2, ema=EMA(decay=DECAY))
+    trainer.save_checkpoint(tmp_path / "step=000008")
+    model, ema, torchs = trainer.lightning_module, EMA(decay=DECAY, use_buffers=True), Begun(use_buffers=True)
+    fit(epochs=3, ema=ema, torchs=torchs, resume=tmp_path / "step=000008")
+    torch.testing.assert_close(torchs.mean, model.net[1].running_mean)

@@ -1,0 +1,443 @@
+"""Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also after a resume."""
+
+import random
+from itertools import chain
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import OmegaConf
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+from armature.data import adapter
+from armature.data.adapter import PlainData
+from armature.data.base import DataModule
+from armature.data.batching import plan_batches
+from armature.errors import ConfigError
+from tests.data.test_data_module import RestoreProgress, SaveEveryStep
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
+
+
+class Numbers(Dataset):
+    """Sample i is (i, a random number). It has attributes that mean something else in our own datasets."""
+
+    augment = True
+
+    def __init__(self, size: int = 20) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int):
+        if index >= self.size:
+            raise IndexError(index)
+        return index, random.random() + np.random.rand() + torch.rand(()).item()
+
+    def batch(self, batch_size: int):
+        raise AssertionError("the dataset's own method, which has another meaning")
+
+
+class Plain(L.LightningDataModule):
+    """As in Lightning's documentation; `loader` makes the training loader."""
+
+    def __init__(self, loader=None, *, size: int = 20, batch_size: int = 4, num_workers: int = 0) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["loader"])
+        self.make = loader or (lambda data: DataLoader(data, batch_size=self.per_device, shuffle=True))
+        self.calls: list[str] = []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(f"setup {getattr(stage, 'value', stage)}")
+        self.per_device = self.hparams["batch_size"]
+        if self.trainer is not None:  # as lightning-hydra-template does
+            assert self.per_device % self.trainer.world_size == 0
+            self.per_device //= self.trainer.world_size
+        if not hasattr(self, "train"):
+            self.train, self.val = random_split(Numbers(self.hparams["size"] + 7), [self.hparams["size"], 7])
+
+    def train_dataloader(self):
+        return self.make(self.train)
+
+    def val_dataloader(self):
+        return [DataLoader(self.val, batch_size=3), DataLoader(Numbers(5), batch_size=2, shuffle=True)]
+
+    def test_dataloader(self):
+        return DataLoader(Numbers(9), batch_size=self.per_device)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, "hooked"]
+
+    def teardown(self, stage):
+        self.calls.append(f"teardown {getattr(stage, 'value', stage)}")
+
+    def state_dict(self):
+        return {"seen": len(self.calls)}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append(f"loaded {state_dict['seen'] > 0}")
+
+    def on_exception(self, exception):
+        self.calls.append("on_exception")
+
+    @property
+    def classes(self):
+        return 10
+
+
+class Recorder(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.steps: list[list[int]] = []
+        self.drawn: list[float] = []
+        self.validated: list[tuple[int, list[int]]] = []
+        self.tested: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.steps.append([])
+        self.steps[-1] += batch[0].tolist()
+        self.drawn += batch[1].tolist()
+        assert self.trainer.datamodule.classes == 10
+        assert batch[2] == "hooked"
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.validated.append((dataloader_idx, batch[0].tolist()))
+
+    def test_step(self, batch, batch_idx):
+        self.tested += batch[0].tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OneOf(SingleDeviceStrategy):
+    """Pretends to be one rank of several."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__("cpu")
+        self.place = {"rank": rank, "num_replicas": ranks}
+
+    @property
+    def distributed_sampler_kwargs(self):
+        return self.place
+
+
+def fit(module, folder, *, steps, rank=0, ranks=1, checkpoint=None, **settings):
+    data = PlainData(module, **{"seed": 5, **settings})
+    data.prepare_data()
+    data.setup("fit")
+    batches = plan_batches(data.global_batch_size, data.micro_batch_size, ranks)
+    task = Recorder()
+    trainer = L.Trainer(
+        strategy=OneOf(rank, ranks), accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False,
+        accumulate_grad_batches=batches.accumulate, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        enable_checkpointing=False, default_root_dir=folder,
+        callbacks=[RestoreProgress() if checkpoint or ranks > 1 else SaveEveryStep(folder)],
+    )  # fmt: skip
+    trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    return task, data, trainer
+
+
+def test_a_plain_data_module_trains_on_each_sample_once_per_epoch_and_its_hooks_are_called_once(tmp_path):
+    module = Plain()
+    task, data, trainer = fit(module, tmp_path, steps=10)
+    assert data.global_batch_size == 4
+    assert data.batch_note == " (batch_size=4 of Plain is the global batch)"
+    first, second = (list(chain(*task.steps[k : k + 5])) for k in (0, 5))
+    own = sorted(module.train.indices)
+    assert sorted(first) == sorted(second) == own
+    assert first != own
+    assert first != second
+    assert module.calls == ["prepare_data", "setup fit", "teardown fit"]
+    trainer.test(task, datamodule=data, verbose=False)
+    assert task.tested == list(range(9))
+    assert module.calls[3:] == ["setup test", "teardown test"]
+    assert data.hparams["batch_size"] == 4
+    loaders = {loader: [i for which, batch in task.validated if which == loader for i in batch] for loader in (0, 1)}
+    assert loaders[0] == list(module.val.indices) * 2
+    assert sorted(loaders[1][:5]) == list(range(5))
+
+
+def batch_sampler(data):
+    return DataLoader(data, batch_sampler=Pairs(len(data)))
+
+
+class Pairs(Sampler):
+    """A batch sampler: neighbors share a batch."""
+
+    def __init__(self, size: int, *, same: bool = True) -> None:
+        self.size, self.same = size, same
+
+    def __len__(self):
+        return self.size // 4
+
+    def __iter__(self):
+        for first in torch.randperm(self.size // 4).tolist():
+            yield list(range(4 * first, 4 * first + (4 if self.same or first else 3)))
+
+
+class ByEpoch(Sampler):
+    """Orders by epoch, as set_epoch says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(np.roll(np.arange(20), self.epoch))
+
+
+class Numbered(IterableDataset):
+    """Divides its samples among workers, as torch's documentation says, and draws random numbers."""
+
+    def __init__(self, size: int = 20) -> None:
+        self.size = size
+
+    def __iter__(self):
+        info = get_worker_info()
+        for i in range(0 if info is None else info.id, self.size, 1 if info is None else info.num_workers):
+            yield i, torch.rand(()).item() + random.random()
+
+
+LOADERS = {
+    "shuffled": None,
+    "in order": lambda data: DataLoader(data, batch_size=4),
+    "workers": lambda data: DataLoader(data, batch_size=4, shuffle=True, num_workers=2),
+    "weighted": lambda data: DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10 + [9.0] * 10, 20)),
+    "replacement": lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(data, True, 14)),
+    "subset": lambda data: DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([1, 3, 5, 7, 9, 11])),
+    "own epochs": lambda data: DataLoader(data, batch_size=4, sampler=ByEpoch()),
+    "batches": batch_sampler,
+    "iterable": lambda data: DataLoader(Numbered(), batch_size=4),
+    "iterable with workers": lambda data: DataLoader(Numbered(), batch_size=4, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=list(LOADERS))
+def test_a_resume_inside_an_epoch_and_more_ranks_see_the_same_samples_and_random_numbers(loader, tmp_path):
+    whole, _, _ = fit(Plain(loader), tmp_path, steps=13)
+    resumed, data, _ = fit(Plain(loader), tmp_path, steps=13, checkpoint=tmp_path / "7.ckpt")
+    assert resumed.steps == whole.steps[7:]
+    assert resumed.drawn == whole.drawn[28:]
+    assert "loaded True" in data.module.calls
+    parts = [fit_rank(Plain(loader), tmp_path, rank)[0] for rank in range(2)]
+    assert [a + b for a, b in zip(*(part.steps for part in parts), strict=True)] == whole.steps[:6]
+
+
+def fit_rank(module, folder, rank):
+    return fit(module, folder, steps=6, rank=rank, ranks=2)
+
+
+def test_samplers_are_kept(tmp_path):
+    weighted, _, _ = fit(Plain(LOADERS["weighted"]), tmp_path, steps=20)
+    heavy = Plain(LOADERS["weighted"])
+    heavy.setup("fit")
+    assert len(set(chain(*weighted.steps))) < 20 or len(weighted.steps) == 20
+    subset, data, _ = fit(Plain(LOADERS["subset"]), tmp_path, steps=3)
+    assert data.train_size == 6
+    assert sorted(chain(*subset.steps)) == sorted([data.module.train.indices[i] for i in (1, 3, 5, 7, 9, 11)] * 2)
+    pairs, data, _ = fit(Plain(batch_sampler), tmp_path, steps=10)
+    own = {index: place for place, index in enumerate(data.module.train.indices)}
+    assert all(len({own[i] // 4 for i in step}) == 1 for step in pairs.steps)
+    rolled, data, _ = fit(Plain(LOADERS["own epochs"]), tmp_path, steps=10)
+    own = {index: place for place, index in enumerate(data.module.train.indices)}
+    assert [own[step[0]] for step in rolled.steps[::5]] == [0, 19]
+    ordered, data, _ = fit(Plain(LOADERS["in order"]), tmp_path, steps=5)
+    assert list(chain(*ordered.steps)) == data.module.train.indices
+
+
+def test_what_is_drawn_twice_has_its_own_random_numbers(tmp_path):
+    module = Plain(lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(range(1), True, 8)))
+    task, _, _ = fit(module, tmp_path, steps=4)
+    assert len(set(chain(*task.steps))) == 1
+    assert len(set(task.drawn)) == 16
+
+
+def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
+    splits = []
+    for seed, draws in ((5, 0), (5, 3), (6, 0)):
+        torch.rand(draws)
+        module = Plain()
+        before = torch.get_rng_state()
+        PlainData(module, seed=seed).setup("fit")
+        assert torch.equal(torch.get_rng_state(), before)  # the model's initialization does not depend on the data
+        splits.append(module.train.indices)
+    assert splits[0] == splits[1] != splits[2]
+
+
+def test_typed_sizes_win(tmp_path):
+    task, data, _ = fit(Plain(), tmp_path, steps=3, global_batch_size=8, micro_batch_size=2, eval_batch_size=7)
+    assert [len(step) for step in task.steps] == [8, 8, 8]
+    assert data.batch_note == ""
+    assert task.validated == [] or len(task.validated[0][1]) == 7
+
+
+def test_a_distributed_sampler_of_torch_is_replaced_by_our_share():
+    module = Plain(lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=1)))
+    data = PlainData(module, seed=5)
+    data.setup("fit")
+    assert data.train_size == 20
+    assert data._train_sampler().shuffled
+
+
+class Stateful(ByEpoch):
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(20))
+
+
+class Endless(ByEpoch):
+    __len__ = None
+
+    def __iter__(self):
+        while True:
+            yield 0
+
+
+class Divided(ByEpoch):
+    num_replicas = 2
+
+
+class OtherLoader(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda data: DataLoader(data, 4, sampler=Stateful()), "Stateful draws other samples the second time"),
+        (lambda data: DataLoader(data, 4, sampler=Endless()), "Endless has no length"),
+        (lambda data: DataLoader(data, 4, sampler=Divided()), "Divided divides the samples among ranks itself"),
+        (lambda data: DataLoader(data, batch_sampler=Pairs(20, same=False)), "Pairs yields batches of 3 to 4 samples"),
+        (lambda data: DataLoader(data, batch_size=None), r"DataLoader\(batch_size=None\)"),
+        (
+            lambda data: {"a": DataLoader(data, 4)},
+            r"Plain.train_dataloader returns a dict: return one torch DataLoader",
+        ),
+        (lambda data: OtherLoader(data, 4), "OtherLoader, whose own __iter__"),
+        (lambda data: DataLoader(data, 4, sampler=SubsetRandomSampler([])), "yields no samples"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
+    with pytest.raises(ConfigError, match=message):
+        PlainData(Plain(loader), seed=5).setup("fit")
+
+
+def test_a_batch_sampler_fixes_the_global_batch():
+    with pytest.raises(
+        ConfigError, match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4"
+    ):
+        PlainData(Plain(batch_sampler), seed=5, global_batch_size=8).setup("fit")
+
+
+def test_ranks_with_other_data_are_refused(tmp_path):
+    strategy = OneOf(1, 2)
+    strategy.broadcast = lambda obj, src=0: "other"
+    data = PlainData(Plain(), seed=5)
+    data.setup("fit")
+    data.trainer = type("Trainer", (), {"strategy": strategy, "accumulate_grad_batches": 1})()
+    with pytest.raises(ConfigError, match="other training data on rank 1 than on rank 0"):
+        data.train_dataloader()
+
+
+def config(**data):
+    return OmegaConf.create({"seed": 3, "data": {"_target_": f"{__name__}.Plain", **data}})
+
+
+def test_keys_that_the_class_does_not_take_are_the_adapters():
+    data = adapter.build(config(size=12, batch_size=6, num_workers=1, global_batch_size=3, micro_batch_size=1))
+    assert isinstance(data, PlainData)
+    data.setup("fit")
+    assert (data.module.hparams["size"], data.module.hparams["num_workers"]) == (12, 1)
+    assert (data.global_batch_size, data.batches.accumulate, data.seed, data.train_size) == (3, 3, 3, 12)
+
+
+class TrainOnly(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Numbers(), 4)
+
+
+def test_loaders_that_the_module_lacks_are_not_claimed():
+    data = PlainData(TrainOnly())
+    assert not is_overridden("test_dataloader", data)
+    assert not is_overridden("val_dataloader", data)
+    assert is_overridden("val_dataloader", PlainData(Plain()))
+
+
+def test_something_else_is_refused():
+    cfg = OmegaConf.create({"seed": 0, "data": {"_target_": "torch.nn.Identity"}})
+    with pytest.raises(ConfigError, match=r"data._target_=torch.nn.Identity makes a Identity"):
+        adapter.build(cfg)
+
+
+# ------------------------------------------------------------ in our own data modules
+class Ragged(DataModule):
+    def dataset(self, split):
+        return [torch.ones(i % 3 + 1) for i in range(8)]
+
+
+class Padded(Ragged):
+    def collate_fn(self, samples):
+        return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+class Streamed(DataModule):
+    def dataset(self, split):
+        return Numbered(12)
+
+
+class Never(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield 1
+
+
+def test_ragged_samples_need_a_collate_fn():
+    with pytest.raises(ConfigError, match=r"samples of list cannot be stacked .* collate_fn\(self, samples\)"):
+        next(iter(Ragged(global_batch_size=8).train_dataloader()))
+    assert next(iter(Padded(global_batch_size=8).train_dataloader())).shape == (8, 3)
+    assert next(iter(Padded(global_batch_size=8, eval_batch_size=8).val_dataloader())).shape == (8, 3)
+
+
+def test_an_iterable_dataset_is_read_as_a_stream():
+    data = Streamed(global_batch_size=4)
+    assert data.train_size == 12
+    assert [batch[0].tolist() for batch in data.train_dataloader()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
+    monkeypatch.setattr("armature.data.iterable.COUNT_SECONDS", 0.05)
+    data = Streamed(global_batch_size=4)
+    monkeypatch.setattr(Streamed, "dataset", lambda self, split: Never())
+    with pytest.raises(ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"):
+        _ = data.train_size
+    assert Streamed(global_batch_size=4, train_limit=8).train_size == 8

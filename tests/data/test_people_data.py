@@ -1,0 +1,168 @@
+"""Data modules for data that people have: built from their config files, on small files."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from PIL import Image
+
+from armature.data.token_files import MEGATRON
+from armature.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+
+
+def build(name, **changes):
+    cfg = OmegaConf.create({"seed": 3, "data": OmegaConf.load(CONFIGS / f"{name}.yaml")})
+    for key, value in changes.items():
+        OmegaConf.update(cfg.data, key.replace("__", "."), value)
+    data = instantiate(cfg.data)
+    data.prepare_data()
+    return data
+
+
+def write_table(file, rows=40):
+    lines = ["width,height,kind", *(f"{i},{i / 2},{'odd' if i % 2 else 'even'}" for i in range(rows))]
+    file.write_text("\n".join(lines) + "\n")
+    return str(file)
+
+
+def test_a_table_of_csv(tmp_path):
+    path = write_table(tmp_path / "t.csv")
+    data = build("table", path=path, target="kind", global_batch_size=32)
+    batch = next(iter(data.train_dataloader()))
+    assert batch["inputs"].shape == (32, 2)
+    assert torch.equal(batch["targets"], (batch["inputs"][:, 0] % 2).long())
+    assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [32, 4, 4, 40]
+    numbers = build("table", path=path, target="height", features=["width"], classes=False)
+    sample = numbers.dataset("predict")[3]
+    assert (sample["inputs"].tolist(), sample["targets"].item()) == ([3.0], 1.5)
+
+
+def test_a_table_of_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow.csv", reason="make setup EXTRAS=data")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.read_csv(write_table(tmp_path / "t.csv")), tmp_path / "t.parquet")
+    found = build("table", path=str(tmp_path / "t.parquet"), target="kind").dataset("train")
+    expected = build("table", path=str(tmp_path / "t.csv"), target="kind").dataset("train")
+    assert torch.equal(found.inputs, expected.inputs)
+    assert torch.equal(found.targets, expected.targets)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        ("a,b\n1,2\n", {"target": "c"}, "has no column c. Its columns: a, b"),
+        ("a,b\nx,2\n", {"target": "b"}, "column a holds 'x', which is no number"),
+        ("a,b\nnan,2\n", {"target": "b"}, "column a holds 'nan' in data row 1"),
+        ("a,b\n1\n", {"target": "b"}, "row 2 has not as many cells as the header"),
+        ("a,b\n1,2\n", {"target": "b", "val_fraction": 0.8, "test_fraction": 0.3}, "together below 1"),
+        ("a,b\n", {"target": "b"}, "have no rows"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_named(text, changes, message, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        build("table", path=str(tmp_path / "t.csv"), **changes).dataset("train")
+
+
+def write_images(folder, count=10):
+    for number, name in enumerate(("cat", "dog")):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (30 + i, 20), (100 * number, i, 0)).save(folder / name / f"{i}.png")
+
+
+def test_images_in_folders(tmp_path):
+    write_images(tmp_path / "all")
+    data = build("image_folder", path=str(tmp_path / "all"), size=16, num_workers=0, global_batch_size=16)
+    batch = next(iter(data.train_dataloader()))
+    assert batch["inputs"].shape == (16, 3, 16, 16)
+    red = batch["inputs"][:, 0, 0, 0] * 0.229 + 0.485
+    assert torch.equal(red > 0.2, batch["targets"] == 1)
+    (val,) = data.val_dataloader()
+    assert val["inputs"].shape == (2, 3, 16, 16)
+    assert len(data.dataset("predict")) == 20
+
+
+def test_images_with_folders_of_splits(tmp_path):
+    for split, count in (("train", 6), ("val", 2), ("test", 3)):
+        write_images(tmp_path / split, count)
+    data = build("image_folder", path=str(tmp_path), size=8, margin=0, num_workers=0)
+    assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [12, 4, 6, 6]
+    (tmp_path / "val" / "cow").mkdir()
+    with pytest.raises(ConfigError, match="has the class cow, which the training images lack"):
+        build("image_folder", path=str(tmp_path), num_workers=0).dataset("train")
+    with pytest.raises(ConfigError, match="no images in class folders"):
+        build("image_folder", path=str(tmp_path / "val" / "cow"), num_workers=0).dataset("train")
+
+
+def test_nanogpts_token_files(tmp_path):
+    for split, size in (("train", 400), ("val", 90)):
+        (np.arange(size) % 300).astype("<u2").tofile(tmp_path / f"{split}.bin")
+    data = build("tokens", path=str(tmp_path), context=8)
+    batch = next(iter(data.train_dataloader()))
+    assert batch["inputs"].shape == (32, 8)
+    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert list(data.test_dataloader()) == []
+    with pytest.raises(ConfigError, match=r"data.source.vocab_size=256, but .* holds the token 299"):
+        build("tokens", path=str(tmp_path), context=8, source__vocab_size=256)
+
+
+def test_megatrons_token_files(tmp_path):
+    tokens = np.arange(1000, dtype="<i4")
+    tokens.tofile(tmp_path / "corpus_text_document.bin")
+    (tmp_path / "corpus_text_document.idx").write_bytes(MEGATRON + struct.pack("<QBQQ", 1, 4, 1, 2))
+    data = build("tokens", path=str(tmp_path / "corpus_text_document"), context=8, source__val_fraction=0.1)
+    assert data.source.tokens("train").tolist() == list(range(890))
+    assert data.source.tokens("val")[0] == 890
+    (tmp_path / "corpus_text_document.idx").write_bytes(b"something else entirely")
+    with pytest.raises(ConfigError, match="is not an index of Megatron's"):
+        build("tokens", path=str(tmp_path / "corpus_text_document"), context=8)
+
+
+def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
+    for name, lines in (("a", 3000), ("b", 900)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of text\n" for i in range(lines)))
+    paths = {name: str(tmp_path / f"{name}.txt") for name in "ab"}
+    data = build("mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300)
+    first, second = data._draw(0), data._draw(1)
+    border = len(data._dataset("train").datasets[0])
+    assert np.isclose((first >= border).mean(), 0.75, atol=0.01)
+    own = [draw[draw < border] for draw in (first, second)]
+    assert len(set(own[0])) == len(own[0])  # no window of a comes twice before all have come
+    assert not set(own[0]) & set(own[1]) or len(own[0]) * 2 > border
+    assert np.array_equal(data._draw(1), second)
+    batch = next(iter(data.train_dataloader()))
+    assert batch["inputs"].shape == (32, 16)
+    with pytest.raises(ConfigError, match=r"data.weights names a, and data.paths a, b"):
+        build("mixture", paths=paths, weights={"a": 1})
+
+
+def test_hugging_face_datasets(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    changes = {
+        "path": "csv", "data_files": write_table(tmp_path / "t.csv"), "inputs": "width", "targets": "height",
+        "splits": {"train": "train"}, "global_batch_size": 8,
+    }  # fmt: skip
+    orders = []
+    for streaming in (False, True):
+        data = build("hf", streaming=streaming, **changes)
+        assert data.train_size == 40
+        orders.append([i for batch in data.train_dataloader() for i in batch["inputs"].tolist()])
+    assert sorted(orders[0]) == orders[1] == list(range(40))
+    with pytest.raises(ConfigError, match=r"has no column gone. Its columns: width, height, kind"):
+        build("hf", **{**changes, "inputs": "gone"}).dataset("train")
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"data=hf needs the package datasets .* make setup EXTRAS=data"):
+        build("hf", path="x").dataset("train")

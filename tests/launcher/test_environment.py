@@ -1,0 +1,41 @@
+"""Stray variables and lost streams: named, or survived."""
+
+import os
+import sys
+
+import pytest
+
+from armature.errors import ConfigError
+from armature.launcher import environment, streams
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("RANK", environment.rank),
+        ("LOCAL_WORLD_SIZE", environment.local_world_size),
+        ("ARMATURE_DEADLINE", environment.deadline),
+    ],
+)
+def test_a_stray_variable_is_named(name, read, monkeypatch):
+    monkeypatch.setenv(name, "soon")
+    with pytest.raises(ConfigError, match=f"{name}=soon: must be a number; a launcher sets it. Type unset {name}"):
+        read()
+
+
+def test_a_size_without_a_rank_is_one_process(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert environment.world_size() == 1
+
+
+def test_a_closed_pipe_ends_no_run(monkeypatch):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        streams.make_lasting()
+        os.close(reading)
+        for _ in range(3):
+            print("step")
+            sys.stdout.flush()
+        assert sys.stdout.isatty() is False

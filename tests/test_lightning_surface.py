@@ -1,0 +1,90 @@
+"""An ordinary LightningModule and ordinary loggers: images, values for the bar, the configuration in every logger."""
+
+import csv
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.forked import Forks
+
+pytestmark = pytest.mark.slow
+COMMAND = [
+    "experiment=example", "task._target_=tests.test_lightning_surface.Images",
+    "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]", "trainer.accelerator=cpu",
+    "trainer.precision=32-true", "trainer.max_steps=4", "trainer.max_epochs=null", "trainer.limit_val_batches=0.5",
+    "trainer.test_at_end=false", "checkpoint.monitor=val/loss", "checkpoint.mode=min", "run.tags=[first,try]",
+    "run.notes='a note'",
+]  # fmt: skip
+
+
+class Images(L.LightningModule):
+    """Builds its own network and optimizer, and logs an image in the way of Lightning's documentation."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.ReLU(), torch.nn.Linear(width, 2))
+
+    def loss(self, batch):
+        return torch.nn.functional.cross_entropy(self.net(batch["inputs"]), batch["targets"])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("mine", loss.detach(), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.loss(batch))
+        self.logger.experiment.add_image("picture", torch.zeros(3, 4, 4), self.global_step)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("surface")) as forks:
+        yield forks
+
+
+def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):
+    ended = forks.train(
+        *COMMAND,
+        "run.name=a",
+        "logger=[tensorboard,csv]",
+        "+task.width=4",
+        "+logger.tensorboard.sub_dir=${oc.env:USER_OF_LOGS,x}",
+    )
+    assert "does not take the groups model, optimizer, scheduler: they are not used" in ended.output
+    run = forks.cwd / "outputs" / "a"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["run"]["tags"], config["run"]["notes"], config["run"]["group"]) == (["first", "try"], "a note", None)
+    assert config["run"]["git"].keys() == {"commit", "dirty"}
+    (events,) = (run / "tensorboard").rglob("events.*")
+    shown = EventAccumulator(str(events.parent))
+    shown.Reload()
+    assert shown.Tags()["images"] == ["picture"]
+    written = yaml.safe_load((run / "csv" / "version_0" / "hparams.yaml").read_text())
+    assert written["run"] == config["run"]
+    assert written["task"]["width"] == 4
+    assert written["logger"]["tensorboard"]["sub_dir"] == "${oc.env:USER_OF_LOGS,x}"
+    with (run / "csv" / "version_0" / "metrics.csv").open() as file:
+        assert any(row["val/loss"] for row in csv.DictReader(file))
+
+
+def test_without_a_logger_the_module_runs_and_a_warning_says_what_it_misses(forks):
+    ended = forks.train(*COMMAND, "run.name=b", "logger=null", "callbacks=null")
+    logs = (forks.cwd / "outputs" / "b" / "logs" / "rank_0000.log").read_text()
+    assert "self.logger.experiment.add_image does nothing" in ended.output + logs
+    assert (forks.cwd / "outputs" / "b" / "summary.json").exists()
+
+
+def test_a_bar_of_lightning_s_replaces_ours(forks):
+    bar = "+callbacks.bar._target_=lightning.pytorch.callbacks.TQDMProgressBar"
+    ended = forks.train(*COMMAND, "run.name=c", "logger=none", bar)
+    assert "mine=" in ended.output
+    assert Path(forks.cwd / "outputs" / "c" / "summary.json").exists()

@@ -1,0 +1,100 @@
+"""scripts/predict.py: every sample once, in order, from any number of processes."""
+
+import csv
+import json
+import runpy
+import sys
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from armature.data.base import DataModule
+from armature.errors import ConfigError
+from armature.training import predict
+from tests import running
+
+
+class Ten(DataModule):
+    def dataset(self, split):
+        return [{"inputs": torch.tensor([float(i), -i]), "targets": torch.tensor(i)} for i in range(11)]
+
+
+class Predictor(L.LightningModule):
+    def predict_step(self, batch, batch_idx):
+        names = [f"n{i}" for i in batch["targets"].tolist()]
+        return {"scores": {"x": batch["inputs"].bfloat16()}, "pair": (batch["targets"], names)}
+
+
+def parts(folder, ranks, task=None, data=None):
+    files = [folder / f"{rank}of{ranks}.jsonl" for rank in range(ranks)]
+    for rank, part in enumerate(files):
+        data = Ten(global_batch_size=4, eval_batch_size=2)
+        predict.predict(task or Predictor(), data, part, rank=rank, ranks=ranks, accelerator="cpu", precision="32-true")
+    return files
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_any_number_of_processes_writes_the_same_file(suffix, tmp_path):
+    if suffix == "parquet":
+        pyarrow = pytest.importorskip("pyarrow.parquet", reason="make setup EXTRAS=data")
+    for ranks in (1, 3):
+        assert predict.merge(parts(tmp_path, ranks), tmp_path / f"{ranks}.{suffix}") == 11
+    one, three = tmp_path / f"1.{suffix}", tmp_path / f"3.{suffix}"
+    if suffix == "parquet":
+        found = pyarrow.read_table(one).to_pylist()
+        assert found == pyarrow.read_table(three).to_pylist()
+    else:
+        assert one.read_text() == three.read_text()
+        lines = one.read_text().splitlines()
+        found = [json.loads(line) for line in lines] if suffix == "jsonl" else list(csv.DictReader(lines))
+    assert [int(row["index"]) for row in found] == list(range(11))
+    last = {
+        key: json.loads(value) if key.startswith("scores") and suffix == "csv" else value
+        for key, value in found[-1].items()
+    }
+    assert last["scores/x"] == [10.0, -10.0]
+    assert (int(last["pair/0"]), last["pair/1"]) == (10, "n10")
+
+
+def test_outputs_of_other_forms():
+    def made(outputs):
+        return predict.rows(outputs, 2, owner="Task")
+
+    assert made(torch.arange(4).view(2, 2)) == [{"prediction": [0, 1]}, {"prediction": [2, 3]}]
+    assert made(["a", "b"]) == [{"prediction": "a"}, {"prediction": "b"}]
+    assert made([{"box": torch.ones(2)}, {"box": torch.ones(0)}]) == [{"box": [1.0, 1.0]}, {"box": []}]
+    assert made((torch.arange(2), torch.arange(2))) == [{"0": 0, "1": 0}, {"0": 1, "1": 1}]
+    with pytest.raises(ConfigError, match=r"returned 'prediction' of shape \(3,\) for a batch of 2 samples"):
+        made(torch.ones(3))
+    with pytest.raises(ConfigError, match="returned None: return a row for each sample"):
+        made(None)
+
+
+def test_a_task_that_cannot_predict_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="LightningModule has neither predict_step nor forward"):
+        parts(tmp_path, 1, task=L.LightningModule())
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ([], "Type out=predictions.csv"),
+        (["out=x.txt"], "ends in .parquet, .csv, .jsonl"),
+        (["out=no/x.csv"], "there is no folder"),
+        (["out=there.csv"], "exists already"),
+        (["out=x.csv", "strategy=fsdp"], "strategy=fsdp: each process of this script holds the whole model"),
+        (["out=x.csv", "gone"], "gone: type KEY=VALUE"),
+    ],
+)
+def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.csv").touch()
+    monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (SimpleNamespace(), tmp_path))
+    script = running.ROOT / "scripts" / "predict.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "run", *typed])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""What is printed while training: a module's own values stand beside ours, and a bar of the user's replaces ours."""
+
+import io
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from armature.training.display import Bar, Display
+from armature.training.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("mine", 0.25 + batch_idx, prog_bar=True)
+        self.log("hidden", 1.0)
+        self.log("train/loss", loss, prog_bar=True)  # the bar shows the loss of the whole global batch
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/score", 0.5, prog_bar=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(display: Display, *callbacks: L.Callback) -> str:
+    display.console = Console(file=io.StringIO(), width=200)
+    last = {"train/loss": 2.0, "lr": 0.1}
+    display.step_log = SimpleNamespace(last=last, tokens_per_sample=None, rate=10.0, data_wait=0.0)  # pyright: ignore
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False, max_epochs=1,
+        callbacks=[display, *callbacks],
+    )  # fmt: skip
+    data = torch.ones(8, 4)
+    trainer.fit(Module(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    return display.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_values_logged_for_the_bar_are_shown():
+    lines = fit(Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=0.0)).splitlines()  # pyright: ignore
+    assert lines[0] == "start"
+    steps = [line for line in lines if "samples/s" in line]
+    assert [line.split("samples/s")[1].split()[:2] for line in steps] == [["mine", "0.25"], ["mine", "1.25"]]
+    assert not any("hidden" in line for line in lines)
+    assert sum("val/score" in line for line in lines) == 1
+    assert all(line.count("loss") == 1 for line in steps)
+
+
+def test_another_bar_takes_the_place_of_ours(capsys):
+    printed = fit(Display(lambda trainer: "start"), RichProgressBar())
+    assert "start" in printed
+    assert "Linear" in printed
+    assert "samples/s" not in printed
+    assert "mine: 1.250" in capsys.readouterr().out

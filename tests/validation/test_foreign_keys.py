@@ -1,0 +1,175 @@
+"""What users of Lightning and of the lightning-hydra-template type: it works, or the message says what to type here."""
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from armature import cli, config
+from armature.errors import ConfigError
+from armature.validation import foreign_keys
+from armature.validation.checks import check
+from armature.validation.compose import CONFIG_ERRORS, explain
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+
+
+def answer(*typed: str) -> list[str]:
+    """What the command line says to these overrides, as far as it is found without a sweep; empty: nothing."""
+    overrides = [cli.quoted(each) for each in typed]
+    if problems := foreign_keys.ineffective(overrides):
+        return problems
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+            check(compose("train", overrides=overrides), prepare=False)
+    except ConfigError as error:
+        return error.problems
+    except CONFIG_ERRORS as error:
+        return explain(error, overrides, CONFIGS)
+    return []
+
+
+# What users of the template type and what they are told. All of a list are answered together.
+REFUSED_AS_HYDRA_COMPOSES = {
+    "model.optimizer.lr=1e-4": "Type optimizer.lr=1e-4.",
+    "trainer=cpu": "Type trainer.accelerator=cpu.",
+    "trainer=gpu": "Type trainer.accelerator=gpu.",
+    "trainer=mps": "Type trainer.accelerator=mps.",
+    "trainer=ddp": "Type strategy=ddp trainer.devices=N.",
+    "trainer=ddp_sim": "Type strategy=ddp trainer.devices=N trainer.accelerator=cpu.",
+    "trainer.strategy=ddp_find_unused_parameters_true": "strategy.find_unused_parameters=true",
+    "trainer.strategy=fsdp": "Type strategy=fsdp:",
+    "debug=default": "Type debug=fast:",
+    "debug=fdr": "Type debug=fast:",
+    "debug=limit": "Type trainer.limit_train_batches=0.01 ",
+    "debug=profiler": "Type debug=profile.",
+    "trainer.fast_dev_run=true": "Type debug=fast:",
+    "trainer.val_check_interval=0.25": "Type trainer.val_every_n_steps=",
+    "trainer.accumulate_grad_batches=10": "Type data.global_batch_size=… and data.micro_batch_size=…",
+    "trainer.overfit_batches=1": "Type debug=overfit:",
+    "trainer.check_val_every_n_epoch=2": "Type trainer.val_every_n_steps=",
+    "trainer.min_epochs=5": "Type trainer.max_steps=",
+    "trainer.num_sanity_val_steps=0": "Type debug=fast",
+    "trainer.default_root_dir=/out": "Type run.root=/out ",
+    "ckpt_path=/logs/last.ckpt": "Type resume=/logs/last.ckpt ",
+    "data.batch_size=64": "Type data.global_batch_size=64 ",
+    "data.data_dir=/data": "Type data=text data.path=/data",
+    "datamodule=mnist": "Type data=mnist.",
+    "model.lr=0.001": "Type optimizer.lr=0.001.",
+    "lr=0.001": "Type optimizer.lr=0.001.",
+    "model.net.lin1_size=64": "Type model.",
+    "model.compile=true": "Type strategy.compile=block.",
+    "seed=null": "Type a number.",
+    "tags=[mnist,experiment_X]": "Type run.tags=[mnist,experiment_X].",
+    "task_name=eval": "Type run.name=eval.",
+    "train=False": "python scripts/evaluate.py",
+    "test=False": "Type trainer.test_at_end=False.",
+    "paths.output_dir=/out": "Type run.root=",
+    "extras.print_config=False": "Add --cfg job",
+    "hparams_search=mnist_optuna": "-m sweep=lr",
+    "hydra/sweeper=optuna": "pip install hydra-optuna-sweeper",
+    "callbacks.model_checkpoint.monitor=val/acc": "Type checkpoint.monitor=val/acc.",
+    # a hint never names the opposite
+    "trainer.limit_trian_batches=3": "Did you mean 'trainer.limit_train_batches'?",
+    "trainer.train_every_n_steps=3": "Did you mean 'trainer.log_every_n_steps'?",
+    "trainer.devces=3": "Did you mean 'trainer.devices'?",
+}
+REFUSED_BY_THE_CHECK = {
+    "trainer.accelerator=cuda": "Did you mean trainer.accelerator=gpu?",
+    "trainer.precision=16": "Did you mean trainer.precision=16-mixed?",
+    "trainer.devices=[0,1]": "Set CUDA_VISIBLE_DEVICES",
+    "trainer.limit_train_batches=1.5": "a share of them above 0.0 and up to 1.0",
+    "+data.batch_size=64": "Type data.global_batch_size=",
+    "+model.new_param=owo": "takes no argument 'new_param'",
+}
+UNKNOWN_TO_THE_CHECK = {
+    "+trainer.fast_dev_run=true": "Type debug=fast:",
+    "+trainer.tpu_cores=8": "TPUs are not supported.",
+    "+ckpt_path=x": "Type resume=",
+    "+trainer.min_time=3": "trainer.min_time: there is no such key.",
+    "model=null": "model: a value is required.",
+}
+WORKS = [
+    "logger=null callbacks=null debug=null seed=12345 trainer.deterministic=true trainer.gradient_clip_val=0.5",
+    "logger=[csv,tensorboard] callbacks=none run.tags=[mnist,experiment_X] trainer.max_time=00:12:00:00",
+    "debug=overfit trainer.limit_train_batches=0.1 trainer.limit_val_batches=0.05 trainer.detect_anomaly=true",
+]
+
+
+@pytest.mark.parametrize("typed", [REFUSED_AS_HYDRA_COMPOSES, REFUSED_BY_THE_CHECK, UNKNOWN_TO_THE_CHECK])
+def test_what_a_template_user_types_is_answered_with_what_to_type_here(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = answer(*typed)
+    assert len(said) == len(typed), said
+    for override, expected in typed.items():
+        key = override.lstrip("+").partition("=")[0]
+        assert [each for each in said if key in each.partition(": ")[0] and expected in each], (override, said)
+
+
+@pytest.mark.parametrize("command", WORKS)
+def test_what_a_template_user_types_works(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert answer(*command.split()) == []
+
+
+def test_a_key_of_hydra_s_that_nothing_reads_is_refused():
+    typed = ["hydra.run.dir=/out", "hydra.job.chdir=true", "hydra.job.chdir=false", "hydra.sweep.dir=x"]
+    run_dir, chdir = answer(*typed)
+    assert run_dir.startswith("hydra.run.dir=/out: this has no effect here. Type run.root=")
+    assert chdir.startswith("hydra.job.chdir=true: ")
+
+
+def test_a_hint_never_names_the_opposite():
+    assert foreign_keys.is_opposite("trainer.limit_train_batches", "trainer.limit_val_batches")
+    assert foreign_keys.is_opposite("test_size", "train_size")
+    assert foreign_keys.is_opposite("cuda", "cpu")
+    assert foreign_keys.is_opposite("trainer.min_steps", "trainer.max_steps")
+    assert not foreign_keys.is_opposite("trainer.max_step", "trainer.max_steps")
+
+
+def test_every_argument_of_lightnings_trainer_is_a_key_or_has_an_answer():
+    from lightning.pytorch import Trainer
+
+    ours = {field.name for field in fields(config.Trainer)}
+    unknown = inspect.signature(Trainer).parameters.keys() - ours
+    assert {name for name in unknown if foreign_keys.remedy(f"trainer.{name}") is None} == set()
+
+
+def test_what_an_answer_says_to_type_is_a_key_here():
+    from armature.validation import compose as module
+
+    with module._hydra(CONFIGS):
+        groups = module._groups(CONFIGS)
+        known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
+        for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():
+            for typed, value in re.findall(r"(?<![\w./+])\+?([a-z_]+(?:\.[a-z_]+)*)=([\w.-]*)", sentence):
+                assert typed in known or typed.startswith("callbacks."), (key, typed)
+                if typed in groups and value:
+                    assert value in groups[typed], (key, typed, value)
+
+
+def test_answers_name_no_key_of_ours():
+    with_keys = {field.name for field in fields(config.Trainer)}
+    for key in foreign_keys.FOREIGN:
+        group, _, name = key.partition(".")
+        assert group != "trainer" or name.partition("=")[0] not in with_keys or "=" in name, key
+
+
+def test_a_data_module_with_a_batch_size_of_its_own_keeps_it():
+    assert foreign_keys.remedy("data.batch_size", "64", known=["data.data_dir"]) is None
+    assert "data.global_batch_size=64" in str(foreign_keys.remedy("data.batch_size", "64"))
+
+
+def test_hydra_s_null_for_a_group_is_its_empty_list():
+    assert cli.quoted("logger=null") == "logger=[]"
+    assert cli.quoted("trainer.max_steps=null") == "trainer.max_steps=null"
+
+
+def test_the_page_about_migrating_shows_the_table():
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- foreign: begin -->\n")[2].partition("<!-- foreign: end -->")[0]
+    assert shown == foreign_keys.table()

@@ -1,0 +1,82 @@
+"""What Lightning has and a run cannot use is refused by name; modules get what their constructors take."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from armature import config
+from armature.errors import ConfigError
+from armature.layout import Layout
+from armature.validation import checks, lightning_parts
+
+USERS = "tests.validation.users"
+ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"
+
+
+def composed(*overrides):
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        return compose("train", overrides=[ALLOWED, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("lightning.pytorch.callbacks.LearningRateFinder", "Type -m sweep=lr"),
+        (f"{USERS}.FineTuneLearningRateFinder", "LearningRateFinder does not work here"),
+        ("lightning.pytorch.callbacks.BatchSizeFinder", "Type data.micro_batch_size="),
+        ("lightning.pytorch.callbacks.GradientAccumulationScheduler", "data.global_batch_size"),
+    ],
+)
+def test_a_callback_that_cannot_work_is_refused_by_name(target, words):
+    (problem,) = lightning_parts.problems(composed(f"+callbacks.mine._target_={target}"))
+    assert problem.startswith(f"callbacks.mine._target_={target}: ")
+    assert words in problem
+
+
+def test_other_callbacks_of_lightning_pass():
+    names = ("DeviceStatsMonitor", "RichProgressBar", "ModelCheckpoint", "LearningRateMonitor", "EarlyStopping")
+    typed = [f"+callbacks.c{i}._target_=lightning.pytorch.callbacks.{name}" for i, name in enumerate(names)]
+    assert lightning_parts.problems(composed(*typed)) == []
+
+
+def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
+    usual = lightning_parts.importlib.util.find_spec
+    monkeypatch.setattr(lightning_parts.importlib.util, "find_spec", lambda name: None if "ml" in name else usual(name))
+    problems = lightning_parts.problems(composed("logger=[csv,mlflow,comet]"))
+    assert problems == [
+        "logger.mlflow: mlflow is not installed. Type pip install mlflow, or another logger.",
+        "logger.comet: comet_ml is not installed. Type pip install comet-ml, or another logger.",
+    ]
+
+
+@pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
+def test_a_limit_out_of_range_is_refused(value):
+    (problem,) = lightning_parts.problems(composed(f"trainer.limit_val_batches={value}"))
+    assert "must be a number of batches from 0 (such as 10), a share of them above 0.0 and up to 1.0" in problem
+
+
+def test_a_limit_keeps_the_type_that_was_typed():
+    cfg = composed("trainer.limit_train_batches=1", "trainer.limit_val_batches=1.0", "trainer.limit_test_batches=0.1")
+    trainer = cfg.trainer
+    values = [trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches]
+    assert [(type(value), value) for value in values] == [(int, 1), (float, 1.0), (float, 0.1)]
+    assert lightning_parts.problems(cfg) == []
+
+
+def test_what_a_module_s_constructor_requires_is_named():
+    problems = lightning_parts.problems(composed(f"task._target_={USERS}.Template", "~task.preview_prompt"))
+    assert [problem.split(". ")[0] for problem in problems] == [
+        f"task: {USERS}.Template requires the argument 'net'",
+        f"task: {USERS}.Template requires the argument 'compile'",
+    ]
+
+
+def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):
+    typed = ["model.width=100", "model.heads=3", "~task.preview_prompt", "~task.preview_tokens"]
+    own = composed(f"task._target_={USERS}.Plain", *typed, "~task.preview_temperature")
+    assert lightning_parts.problems(own) == []
+    assert "does not take the groups model, optimizer, scheduler: they are not used" in caplog.text
+    assert Layout.of(checks.decide(own)).plan is None
+    assert checks._model_problems(own) == []
+    with pytest.raises(ConfigError, match="heads"):
+        checks.check(composed(*typed[:2]), prepare=False)

@@ -1,0 +1,76 @@
+"""Changes to the configuration of a run that exists: what refers to a changed key follows it."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from armature import config, run_dir
+from armature.errors import ConfigError
+from armature.validation import overrides
+
+TEXT = """
+seed: 1
+data:
+  _target_: armature.data.text.TextData
+  path: {path}
+  eval_batch_size: 4
+  train_limit: null
+  seed: {seed}
+  source: {{path: "{source}", context: "{context}", tokenizer: null, field: "${{oc.env:FIELD}}"}}
+  context: 8
+strategy: {{_target_: armature.strategies.auto.auto, seed: "{seed}"}}
+"""
+REFERRING = TEXT.format(path="a.txt", source="${data.path}", context="${data.context}", seed="${seed}")
+RESOLVED = TEXT.format(path="a.txt", source="a.txt", context="8", seed="1")  # as an older version wrote it
+RESOLVED = RESOLVED.replace('"8"', "8").replace('"1"', "1")
+
+
+def changed(text, folder, *typed):
+    cfg = OmegaConf.create(text)
+    OmegaConf.set_struct(cfg, True)
+    overrides.apply(cfg, list(typed), run_dir=folder)
+    return cfg
+
+
+@pytest.fixture(autouse=True)
+def _field(monkeypatch):
+    monkeypatch.setenv("FIELD", "text")
+
+
+@pytest.mark.parametrize("text", [REFERRING, RESOLVED], ids=["referring", "resolved"])
+def test_what_refers_to_a_key_follows_it(text, tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    cfg = changed(text, tmp_path, "data.path=b.txt", "data.context=16", "seed=7")
+    assert (cfg.data.source.path, cfg.data.source.context) == ("b.txt", 16)
+    assert (cfg.data.seed, cfg.strategy.seed) == (7, 7)
+    assert cfg.data.source.tokenizer == str(tmp_path / "tokenizer.json")
+    assert cfg.data.eval_batch_size == 4
+
+
+def test_the_tokenizer_stays_if_the_text_does(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    assert changed(REFERRING, tmp_path, "data.eval_batch_size=64").data.source.tokenizer is None
+    assert changed(REFERRING, tmp_path, "data.path=b", "data.source.tokenizer=mine").data.source.tokenizer == "mine"
+
+
+def test_an_option_of_a_group_can_be_chosen(tmp_path):
+    cfg = changed(REFERRING, tmp_path, "data.eval_batch_size=5", "data=digits")
+    assert (cfg.data._target_, cfg.data.eval_batch_size, cfg.data.seed) == ("armature.data.digits.DigitsData", 5, 1)
+
+
+@pytest.mark.parametrize("typed", ["data.pth=b", "data.eval_batch_size", "nothing=1"])
+def test_an_unknown_key_is_refused(typed, tmp_path):
+    with pytest.raises(ConfigError, match=typed.split("=")[0]):
+        changed(REFERRING, tmp_path, typed)
+
+
+def test_a_null_and_a_key_of_the_adapter_can_be_set(tmp_path):
+    assert changed(REFERRING, tmp_path, "data.train_limit=5").data.train_limit == 5
+    assert changed(REFERRING, tmp_path, "data.global_batch_size=5").data.global_batch_size == 5
+
+
+def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("FIELD", "s3cret")
+    raw = OmegaConf.create({"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", "${oc.decode:'3'}"], "d": 2})
+    kept = overrides.keep_references(OmegaConf.to_container(raw), run_dir.without_secrets(raw))
+    assert kept == {"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", 3], "d": 2}
+    assert config.CONFIGS.is_dir()

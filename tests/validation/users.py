@@ -1,0 +1,35 @@
+"""Modules and callbacks as users of Lightning and of the lightning-hydra-template write them."""
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+
+
+class FineTuneLearningRateFinder(LearningRateFinder):
+    """The example of Lightning's documentation."""
+
+
+class Template(L.LightningModule):
+    """The template's module: a network and factories, under its own names."""
+
+    def __init__(self, net: torch.nn.Module, optimizer, scheduler, compile: bool) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net = net
+
+
+class Plain(L.LightningModule):
+    """A module that builds everything itself."""
+
+    def __init__(self, width: int = 8, lr: float = 0.1) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(width, 1)
+
+
+class Inherited(Plain):
+    def __init__(self, depth: int = 1, **kwargs) -> None:
+        super().__init__(**kwargs)
+
+
+class Bare(L.LightningModule):
+    pass
