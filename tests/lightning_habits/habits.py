@@ -21,7 +21,7 @@ def regression(name: str, task: str = "regression.Regressor", *overrides: str, *
 
 
 ADVERSARIAL = [
-    Habit(name="gan", task="generative.GAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
+    Habit(name="gan", task="generative.GAN", data="images", overrides=(NO_CLIP,), sample=ALL),
     Habit(name="gan_clip_default", task="generative.GAN", data="images"),
     Habit(name="gan_untoggled", task="generative.UntoggledGAN", data="images", overrides=(NO_CLIP,)),
     Habit(name="gan_schedules", task="generative.ScheduledGAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
@@ -190,6 +190,7 @@ CALLED = [
         "gradient_accumulation_scheduler",
         "regression.Regressor",
         callback(f"{STOCK}.GradientAccumulationScheduler", scheduling="{0:1,1:2}"),
+        refused=dict.fromkeys(ALL, "does not work here"),
     ),
     regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar")),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
@@ -198,9 +199,21 @@ CALLED = [
         "model_pruning",
         "regression.Regressor",
         callback(f"{STOCK}.ModelPruning", pruning_fn="l1_unstructured", amount=0.2),
+        refused=dict.fromkeys(ALL, "does not work here"),
     ),
-    regression("lr_finder", "regression.Regressor", callback(f"{STOCK}.LearningRateFinder", num_training_steps=5)),
-    regression("batch_size_finder", "regression.Regressor", callback(f"{STOCK}.BatchSizeFinder")),
+    regression(
+        "lr_finder",
+        "regression.Regressor",
+        callback(f"{STOCK}.LearningRateFinder", num_training_steps=5),
+        refused=dict.fromkeys(ALL, "does not work here"),
+        sample=SINGLE,
+    ),
+    regression(
+        "batch_size_finder",
+        "regression.Regressor",
+        callback(f"{STOCK}.BatchSizeFinder"),
+        refused=dict.fromkeys(ALL, "does not work here"),
+    ),
     regression("model_summary", "regression.Regressor", callback(f"{STOCK}.ModelSummary", max_depth=2)),
 ]
 DATA = [
@@ -225,6 +238,7 @@ PARAMETERS = [
     regression("l1", "regression.L1"),
     regression("scalar_parameter", "regression.ScalarParameter"),
     regression("other_methods", "regression.OtherMethods"),
+    regression("weight_outside", "regression.WeightOutside", layouts=("single", "ddp2")),  # fsdp: torch's own error
     regression("unused", "regression.Unused", also=FIND_UNUSED),
     regression("sometimes_used", "regression.SometimesUsed", also=FIND_UNUSED),
     regression("lists", "regression.Lists"),

@@ -495,15 +495,21 @@ class Encoder(nn.Module):
 
 
 class OtherMethods(Regressor):
-    """Methods of a submodule other than forward, and a weight that is used directly."""
+    """Methods of a submodule other than forward."""
 
     def __init__(self):
         super().__init__()
         self.net = Encoder()
 
     def forward(self, x):
-        z = self.net.encode(x)
-        return self.net.decode(z) + F.linear(z, self.net.inner.weight).mean(1, keepdim=True)
+        return self.net.decode(self.net.encode(x))
+
+
+class WeightOutside(Regressor):
+    """A weight that is used outside of its module's forward."""
+
+    def forward(self, x):
+        return self.net(x) + F.linear(x, self.net[0].weight).mean(1, keepdim=True)
 
 
 class Unused(Regressor):

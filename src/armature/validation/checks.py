@@ -51,7 +51,13 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     problems += unsound
     if not unsound:
         cfg = decide(cfg)
-        problems += _model_problems(cfg) + layout_problems(cfg) + _launch_problems(cfg) + manual.problems(cfg)
+        problems += (
+            _loader_problems(cfg)
+            + _model_problems(cfg)
+            + layout_problems(cfg)
+            + _launch_problems(cfg)
+            + manual.problems(cfg)
+        )
     problems += lightning_parts.problems(cfg) + _logger_problems(cfg)
     problems += _name_problems(cfg.run.name) + _folder_problems(Path(cfg.run.root))
     problems += resume.problems(cfg)
@@ -204,6 +210,16 @@ def _device_problems(cfg: DictConfig) -> list[str]:
     return []
 
 
+def _loader_problems(cfg: DictConfig) -> list[str]:
+    task, loaders = cfg.task._target_, [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
+    if not (own := [method for method in loaders if signatures.defines(task, method)]):
+        return []
+    return [
+        f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={cfg.data._target_} "
+        "would replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
+    ]
+
+
 def _model_problems(cfg: DictConfig) -> list[str]:
     task, model = cfg.task._target_, cfg.model._target_
     if not signatures.accepted(cfg.task, ["model"]):
@@ -214,12 +230,6 @@ def _model_problems(cfg: DictConfig) -> list[str]:
             f"task={task.rpartition('.')[2]} trains on {trained}, but model={model.rpartition('.')[2]} takes {given}. "
             "Type task=language_modeling with a decoder and text, or task=image_classification with a model and data "
             "of images."
-        ]
-    loaders = [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
-    if own := [method for method in loaders if signatures.defines(task, method)]:
-        return [
-            f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={cfg.data._target_} "
-            "would replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
         ]
     definition = signatures.find_definition(model)
     module = module_beside(definition[0], "check") if definition is not None else None
