@@ -232,7 +232,7 @@ DATA = [
     regression("plain_combined", "regression.SemiSupervised", data="plain.Combined"),
     regression("plain_distributed", data="plain.Distributed"),
     regression("plain_curriculum", data="plain.Curriculum"),
-    regression("plain_whole_batches", data="plain.OneByOne"),
+    regression("plain_whole_batches", data="plain.OneByOne", refused=dict.fromkeys(ALL, "batch_size=None")),
 ]
 PARAMETERS = [
     regression("l1", "regression.L1"),
@@ -259,7 +259,7 @@ TRAINER = [
     regression("seeds", "regression.Seeds"),
     regression("objects", "regression.Objects", data="objects"),
     regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
-    regression("float64", "regression.Regressor", "trainer.precision=64-true", sample=SINGLE),
+    regression("float64", "regression.Regressor", "trainer.precision=64-true"),
     regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
     Habit(name="auroc", task="vision.ListStates", data="images", apart=("train/mean_step",)),
     regression(
