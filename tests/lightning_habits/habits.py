@@ -229,7 +229,12 @@ DATA = [
     regression("plain_two_loaders", "regression.TwoLoaders", data="plain.TwoValidations"),
     regression("plain_state", data="plain.WithState"),
     regression("plain_template", data="plain.TemplateData"),
-    regression("plain_combined", "regression.SemiSupervised", data="plain.Combined"),
+    regression(
+        "plain_combined",
+        "regression.SemiSupervised",
+        data="plain.Combined",
+        refused=dict.fromkeys(ALL, "returns a dict"),
+    ),
     regression("plain_distributed", data="plain.Distributed"),
     regression("plain_curriculum", data="plain.Curriculum"),
     regression("plain_whole_batches", data="plain.OneByOne", refused=dict.fromkeys(ALL, "batch_size=None")),
