@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT / "src"))
 import hydra
 from omegaconf import DictConfig
 
-from armature import cli, launch
+from armature import cli, launch, run_dir
+from armature.errors import ConfigError
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
 
@@ -29,7 +30,11 @@ def main(cfg: DictConfig) -> float | None:
     overrides = cli.overrides()
     with cli.checking():
         cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides)))
-    return launch.launch(cfg, overrides)
+    try:
+        return launch.launch(cfg, overrides)
+    except ConfigError:
+        run_dir.release(cfg)
+        raise
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ EXTRA = {  # what a file cannot do without
     "data/streamed": ["data.path=text/*.txt"],
     "data/tokens": ["data.path=text"],
     "data/mixture": ["data.paths={a: text}"],
-    "data/hf": ["data.path=csv"],
+    "data/hf": ["data.path=csv", "task=example", "model=example"],
     "data/table": ["data.path=t.csv", "data.target=y", "task=example", "model=example"],
     "data/image_folder": ["data.path=text", "task=image_classification", "model=vit_tiny"],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],

@@ -94,11 +94,11 @@ def test_never_refuses_a_directory_that_holds_a_run(tmp_path):
 def test_the_pointer_names_the_checkpoint(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "step=000002").mkdir(parents=True)
-    (checkpoints / "step=000002" / "meta.pt").touch()
+    names = [directory.META, directory.TENSOR_INDEX]
+    for name in names:
+        (checkpoints / "step=000002" / name).touch()
     assert resume.last_checkpoint(tmp_path) is None  # half-written
-    directory.write_manifest(
-        checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", ["meta.pt"]), {}
-    )
+    directory.write_manifest(checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", names), {})
     (checkpoints / "last").write_text("step=000002\n")
     assert (
         resume.last_checkpoint(tmp_path)

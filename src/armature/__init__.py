@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from armature import config
-
 if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning.pytorch as L
+    from omegaconf import DictConfig
 
 __version__ = "0.1.0"
 
-config.register()  # Hydra's compose("train") then works in a notebook
+
+def compose(*overrides: str) -> DictConfig:
+    """Return the checked configuration that a command line would train: `armature.compose("experiment=digits")`."""
+    import hydra
+
+    from armature import config
+    from armature.validation.checks import check
+
+    config.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        return check(hydra.compose("train", overrides=list(overrides)), prepare=False)
 
 
 def load(path: str | Path, **options: Any) -> L.LightningModule:

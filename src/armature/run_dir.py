@@ -10,6 +10,7 @@ outputs/<run.name>/
   tokenizer.json   for a language model
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -73,6 +74,13 @@ def _claim(folder: Path) -> bool:
     except OSError:
         pass  # `write` reports it
     return True
+
+
+def release(cfg: DictConfig) -> None:
+    """Remove the directories that `decide` created for a command that is refused, if nothing is in them."""
+    for folder in (Path(cfg.run.dir), Path(cfg.run.root)):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def write(cfg: DictConfig, overrides: list[str]) -> Path:

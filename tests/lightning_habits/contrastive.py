@@ -135,7 +135,7 @@ class BYOL(L.LightningModule):
 
     def configure_optimizers(self):
         params = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.Adam(params, lr=1e-3)
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 class LateTeacher(BYOL):

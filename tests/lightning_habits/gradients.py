@@ -1,25 +1,27 @@
-"""Which parameters have no gradient in exact arithmetic: Adam makes full steps of their rounding noise."""
+"""Which elements of parameters have no gradient in exact arithmetic: Adam makes full steps of their rounding noise."""
 
-import json
 from pathlib import Path
 
+import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 
-FILE = "without_gradient.json"
+FILE = "without_gradient.pt"
 
 
 class WithoutGradient(Callback):
-    """In a run in float64, write the names of parameters whose gradient is never more than rounding noise."""
+    """In a run in float64, write which elements of parameters have gradients of rounding noise only."""
 
     def __init__(self) -> None:
-        self.largest: dict[str, float] = {}
+        self.largest: dict[str, Tensor] = {}
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         for name, param in pl_module.named_parameters():
             if param.grad is not None:
-                self.largest[name] = max(self.largest.get(name, 0.0), float(param.grad.abs().max()))
+                known = self.largest.get(name, torch.zeros_like(param.grad))
+                self.largest[name] = torch.maximum(known, param.grad.abs())
 
     def on_train_end(self, trainer, pl_module):
-        most = max(self.largest.values(), default=0.0)
-        names = [name for name, value in self.largest.items() if value < 1e-11 * most]
-        (Path(trainer.default_root_dir) / FILE).write_text(json.dumps(names))
+        most = max((float(value.max()) for value in self.largest.values()), default=0.0)
+        masks = {name: value < 1e-11 * most for name, value in self.largest.items()}
+        torch.save(masks, Path(trainer.default_root_dir) / FILE)

@@ -4,6 +4,8 @@ from tests.lightning_habits.runs import Habit
 
 SINGLE = ("single",)
 ALL = ("single", "ddp2", "fsdp2")
+AFTER_BATCHNORM = ("running_mean", "val/loss", "val/acc", "val/acc_best")  # biases before BatchNorm, under Adam
+FIND_UNUSED = {"ddp2": ("strategy.find_unused_parameters=true",)}
 NO_CLIP = "trainer.gradient_clip_val=null"
 CALLBACKS = "tests.lightning_habits.callbacks"
 STOCK = "lightning.pytorch.callbacks"
@@ -24,14 +26,14 @@ ADVERSARIAL = [
     Habit(name="gan_untoggled", task="generative.UntoggledGAN", data="images", overrides=(NO_CLIP,)),
     Habit(name="gan_schedules", task="generative.ScheduledGAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
     Habit(name="wgan", task="generative.WGAN", data="images", overrides=(NO_CLIP,)),
-    Habit(name="wgan_inner", task="generative.InnerCritic", data="images", overrides=(NO_CLIP,), local=("c_loss",)),
+    Habit(name="wgan_inner", task="generative.InnerCritic", data="images", overrides=(NO_CLIP,), apart=("c_loss",)),
     Habit(name="vae", task="generative.VAE", data="images", overrides=("+task.beta=0.5",)),
     Habit(name="vae_noise", task="generative.VAE", data="images", overrides=("+task.noise=true",), random=True),
-    Habit(name="autoencoder", task="generative.LitAutoEncoder", data="images", local=("train_loss",)),
+    Habit(name="autoencoder", task="generative.LitAutoEncoder", data="images", apart=("train_loss",)),
 ]
 VISION = [
-    Habit(name="lht", task="vision.MNISTLitModule", data="images", sample=SINGLE),
-    Habit(name="lht_hparams", task="vision.SavedFactories", data="images"),
+    Habit(name="lht", task="vision.MNISTLitModule", data="images", apart=AFTER_BATCHNORM, sample=SINGLE),
+    Habit(name="lht_hparams", task="vision.SavedFactories", data="images", apart=AFTER_BATCHNORM),
     Habit(name="unet", task="vision.UNet", data="masks", sample=("single", "fsdp2")),
     Habit(name="metric_collection", task="vision.MetricsNet", data="images"),
     Habit(name="metrics_by_hand", task="vision.ComputedByHand", data="images", sample=SINGLE),
@@ -50,7 +52,7 @@ VISION = [
         task="vision.MetricsNet",
         data="images",
         overrides=("data.micro_batch_size=2",),
-        local=("my_loss_step",),
+        apart=("my_loss_step",),
     ),
 ]
 CONTRASTIVE = [
@@ -85,7 +87,7 @@ REGRESSION = [
     regression("grad_norms", "regression.GradNorms"),
     regression("total_norm", "regression.TotalNorm"),
     regression("skips_steps", "regression.SkipsSteps", layouts=SINGLE),
-    regression("reductions", "regression.Reductions", local=("mine_local",), sample=("single", "ddp2")),
+    regression("reductions", "regression.Reductions", apart=("mine_local",), sample=("single", "ddp2")),
     regression("collects_outputs", "regression.CollectsOutputs"),
     regression("collects_train_outputs", "regression.CollectsTrainOutputs"),
     regression("two_loaders", "regression.TwoLoaders", "data._target_=tests.lightning_habits.data.TwoLoaders"),
@@ -188,6 +190,7 @@ CALLED = [
         "gradient_accumulation_scheduler",
         "regression.Regressor",
         callback(f"{STOCK}.GradientAccumulationScheduler", scheduling="{0:1,1:2}"),
+        refused=dict.fromkeys(ALL, "does not work here"),
     ),
     regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar")),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
@@ -196,9 +199,21 @@ CALLED = [
         "model_pruning",
         "regression.Regressor",
         callback(f"{STOCK}.ModelPruning", pruning_fn="l1_unstructured", amount=0.2),
+        refused=dict.fromkeys(ALL, "does not work here"),
     ),
-    regression("lr_finder", "regression.Regressor", callback(f"{STOCK}.LearningRateFinder", num_training_steps=5)),
-    regression("batch_size_finder", "regression.Regressor", callback(f"{STOCK}.BatchSizeFinder")),
+    regression(
+        "lr_finder",
+        "regression.Regressor",
+        callback(f"{STOCK}.LearningRateFinder", num_training_steps=5),
+        refused=dict.fromkeys(ALL, "does not work here"),
+        sample=SINGLE,
+    ),
+    regression(
+        "batch_size_finder",
+        "regression.Regressor",
+        callback(f"{STOCK}.BatchSizeFinder"),
+        refused=dict.fromkeys(ALL, "does not work here"),
+    ),
     regression("model_summary", "regression.Regressor", callback(f"{STOCK}.ModelSummary", max_depth=2)),
 ]
 DATA = [
@@ -214,17 +229,23 @@ DATA = [
     regression("plain_two_loaders", "regression.TwoLoaders", data="plain.TwoValidations"),
     regression("plain_state", data="plain.WithState"),
     regression("plain_template", data="plain.TemplateData"),
-    regression("plain_combined", "regression.SemiSupervised", data="plain.Combined"),
+    regression(
+        "plain_combined",
+        "regression.SemiSupervised",
+        data="plain.Combined",
+        refused=dict.fromkeys(ALL, "returns a dict"),
+    ),
     regression("plain_distributed", data="plain.Distributed"),
     regression("plain_curriculum", data="plain.Curriculum"),
-    regression("plain_whole_batches", data="plain.OneByOne"),
+    regression("plain_whole_batches", data="plain.OneByOne", refused=dict.fromkeys(ALL, "batch_size=None")),
 ]
 PARAMETERS = [
     regression("l1", "regression.L1"),
     regression("scalar_parameter", "regression.ScalarParameter"),
     regression("other_methods", "regression.OtherMethods"),
-    regression("unused", "regression.Unused"),
-    regression("sometimes_used", "regression.SometimesUsed"),
+    regression("weight_outside", "regression.WeightOutside", layouts=("single", "ddp2")),  # fsdp: torch's own error
+    regression("unused", "regression.Unused", also=FIND_UNUSED),
+    regression("sometimes_used", "regression.SometimesUsed", also=FIND_UNUSED),
     regression("lists", "regression.Lists"),
     regression("clamps_weights", "regression.ClampsWeights"),
     regression("changes_gradients", "regression.NoisyGradients"),
@@ -234,26 +255,32 @@ TRAINER = [
     regression("annealing", "regression.Annealing", sample=SINGLE),
     regression("skips_the_rest", "regression.SkipsTheRest"),
     regression("own_callbacks", "regression.OwnCallbacks"),
-    regression("own_loaders", "regression.OwnLoaders"),
+    regression(
+        "own_loaders", "regression.OwnLoaders", refused=dict.fromkeys(ALL, "methods of its own for data"), sample=SINGLE
+    ),
     regression("collisions", "regression.Collisions"),
     regression("sometimes_logs", "regression.SometimesLogs", sample=SINGLE),
     regression("gathers_in_validation", "regression.GathersInValidation"),
     regression("seeds", "regression.Seeds"),
     regression("objects", "regression.Objects", data="objects"),
     regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
+    regression("float64", "regression.Regressor", "trainer.precision=64-true"),
     regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
-    Habit(name="auroc", task="vision.ListStates", data="images", local=("train/mean_step",)),
-    regression("manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2"),
+    Habit(name="auroc", task="vision.ListStates", data="images", apart=("train/mean_step",)),
+    regression(
+        "manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2",
+        refused=dict.fromkeys(ALL, "optimizes manually"), sample=SINGLE,
+    ),
     regression("sam", "regression.SAM", NO_CLIP),
-]
+]  # fmt: skip
 OPTIMIZERS = [
     *(
-        regression(name.lower(), "regression.Zoo", f"+task.optimizer={name}")
+        regression(name.lower(), "regression.Zoo", f"+task.kind={name}")
         for name in ("Adagrad", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "Adafactor")
     ),
     *(
         regression(
-            f"schedule_{name.lower()}", "regression.Zoo", "+task.optimizer=SGD", f"+task.schedule={name}",
+            f"schedule_{name.lower()}", "regression.Zoo", "+task.kind=SGD", f"+task.schedule={name}",
             f"+task.options={{{options}}}",
         )
         for name, options in {

@@ -164,11 +164,11 @@ class WithState(Vectors):
         self.transferred = state_dict["transferred"]
 
 
-class TemplateData(Vectors):
+class TemplateData(L.LightningDataModule):
     """lightning-hydra-template's MNISTDataModule: divides its batch by the number of processes itself."""
 
     def __init__(self, batch_size: int = 8, num_workers: int = 0, pin_memory: bool = False):
-        L.LightningDataModule.__init__(self)
+        super().__init__()
         self.save_hyperparameters(logger=False)
         self.data_train = self.data_val = self.data_test = None
         self.batch_size_per_device = batch_size
@@ -179,7 +179,7 @@ class TemplateData(Vectors):
                 raise RuntimeError("Batch size is not divisible by the number of devices")
             self.batch_size_per_device = self.hparams.batch_size // self.trainer.world_size
         if not self.data_train and not self.data_val and not self.data_test:
-            everything = data.Samples(self.sample, range(80))
+            everything = data.Samples(data.regression, range(80))
             self.data_train, self.data_val, self.data_test = random_split(
                 dataset=everything, lengths=[48, 16, 16], generator=torch.Generator().manual_seed(42)
             )

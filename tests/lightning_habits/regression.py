@@ -495,15 +495,21 @@ class Encoder(nn.Module):
 
 
 class OtherMethods(Regressor):
-    """Methods of a submodule other than forward, and a weight that is used directly."""
+    """Methods of a submodule other than forward."""
 
     def __init__(self):
         super().__init__()
         self.net = Encoder()
 
     def forward(self, x):
-        z = self.net.encode(x)
-        return self.net.decode(z) + F.linear(z, self.net.inner.weight).mean(1, keepdim=True)
+        return self.net.decode(self.net.encode(x))
+
+
+class WeightOutside(Regressor):
+    """A weight that is used outside of its module's forward."""
+
+    def forward(self, x):
+        return self.net(x) + F.linear(x, self.net[0].weight).mean(1, keepdim=True)
 
 
 class Unused(Regressor):
@@ -671,12 +677,12 @@ class Seeds(Regressor):
 class Zoo(Regressor):
     """Any optimizer and schedule of torch by its name."""
 
-    def __init__(self, optimizer: str, lr: float = 0.01, schedule: str | None = None, **options):
+    def __init__(self, kind: str, lr: float = 0.01, schedule: str | None = None, options: dict | None = None):
         super().__init__()
         self.save_hyperparameters()
 
     def configure_optimizers(self):
-        optimizer = getattr(torch.optim, self.hparams.optimizer)(self.parameters(), lr=self.hparams.lr)
+        optimizer = getattr(torch.optim, self.hparams.kind)(self.parameters(), lr=self.hparams.lr)
         if self.hparams.schedule is None:
             return optimizer
         schedule = getattr(lr_scheduler, self.hparams.schedule)(optimizer, **self.hparams.options)

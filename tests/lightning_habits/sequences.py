@@ -1,5 +1,9 @@
 """Recurrent networks, ragged batches, graphs and language models."""
 
+import glob
+import sys
+from pathlib import Path
+
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -146,6 +150,9 @@ def decay_groups(module: nn.Module) -> list[dict]:
     ]
 
 
+BENCH_PACKAGES = glob.glob(str(Path(__file__).parents[2] / ".venv-bench/lib/python3*/site-packages"))
+
+
 class LlamaModule(L.LightningModule):
     """Built in __init__."""
 
@@ -195,9 +202,10 @@ class LateLlama(LlamaModule):
 
 
 class TransformersLlama(LlamaModule):
-    """transformers' own, where it is installed."""
+    """transformers' own, from the environment of alternatives: in ours it would slow down every start."""
 
     def build(self):
+        sys.path += BENCH_PACKAGES
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(

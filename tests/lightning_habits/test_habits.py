@@ -3,13 +3,13 @@
 Without --all-habits (`make habits`) a sample of them runs.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.lightning_habits.habits import HABITS
 from tests.lightning_habits.runs import Habit, assert_equal, differences
+from tests.lightning_habits.sequences import BENCH_PACKAGES
 
 pytestmark = [pytest.mark.slow]
 NAMES = [habit.name for habit in HABITS]
@@ -30,8 +30,8 @@ def pytest_generate_tests(metafunc):
 
 def straight(runs, habit: Habit, layout: str) -> Path:
     """Return the directory of a run without a stop; end the test if the habit is refused as expected."""
-    if habit.needs is not None and importlib.util.find_spec(habit.needs) is None:
-        pytest.skip(f"{habit.needs} is not installed")
+    if habit.needs is not None and not any((Path(folder) / habit.needs).exists() for folder in BENCH_PACKAGES):
+        pytest.skip(f"{habit.needs} is not in .venv-bench: make habits installs it")
     expected, run = habit.refused.get(layout), runs.straight(habit, layout)
     if isinstance(run, Path):
         assert expected is None, f"not refused, though this was expected: {expected}"
@@ -49,9 +49,9 @@ def test_a_resume_inside_an_epoch_is_exact(runs, habit, layout):
 
 def test_layouts_agree_with_one_process(runs, habit, layout):
     run, single = straight(runs, habit, layout), straight(runs, habit, "single")
-    found = differences(run, single, local=habit.local, without_gradient=set())
+    found = differences(run, single, apart=habit.apart, without_gradient={})
     if found:
-        found = differences(run, single, local=habit.local, without_gradient=runs.without_gradient(habit))
+        found = differences(run, single, apart=habit.apart, without_gradient=runs.without_gradient(habit))
     assert not found, found
 
 

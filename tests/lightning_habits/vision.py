@@ -312,7 +312,7 @@ class ListStates(L.LightningModule):
         x, y = batch
         logits, target = self.net(x)[:, 0], y % 2
         loss = F.binary_cross_entropy_with_logits(logits, target.float())
-        self.auroc[f"{stage}_"].update(logits, target)
+        self.auroc[f"{stage}_"].update(logits.detach().sigmoid(), target)
         self.log(f"{stage}/auroc", self.auroc[f"{stage}_"], on_step=False, on_epoch=True)
         return loss
 

@@ -106,7 +106,7 @@ class MixtureData(TokenData):
     def _train_sampler(self) -> TrainSampler:
         every = self._dataset("train")
         assert isinstance(every, Joined)
-        return DrawnSampler(self.train_size, draw=self._draw, population=len(every), **self._order_arguments())
+        return DrawnSampler(self.train_size, draw=self._draw, **self._order_arguments() | {"population": len(every)})
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         """Return the windows of an epoch: of corpus k, the next weight_k × N of its own order."""

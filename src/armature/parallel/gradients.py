@@ -90,8 +90,9 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all ranks counts it once."""
     if not pieces:
         return torch.zeros(0, dtype=torch.float32, device=device)
-    each = torch._foreach_norm([piece for piece, _ in pieces], 2, dtype=torch.float32)
-    squares = torch.stack([norm.to(device) for norm in each]).square()
+    own = [piece for piece, _ in pieces]
+    each = torch._foreach_norm(own, 2, dtype=torch.promote_types(own[0].dtype, torch.float32))
+    squares = torch.stack([norm.to(device, torch.float32) for norm in each]).square()
     if sharded:
         squares *= torch.tensor([parts / ranks for _, parts in pieces], device=device)
     return squares

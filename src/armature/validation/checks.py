@@ -52,10 +52,12 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
     problems += unsound
     if not unsound:
         cfg = decide(cfg)
-        problems += _model_problems(cfg) + (layout_problems(cfg) + _launch_problems(cfg) if not sizes else [])
-        problems += manual.problems(cfg)
+        problems += _loader_problems(cfg) + _model_problems(cfg)
+        problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
+        problems += manual.problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
-    problems += lightning_parts.problems(cfg) + _logger_problems(cfg)
+        problems += lightning_parts.problems(cfg)
+    problems += _logger_problems(cfg)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
@@ -163,6 +165,16 @@ def _device_problems(cfg: DictConfig) -> list[str]:
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
         log.warning("trainer.devices=%s processes share %s CPUs, which is slow.", devices, hardware.cpu_count())
     return []
+
+
+def _loader_problems(cfg: DictConfig) -> list[str]:
+    task, loaders = cfg.task._target_, [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
+    if not (own := [method for method in loaders if signatures.defines(task, method)]):
+        return []
+    return [
+        f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={cfg.data._target_} "
+        "would replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
+    ]
 
 
 def _model_problems(cfg: DictConfig) -> list[str]:

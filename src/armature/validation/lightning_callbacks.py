@@ -30,6 +30,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def _reasons(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    if not {AVERAGING, SWA, FINETUNING} & set(classes):
+        return []
     task, model, method = cfg["task"]["_target_"], cfg["model"]["_target_"], layout.methods[0]
     builds_late = signatures.defines(task, "configure_model")
     if AVERAGING in classes:

@@ -21,6 +21,10 @@ REFUSED_CALLBACKS = {
     "GradientAccumulationScheduler": (
         "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every step. Type both"
     ),
+    "ModelPruning": (
+        "it replaces parameters by masked ones, and a resume inside an epoch would train others. Prune the finished "
+        "model, from armature.load"
+    ),
 }
 PACKAGES = {  # module that a logger of Lightning's imports, and what to install for it
     "WandbLogger": ("wandb", "wandb"),

@@ -208,8 +208,19 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return names
     signature = signature_of(*definition)
     # LightningModule's own constructor takes any keyword, and fails with each
-    unknown = signature.open and "LightningModule" not in class_names(target)
+    unknown = signature.open and ("LightningModule" not in class_names(target) or _keeps_keywords(definition))
     return [name for name in names if unknown or name in signature.parameters]
+
+
+def _keeps_keywords(definition: Definition) -> bool:
+    """Return whether a constructor takes any keyword, and does not pass them on to that of torch's or Lightning's."""
+    for init in methods_of(definition, ["__init__"]):
+        if init.args.kwarg is None:
+            return False
+        calls = (node for node in ast.walk(init) if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func))
+        if not any(word.arg is None for call in calls for word in call.keywords):
+            return True
+    return False
 
 
 def derives_from(target: str, base: str, *, depth: int = 0) -> bool:
