@@ -38,7 +38,7 @@ LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    return [*_task(cfg), *_callbacks(cfg), *_loggers(cfg), *_limits(cfg)]
+    return [*_task(cfg), *_callbacks(cfg), *_loggers(cfg)]
 
 
 def _task(cfg: DictConfig) -> list[str]:
@@ -83,7 +83,7 @@ def _loggers(cfg: DictConfig) -> list[str]:
     ]
 
 
-def _limits(cfg: DictConfig) -> list[str]:
+def limit_problems(cfg: DictConfig) -> list[str]:
     found = []
     for key in LIMITS:
         value: Any = OmegaConf.select(cfg, f"trainer.{key}")
