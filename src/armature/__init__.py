@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __version__ = "0.1.0"
+
+if "hydra" in sys.modules:  # so that Hydra's own compose("train") works in a notebook
+    from armature import config
+
+    config.register()
 
 
 def compose(*overrides: str) -> DictConfig:

@@ -51,7 +51,7 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
 def test_a_limit_out_of_range_is_refused(value):
-    (problem,) = lightning_parts.problems(composed(f"trainer.limit_val_batches={value}"))
+    (problem,) = lightning_parts.limit_problems(composed(f"trainer.limit_val_batches={value}"))
     assert "must be a number of batches from 0 (such as 10), a share of them above 0.0 and up to 1.0" in problem
 
 
