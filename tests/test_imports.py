@@ -16,7 +16,7 @@ WITH_LIGHTNING = {"rich", "tqdm", "fsspec", "scipy", "regex", "_distutils_hack"}
 WITH_TORCH = {"sympy", "mpmath", "torchgen", "charset_normalizer"}
 TENSORBOARD = {"tensorboard", "google", "absl", "six"}
 # taken in by the above only where something else has installed them
-IF_INSTALLED = {"PIL", "attr", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3", "certifi"}
+IF_INSTALLED = {"PIL", "attr", "dill", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3", "certifi"}
 NEVER = {
     "wandb",
     "transformers",
