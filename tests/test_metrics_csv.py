@@ -167,3 +167,14 @@ def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
         log.experiment.add_image("tag", None, 0)
     with pytest.raises(AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"):
         log.log_image("tag", [])
+
+
+def test_an_error_before_the_resume_leaves_the_file_alone(tmp_path):
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 4)
+    log.flush()
+    before = (tmp_path / "metrics.csv").read_bytes()
+    again = MetricsCSV(tmp_path)
+    again.held = {"step": 4, "val/loss": 0.5}  # from the checkpoint
+    again.finalize("failed")
+    assert (tmp_path / "metrics.csv").read_bytes() == before

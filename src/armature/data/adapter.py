@@ -281,6 +281,10 @@ class PlainData(DataModule):
         self._read["agreed"] = own
 
 
+class _UnknownYet(ConfigError, AttributeError):
+    """An AttributeError, so that `hasattr` is false."""
+
+
 class _OneProcess:
     """Stands in for the Trainer while a data module builds its data: the ranks of a run are not its business."""
 
@@ -293,7 +297,7 @@ class _OneProcess:
 
     def __getattr__(self, name: str) -> Any:
         if self._trainer is None:
-            raise AttributeError(
+            raise _UnknownYet(
                 f"self.trainer.{name}: a data module is set up before the Trainer is made. Until then only world_size, "
                 "global_rank and their like are known."
             )

@@ -88,6 +88,14 @@ class DDP(StrategyMixin, DDPStrategy):
             yield
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        if "Expected to have finished reduction" in str(exception):  # Lightning names a strategy of its own
+            exception.args = (
+                "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
+                f"strategy.find_unused_parameters=true, or freeze them. torch reports: {exception}",
+            )
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._first_step = self.module.trainer.global_step

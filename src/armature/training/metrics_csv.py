@@ -112,7 +112,8 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if status == "failed":  # after a success, the test adds its values to the last row
+        untouched = not self._columns and self.file.exists()  # the error came before `resume_from`
+        if status == "failed" and not untouched:  # after a success, the test adds its values to the last row
             self.flush()
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
