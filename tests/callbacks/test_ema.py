@@ -8,11 +8,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from armature.callbacks.ema import EMA
+from armature.checkpoint import convert
 from armature.strategies.single import SingleDevice
 
 DECAY = 0.05  # below 1/10, with which an average of ours begins
@@ -102,3 +104,16 @@ def test_buffers_that_no_checkpoint_averaged_begin_with_the_models(tmp_path: Pat
     model, ema, torchs = trainer.lightning_module, EMA(decay=DECAY, use_buffers=True), Begun(use_buffers=True)
     fit(epochs=3, ema=ema, torchs=torchs, resume=tmp_path / "step=000008")
     torch.testing.assert_close(torchs.mean, model.net[1].running_mean)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_the_average_has_the_models_buffers(tmp_path: Path) -> None:
+    ema = EMA(decay=DECAY)
+    trainer = fit(epochs=2, ema=ema)
+    trainer.save_checkpoint(tmp_path / "step=000008")
+    convert.to_safetensors(tmp_path / "step=000008", tmp_path / "average.safetensors", average=True)
+    written = load_file(tmp_path / "average.safetensors")
+    module = trainer.lightning_module
+    assert written.keys() == module.state_dict().keys()
+    torch.testing.assert_close(written["net.1.running_mean"], module.get_buffer("net.1.running_mean"))
+    torch.testing.assert_close(written["net.0.weight"], ema.average["net.0.weight"])

@@ -20,16 +20,17 @@ MODEL = "model."  # the attribute of the LightningModule, which safetensors file
 
 
 def weights_of(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
-    """Return the unsharded weights, or their moving average, by their names in the LightningModule."""
+    """Return the unsharded weights by their names in the LightningModule, or the moving average where there is one."""
     try:
-        weights = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema." if average else "")
+        weights = state.load_full_state_dict(checkpoint)
+        averages = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema.") if average else weights
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
-    if not weights:
+    if not averages:
         raise ConfigError(
             f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback."
         )
-    return weights
+    return weights | averages
 
 
 def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
@@ -58,10 +59,7 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
     result["state_dict"] = weights | meta.pop(state.OTHER, {})
     result.pop(state.OTHER, None)
-    if average:  # of the buffers there is no average
-        rest = {name: value for name, value in weights_of(checkpoint).items() if name not in weights}
-        result["state_dict"] |= rest
-    else:
+    if not average:
         result[state.OPTIMIZER] = [
             meta.get(f"{state.WHOLE}.{i}") or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)
         ]
