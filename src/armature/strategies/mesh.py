@@ -179,3 +179,12 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         finally:
             for unit in units:
                 unit.set_requires_gradient_sync(True)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(exception):
+            exception.args = (
+                "A weight of a sharded model was used outside the forward of the module that holds it, where ranks have "
+                "parts of it only. Compute this in that module's forward (call layers, not slices of them), or type "
+                f"strategy=ddp. torch reports: {exception}",
+            )

@@ -1,6 +1,7 @@
-"""ddp names our own remedy for parameters that take no part in a step."""
+"""What torch says of a strategy's limits is answered with what to type."""
 
 from armature.strategies.ddp import DDP
+from armature.strategies.mesh import MeshStrategy
 
 
 def test_the_remedy_for_unused_parameters_is_an_option_that_exists():
@@ -14,3 +15,10 @@ def test_other_errors_stay_as_they_are():
     error = RuntimeError("another one")
     DDP().on_exception(error)
     assert str(error) == "another one"
+
+
+def test_a_weight_outside_its_forward_is_explained():
+    error = RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
+    MeshStrategy().on_exception(error)
+    assert "outside the forward" in str(error)
+    assert "strategy=ddp" in str(error)
