@@ -185,6 +185,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if "mixed torch.Tensor and DTensor" in str(exception):
             exception.args = (
                 "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
-                "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or type "
-                f"strategy=ddp. torch reports: {exception}",
+                "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
+                f"type strategy=ddp. torch reports: {exception}",
             )
