@@ -106,6 +106,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     checkpoint = _checkpoint_to_resume(cfg, directory)
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
+    if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
+        limits = limits.reached(step, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
     csv = MetricsCSV(directory)
     csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)

@@ -271,7 +271,7 @@ def test_a_process_that_lost_its_lock_ends(run_dir):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_the_same_command_typed_twice_trains_once(corpus, tmp_path):
-    args = ["run.name=mine", "trainer.max_steps=2000", "trainer.val_every_n_steps=null"]
+    args = ["run.name=mine", "trainer.max_steps=2000", "trainer.val_every_n_steps=2000"]  # no checkpoint until then
     first = running.start(*args, cwd=tmp_path, corpus=corpus)
     try:
         running.wait_for((tmp_path / "outputs/mine/metrics.csv").exists, seconds=120, what="the first row")

@@ -30,6 +30,14 @@ def test_a_batch_larger_than_an_epoch_is_an_epoch_of_lightning():
     assert limits(7, None, samples=6, batch=8) == (7, 7)
 
 
+def test_a_run_beyond_its_lowered_limit_ends_at_once(caplog):
+    found = Limits(3, 1).reached(40, samples_per_epoch=52, global_batch_size=8)
+    assert found.global_batches == 3
+    assert found.epochs >= 40 * 8 / 52  # else Lightning refuses to resume
+    assert "has made 40 steps already, and its limits end it at step 3" in caplog.text
+    assert Limits(50, 8).reached(40, samples_per_epoch=52, global_batch_size=8) == Limits(50, 8)
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
@@ -36,6 +36,17 @@ class Limits:
         if global_batch_size > samples_per_epoch:  # each step is an epoch to Lightning
             epochs = total
         return cls(total, epochs or math.ceil(total * global_batch_size / samples_per_epoch))
+
+    def reached(self, step: int, *, samples_per_epoch: int, global_batch_size: int) -> Limits:
+        """Return the limits of a run that resumes at `step`: Lightning refuses to resume beyond its max_epochs."""
+        if step <= self.global_batches:
+            return self
+        log.warning(
+            "The run has made %d steps already, and its limits end it at step %d: nothing is left to train. Type a "
+            "larger trainer.max_steps or trainer.max_epochs.", step, self.global_batches,
+        )  # fmt: skip
+        begun = math.ceil(step * min(1.0, global_batch_size / samples_per_epoch)) + 1
+        return replace(self, epochs=max(self.epochs, begun))
 
 
 def prefer_typed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
