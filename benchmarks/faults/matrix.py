@@ -219,8 +219,8 @@ def typed_twice(fault: Fault, run: Run) -> Cell:
     if not command.wait_until(lambda: run.struck_at() is not None, run.column.limit):
         return judge(fault, run, ["ended or was stuck before the fault"])
     second = run.start()
-    code, said = second.wait(run.column.limit), last_line(second, run)
-    remarks = [] if (code, "is in use by process" in said) == (2, True) else [f"typed twice: {code}, {said}"]
+    code, refused = second.wait(run.column.limit), "is in use by process" in run.output()
+    remarks = [] if (code, refused) == (2, True) else [f"typed twice: {code}, {last_line(second, run)}"]
     run.note_strike()
     run.release()
     if command.wait(run.column.limit) != 0:
