@@ -1,5 +1,6 @@
 """Start train.py for tests, on the tiny model and the small corpus of benchmarks/faults/tiny_run.py."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,7 @@ def start(*overrides: str, cwd: Path, corpus: Path, **extra: str) -> subprocess.
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
 
 

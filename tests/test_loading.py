@@ -60,7 +60,7 @@ def test_a_users_checkpoints_lie_beside_ours(run):
 
 def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path):
     def convert_to(name: str, **options) -> Path:
-        given = {"source": run, "target": tmp_path / name, "input": None}
+        given = {"source": run, "target": tmp_path / name, "input": None, "overrides": []}
         script.run(Namespace(**given | dict.fromkeys(("average", "best", "trust"), False) | options))
         return tmp_path / name
 
@@ -74,8 +74,8 @@ def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path):
     assert average.keys() == found["state_dict"].keys()
     assert not torch.equal(average["model.embed.weight"], found["state_dict"]["model.embed.weight"])
     program = torch.export.load(convert_to("a.pt2")).module()
-    ids = torch.arange(8)[None].expand(2, -1)
-    assert program(ids).shape[0] == 2
+    ids = torch.arange(16)[None].expand(5, -1)  # the context of the example, and another number of samples
+    assert program(ids).shape[0] == 5
     with pytest.raises(ConfigError, match=r"pip install onnx onnxscript"):
         convert_to("a.onnx")
     with pytest.raises(ConfigError, match="one of the two must be a run"):
