@@ -23,7 +23,7 @@ def words(text: str) -> list[str]:
 OUT_OF_RANGE = words("""
 seed=-1 seed=4294967296 seed=100000000000000000000 trainer.gradient_clip_val=-1 trainer.gradient_clip_val=0
 trainer.gradient_clip_val=nan trainer.gradient_clip_val=inf trainer.limit_val_batches=-1
-trainer.limit_test_batches=-1 trainer.limit_val_batches=0 trainer.num_nodes=0 trainer.max_time=00:99:99:99
+trainer.limit_test_batches=-1 trainer.num_nodes=0 trainer.max_time=00:99:99:99
 trainer.max_time=1h trainer.max_steps=99999999999999999999 optimizer.lr=nan optimizer.lr=inf optimizer.lr=0
 optimizer.weight_decay=-1 optimizer.weight_decay=nan optimizer.eps=-1 optimizer.eps=nan optimizer.betas=0.9
 optimizer.betas=[a,b] optimizer.betas=[0.9,1.5] optimizer.betas=[0.9] optimizer.momentum=1.5
@@ -239,3 +239,9 @@ def test_a_variable_that_is_no_number_is_named(name, monkeypatch):
     monkeypatch.setenv(name, "soon")
     with pytest.raises(ConfigError, match=f"{name}=soon: must be a number"):
         _ = environment.world_size(), environment.rank(), environment.deadline()
+
+
+def test_validation_that_is_switched_off_is_warned_of(caplog):
+    assert problems_of("trainer.limit_val_batches=0") == []
+    assert "checkpoint.monitor=val/loss is never known" in caplog.text
+    assert "Type trainer.limit_val_batches=null" in caplog.text

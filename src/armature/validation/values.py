@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
 import re
@@ -39,6 +40,7 @@ ALIASES = {
     },
     "trainer.accelerator": {"cuda": "gpu"},
 }
+log = logging.getLogger(__name__)
 LONGEST = 1e9  # seconds, 31 years: what torch and Python still take as a time
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|key|key_?id|tokens?|auth|authorization|passw(or)?d|passphrase|pwd|secrets?|credentials?)$",
@@ -243,10 +245,10 @@ def _trainer(plain: dict[str, Any]) -> Iterator[str]:
             yield f"trainer.max_time={limit}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00."
     monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
     if trainer["limit_val_batches"] in (0, 0.0) and trainer["limit_val_batches"] is not None and monitored:
-        yield (
-            f"trainer.limit_val_batches=0: checkpoint.monitor={checkpoint['monitor']} is never known then. "
-            "Type checkpoint.keep_best=0 with it, or trainer.limit_val_batches=null for all batches."
-        )
+        log.warning(
+            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never known, so no "
+            "checkpoint is kept as best. Type trainer.limit_val_batches=null for all batches.", checkpoint["monitor"],
+        )  # fmt: skip
     scale = _select(plain, "strategy.activation_checkpointing")
     words = scale is _UNSET or scale in ("none", "every", "selective")
     if not words and (not isinstance(scale, int) or isinstance(scale, bool) or scale < 1):
