@@ -17,12 +17,8 @@ from armature.errors import ConfigError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    parser = cli.run_parser(__doc__)
     parser.add_argument("--split", choices=("val", "test"), default="test")
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
         evaluate(args)

@@ -16,8 +16,7 @@ from armature.errors import ConfigError, error_line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    parser = cli.run_parser(__doc__)
     parser.add_argument("--prompt", default="def", help="the text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add at the most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
@@ -25,9 +24,6 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probability reaches p")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
         check(args)

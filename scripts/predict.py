@@ -25,12 +25,8 @@ SHARE = "ARMATURE_PREDICT_SHARE"  # set for the processes that this script start
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    parser = cli.run_parser(__doc__)
     parser.add_argument("--out", type=Path, help="a .csv, .jsonl or .parquet file to write (or out=FILE)")
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
         run(args)

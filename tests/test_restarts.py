@@ -6,21 +6,21 @@ import re
 import shutil
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from armature import config
+import armature
 from armature.errors import ConfigError, RunFailed
 from armature.launcher import supervise
 from armature.launcher.supervise import Failure, describe
 from armature.launcher.watch import Death
 from armature.layout import Layout
 from armature.training import heartbeat
-from armature.validation import checks, resize
+from armature.validation import resize
 from tests import running
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -195,13 +195,7 @@ def composed(corpus, monkeypatch, tmp_path):
     """Composes a checked configuration of 4 ranks."""
     monkeypatch.chdir(tmp_path)
 
-    def compose_checked(*overrides: str):
-        config.register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(running.ROOT / "configs")):
-            typed = [*running.TINY, f"data.path={corpus}", "trainer.devices=4", *overrides]
-            return checks.check(compose("train", overrides=typed))
-
-    return compose_checked
+    return partial(armature.compose, *running.TINY, f"data.path={corpus}", "trainer.devices=4")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks.faults import tiny_run
@@ -171,24 +172,16 @@ def kill_agent(run: Run, command: Command) -> None:
     command.send(signal.SIGKILL)
 
 
-def signal_all(run: Run, command: Command) -> None:
+def signal_all(run: Run, command: Command, *, number: int = signal.SIGUSR1) -> None:
     run.note_strike()
     for pid in {command.process.pid, *run.pids()}:
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, number)
     run.release()
 
 
 def press_ctrl_c(run: Run, command: Command) -> None:
     run.note_strike()
     command.send(signal.SIGINT, group=True)
-    run.release()
-
-
-def hang_up(run: Run, command: Command) -> None:
-    """What a closed terminal sends."""
-    run.note_strike()
-    for pid in {command.process.pid, *run.pids()}:
-        os.kill(pid, signal.SIGHUP)
     run.release()
 
 
@@ -341,7 +334,7 @@ FAULTS = (
         every_rank=True,
         codes=(129,),
         lost=0,
-        act=hang_up,
+        act=partial(signal_all, number=signal.SIGHUP),  # what a closed terminal sends
         overrides=("launch.max_restarts=0",),  # so that the process of the command is the only one under single
     ),
     Fault("kill_in_save", "killed in the middle of a save", "in_save", "in_stock_save", 4, first_rank=True),

@@ -200,6 +200,16 @@ def overrides() -> list[str]:
     return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
 
 
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every script that loads a run."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
+    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
+    return parser
+
+
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set."""
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")

@@ -53,7 +53,7 @@ from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
-from armature.validation import resize
+from armature.validation import manual, resize
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -165,10 +165,7 @@ def fit_and_test(run: Run) -> None:
     started = time.monotonic()
     _collect_garbage_again()
     try:
-        try:
-            trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
-        except MisconfigurationException as error:  # what Lightning finds in the user's classes
-            raise ConfigError(str(error)) from error
+        trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
         row = trainer.step_metrics.step_values
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in row}
         metrics = {**_last_row(step_log), **metrics}
@@ -178,6 +175,8 @@ def fit_and_test(run: Run) -> None:
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
+    except MisconfigurationException as error:  # what Lightning finds in the user's classes
+        raise ConfigError(str(error)) from error
     step_log.csv.flush()
     task: Any = run.task
     strategy = StrategyMixin.find(trainer)
@@ -206,7 +205,10 @@ def _trainer_arguments(
     """Return Lightning's arguments that follow from the `trainer` group."""
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
-        _check_manual(type(task).__name__, cfg, batches)
+        size = batches.global_batch_size if batches.accumulate > 1 else None
+        clip, micro = trainer.gradient_clip_val, batches.micro_batch_size
+        if found := manual.setting_problems(type(task).__name__, clip=clip, micro=micro, size=size):
+            raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,
         "devices": environment.local_world_size() if layout.world_size > 1 else 1,
@@ -236,28 +238,12 @@ def _collect_garbage_again() -> None:
     gc.enable()
 
 
-def _check_manual(name: str, cfg: DictConfig, batches: batching.Batches) -> None:
-    """Refuse accumulation with manual optimization."""
-    if batches.accumulate > 1:
-        raise ConfigError(
-            f"{name} optimizes manually, so it decides itself when to step: data.micro_batch_size="
-            f"{batches.micro_batch_size} would accumulate {batches.accumulate} micro-batches per global batch of "
-            f"{batches.global_batch_size}. Type data.micro_batch_size=auto."
-        )
-
-
 def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | None:
     """Return the norm or value to clip to. `auto` leaves clipping to a module that does it itself."""
-    value, name = trainer.gradient_clip_val, type(task).__name__
-    if value == "auto":
-        itself = is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization
-        return None if itself else AUTO_CLIP
-    if value is not None and not task.automatic_optimization:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={value}: {name} optimizes manually, where Lightning does not clip. Leave it "
-            "out, and call self.clip_gradients(optimizer, gradient_clip_val=…) before optimizer.step()."
-        )
-    return value
+    if trainer.gradient_clip_val != "auto":
+        return trainer.gradient_clip_val
+    itself = is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization
+    return None if itself else AUTO_CLIP
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:

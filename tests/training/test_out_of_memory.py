@@ -1,14 +1,15 @@
 """When memory runs out, the message says what held it and what to type."""
 
+from functools import partial
+
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from armature import config, hardware
+import armature
+from armature import hardware
 from armature.training import memory
-from armature.validation import checks
 from armature.validation.memory import overrides
 from armature.worker import RecordError
 from tests import running
@@ -21,12 +22,7 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations and other")
 def composed(corpus, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
-    def compose_checked(*typed: str):
-        config.register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(running.ROOT / "configs")):
-            return checks.check(compose("train", overrides=[*running.TINY, f"data.path={corpus}", *typed]))
-
-    return compose_checked
+    return partial(armature.compose, *running.TINY, f"data.path={corpus}")
 
 
 @pytest.mark.parametrize(

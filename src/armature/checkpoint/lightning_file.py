@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from armature.checkpoint import directory, storage
@@ -27,14 +25,7 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = directory.part_of(path)
-    with part.open("wb") as stream:
-        try:
-            torch.save(checkpoint, stream)
-        except RuntimeError as error:  # torch reports a full disk as one
-            raise OSError(str(error)) from error
-        stream.flush()
-        if directory.is_local(path):
-            os.fsync(stream.fileno())
+    storage.write_plain(part, checkpoint)
     if part != path:
         if path.is_dir() and not path.is_symlink():
             directory.remove(path)  # one of another strategy's

@@ -43,14 +43,7 @@ def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
     def create() -> None:
         directory.remove(part)
         part.mkdir(parents=True)
-        with (part / directory.META).open("wb") as file:
-            try:
-                torch.save(meta, file)
-            except RuntimeError as error:  # torch reports a full disk as one
-                raise OSError(str(error)) from error
-            file.flush()
-            if directory.is_local(checkpoint):
-                os.fsync(file.fileno())
+        write_plain(part / directory.META, meta)
         read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
 
     process_group.on_rank_0(create)
@@ -155,6 +148,18 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise ConfigError(f"{file}: it holds a {type(meta).__name__}, not a checkpoint's entries.")
     return meta
+
+
+def write_plain(file: Path, value: Any) -> None:
+    """Write a value with torch.save, and sync it. Raises OSError, also for a full disk."""
+    with file.open("wb") as stream:
+        try:
+            torch.save(value, stream)
+        except RuntimeError as error:  # torch reports a full disk as one
+            raise OSError(str(error)) from error
+        stream.flush()
+        if directory.is_local(file):
+            os.fsync(stream.fileno())
 
 
 def read_plain(file: Path) -> Any:

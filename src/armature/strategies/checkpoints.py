@@ -20,6 +20,7 @@ from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies import hooks
 from armature.strategies.layout import LayoutMixin
+from armature.training.progress import completed_batches
 
 HOOK = "on_load_checkpoint"
 
@@ -132,7 +133,7 @@ class CheckpointMixin(LayoutMixin):
             "random": self.random_state.gather(self.layout),
             "flags": self._changed_flags(),
         }
-        entries = {"step": meta.get("completed_batches", meta.get("global_step")), "strategy": self.layout}
+        entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
 
     # ------------------------------------------------------------ loading

@@ -67,9 +67,6 @@ class RestoreProgress(Callback):
         self._step_values = state_dict.get("step_values", [])
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["completed_batches"] = completed_batches(trainer)
-
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch, and before the validation that a checkpoint owes: restore metric objects."""
         if self._states:

@@ -1,6 +1,8 @@
-"""What manual optimization excludes, found from the task's source before launch."""
+"""What manual optimization excludes: found from the task's source before launch, and from the task itself in a rank."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -13,20 +15,36 @@ def problems(cfg: DictConfig) -> list[str]:
     target = cfg.task._target_
     if not assigns(target, "automatic_optimization", False):
         return []
-    found, why = [], f"{target} optimizes manually (self.automatic_optimization = False)"
-    clip, micro = cfg.trainer.gradient_clip_val, cfg.data.get("micro_batch_size", "auto")
+    layout = Layout.of(cfg)
+    micro, size = cfg.data.get("micro_batch_size", "auto"), cfg.data.get("global_batch_size")
+    accumulates = isinstance(micro, int) and isinstance(size, int) and micro * layout.data_ranks < size
+    clip, accumulated = cfg.trainer.gradient_clip_val, size if accumulates else None
+    found = setting_problems(target, clip=clip, micro=micro, size=accumulated)
+    if layout.axes.get("pipe", 1) > 1:
+        found.append(
+            f"strategy: {target} optimizes manually, and a pipeline makes the steps itself. Type strategy=ddp or "
+            "strategy=fsdp."
+        )
+    return found
+
+
+def setting_problems(name: str, *, clip: Any, micro: Any, size: int | None) -> list[str]:
+    """Return what is wrong with a task that optimizes manually.
+
+    Args:
+        clip: trainer.gradient_clip_val.
+        micro: data.micro_batch_size.
+        size: the global batch if it would be accumulated from micro-batches, else None.
+    """
+    found, why = [], f"{name} optimizes manually (self.automatic_optimization = False)"
     if clip not in (None, "auto"):
         found.append(
             f"trainer.gradient_clip_val={clip}: {why}, where Lightning does not clip. Leave it out, and call "
             "self.clip_gradients(optimizer, gradient_clip_val=…) before optimizer.step()."
         )
-    layout = Layout.of(cfg)
-    size = cfg.data.get("global_batch_size")
-    if isinstance(micro, int) and isinstance(size, int) and micro * layout.data_ranks < size:
+    if size is not None:
         found.append(
             f"data.micro_batch_size={micro}: {why}, so it decides itself when to step, and a global batch of {size} "
             "cannot be accumulated. Type data.micro_batch_size=auto."
         )
-    if layout.axes.get("pipe", 1) > 1:
-        found.append(f"strategy: {why}, and a pipeline makes the steps itself. Type strategy=ddp or strategy=fsdp.")
     return found
