@@ -35,6 +35,7 @@ def checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])
     signatures._tree.cache_clear()
+    signatures.find_definition.cache_clear()
     config.register()
 
     def check(*overrides: str):

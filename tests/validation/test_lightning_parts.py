@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.validation import checks, lightning_parts
+from armature.validation import checks, lightning_parts, targets
 
 USERS = "tests.validation.users"
 ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"
@@ -64,10 +64,11 @@ def test_a_limit_keeps_the_type_that_was_typed():
 
 
 def test_what_a_module_s_constructor_requires_is_named():
-    problems = lightning_parts.problems(composed(f"task._target_={USERS}.Template", "~task.preview_prompt"))
-    assert [problem.split(". ")[0] for problem in problems] == [
-        f"task: {USERS}.Template requires the argument 'net'",
-        f"task: {USERS}.Template requires the argument 'compile'",
+    cfg = composed(f"task._target_={USERS}.Template", "~task.preview_prompt")
+    problems = targets.problems({"task": checks.plain(cfg)["task"]}, [USERS])
+    assert [problem.split(". ")[0] for problem in problems if "needs it" in problem] == [
+        f"task.net: {USERS}.Template needs it",
+        f"task.compile: {USERS}.Template needs it",
     ]
 
 

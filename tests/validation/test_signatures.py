@@ -26,6 +26,7 @@ def sample(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     signatures._tree.cache_clear()
+    signatures.find_definition.cache_clear()
 
 
 def found(**node):
@@ -94,3 +95,20 @@ def test_a_module_gets_the_groups_that_its_constructor_takes():
     assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == ["scheduler"]
     assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare")] == [[], [], []]
     assert accepted("nowhere.Module") == ["model", "optimizer", "scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("from lightning.pytorch import callbacks", "callbacks.EarlyStopping"), ("import torch", "torch.optim.AdamW")],
+)
+def test_a_class_that_is_named_like_its_base_does_not_find_itself(module, name, tmp_path, monkeypatch):
+    last = name.rpartition(".")[2]
+    (tmp_path / "alike.py").write_text(f"{module}\n\n\nclass {last}({name}):\n    def __init__(self): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    signatures._tree.cache_clear()
+    signatures.find_definition.cache_clear()
+    target = f"alike.{last}"
+    assert signatures.derives(signatures.find_definition(target), ["Callback", "Optimizer"])
+    assert not signatures.assigns(target, "automatic_optimization", False)
+    assert signatures.ancestors(target)[0] == target
+    assert any(above.startswith(("lightning.", "torch.")) for above in signatures.ancestors(target))

@@ -38,26 +38,14 @@ LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    return [*_task(cfg), *_callbacks(cfg), *_loggers(cfg)]
+    _warn_of_unused_groups(cfg)
+    return [*_callbacks(cfg), *_loggers(cfg)]
 
 
-def _task(cfg: DictConfig) -> list[str]:
-    """Return what the task's constructor needs and does not get; warn of groups that it does not take."""
-    target = cfg.task._target_
-    definition = signatures.find_definition(target)
-    if definition is None:
-        return []
-    unused = [name for name in signatures.FACTORIES if name not in signatures.accepted(cfg.task)]
-    if unused:
-        log.warning("%s does not take the groups %s: they are not used.", target, ", ".join(unused))
-    signature = signatures.signature_of(*definition)
-    needed = signature.parameters.keys() - signature.defaults.keys() - cfg.task.keys() - set(signatures.FACTORIES)
-    given = "The groups model, optimizer and scheduler are passed under these names"
-    return [
-        f"task: {target} requires the argument '{name}'. Type +task.{name}=… or +task.{name}._target_=…. {given}."
-        for name in signature.parameters
-        if name in needed
-    ]
+def _warn_of_unused_groups(cfg: DictConfig) -> None:
+    accepted = signatures.accepted(cfg.task)
+    if unused := [name for name in signatures.FACTORIES if name not in accepted]:
+        log.warning("%s does not take the groups %s: they are not used.", cfg.task._target_, ", ".join(unused))
 
 
 def _targets(cfg: DictConfig, group: str) -> Iterator[tuple[str, str]]:
@@ -70,7 +58,8 @@ def _callbacks(cfg: DictConfig) -> list[str]:
     return [
         f"{key}._target_={target}: {name} does not work here: {REFUSED_CALLBACKS[name]}."
         for key, target in _targets(cfg, "callbacks")
-        for name in signatures.class_names(target) & REFUSED_CALLBACKS.keys()
+        for name in REFUSED_CALLBACKS
+        if (definition := signatures.find_definition(target)) is not None and signatures.derives(definition, [name])
     ]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from armature.data.batching import LOADER_KEYS
 from armature.validation import foreign_keys
 
+LIBRARIES = ("torch", "lightning")  # their classes declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
 FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
@@ -122,6 +123,7 @@ def is_lazy(target: str) -> bool:
     )
 
 
+@functools.cache
 def find_definition(target: str, *, depth: int = 0) -> Definition | None:
     """Return the defining module and the syntax tree of a dotted name, through re-exports, or None."""
     module, _, name = target.rpartition(".")
@@ -177,24 +179,50 @@ def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
     return Signature(own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open)
 
 
-def _bases(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
+def _bases(module: str, node: ast.ClassDef, *, libraries: bool = False) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the readable bases of a class. A library's that is written as `nn.Module` is only read if asked for."""
     for base in node.bases:
-        found = find_definition(f"{module}.{ast.unparse(base).split('.')[-1].split('[')[0]}")
-        if found is not None and isinstance(found[1], ast.ClassDef):
-            yield found[0], found[1]
+        name = _base_name(module, base)
+        if libraries or "." not in ast.unparse(base) or name.split(".")[0] not in LIBRARIES:
+            found = find_definition(name)
+            if found is not None and isinstance(found[1], ast.ClassDef) and found[1] is not node:
+                yield found[0], found[1]
 
 
-def class_names(target: str) -> set[str]:
-    """Return the names of a class and of its bases, as far as their source can be read."""
-    definition = find_definition(target)
-    pending = [definition] if definition is not None else []
-    names = {target.rpartition(".")[2], *(node.name for _, node in pending)}
-    while pending:
-        module, node = pending.pop()
-        if isinstance(node, ast.ClassDef):
-            names |= {ast.unparse(base).split(".")[-1] for base in node.bases}  # as in L.LightningModule
-            pending += _bases(module, node)
-    return names
+def _base_name(module: str, base: ast.expr) -> str:
+    """Return the dotted name of a base: `nn.Module` is `torch.nn.Module`, after the module's own imports."""
+    written = ast.unparse(base).split("[")[0]
+    first, dot, rest = written.partition(".")
+    if not dot:
+        return f"{module}.{written}"
+    tree = _tree(module)
+    for node in ast.walk(tree) if tree is not None else ():
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if (alias.asname or alias.name) == first:
+                above = f"{_absolute(module, node)}." if isinstance(node, ast.ImportFrom) else ""
+                return f"{above}{alias.name}.{rest}"
+    return written
+
+
+def lineage(definition: Definition | None, *, libraries: bool = False) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield a class and its readable bases, each before its own; with `libraries` also torch's and Lightning's."""
+    if definition is None or not isinstance(definition[1], ast.ClassDef):
+        return
+    module, node = definition
+    if libraries or module.split(".")[0] not in LIBRARIES:
+        yield module, node
+        for base in _bases(module, node, libraries=libraries):
+            yield from lineage(base, libraries=libraries)
+
+
+def ancestors(target: str, *, libraries: bool = True) -> list[str]:
+    """Return the dotted names, as defined, of the class that `target` names and of its readable bases."""
+    return [f"{module}.{node.name}" for module, node in lineage(find_definition(target), libraries=libraries)]
+
+
+def derives_from(target: str, base: str) -> bool:
+    """Return whether a class derives from a class `base` of ours, as far as the source code says."""
+    return base in ancestors(target, libraries=False)
 
 
 def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
@@ -208,7 +236,7 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return names
     signature = signature_of(*definition)
     # LightningModule's own constructor takes any keyword, and fails with each
-    unknown = signature.open and ("LightningModule" not in class_names(target) or _keeps_keywords(definition))
+    unknown = signature.open and (not derives(definition, ["LightningModule"]) or _keeps_keywords(definition))
     return [name for name in names if unknown or name in signature.parameters]
 
 
@@ -223,17 +251,6 @@ def _keeps_keywords(definition: Definition) -> bool:
     return False
 
 
-def derives_from(target: str, base: str, *, depth: int = 0) -> bool:
-    """Return whether a class derives from a class `base`, as far as the source code says."""
-    definition = find_definition(target)
-    if definition is None or not isinstance(definition[1], ast.ClassDef) or depth > 20:
-        return False
-    if f"{definition[0]}.{definition[1].name}" == base:
-        return True
-    bases = _bases(definition[0], definition[1])
-    return any(derives_from(f"{module}.{node.name}", base, depth=depth + 1) for module, node in bases)
-
-
 def derives(definition: Definition, names: Collection[str]) -> bool | None:
     """Return whether a class is one of `names` or derives from one; None if it is a function, or a base is unknown."""
     module, node = definition
@@ -246,33 +263,18 @@ def derives(definition: Definition, names: Collection[str]) -> bool | None:
         written = ast.unparse(base).split("[")[0]
         if written.split(".")[-1] in names:
             return True
-        found = find_definition(f"{module}.{written.split('.')[-1]}") or find_definition(_spelt_out(module, written))
-        above = derives(found, names) if found is not None else None
+        found = find_definition(_base_name(module, base))
+        above = derives(found, names) if found is not None and found[1] is not node else None
         if above:
             return True
         unknown |= above is None and written not in ("object", "ABC", "Generic", "Protocol")
     return None if unknown else False
 
 
-def _spelt_out(module: str, name: str) -> str:
-    """Return `nn.Module` as `torch.nn.Module`, after the module's own imports."""
-    first, _, rest = name.partition(".")
-    tree = _tree(module)
-    for node in ast.walk(tree) if tree is not None else ():
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if (alias.asname or alias.name) == first:
-                above = f"{_absolute(module, node)}." if isinstance(node, ast.ImportFrom) else ""
-                return f"{above}{alias.name}.{rest}"
-    return name
-
-
-def methods_of(definition: Definition, names: Collection[str]) -> Iterator[ast.FunctionDef]:
+def methods_of(definition: Definition | None, names: Collection[str]) -> Iterator[ast.FunctionDef]:
     """Yield the methods of these names of a class and its readable bases, except torch's and Lightning's."""
-    module, node = definition
-    if isinstance(node, ast.ClassDef) and module.split(".")[0] not in ("torch", "lightning"):
+    for _, node in lineage(definition):
         yield from (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name in names)
-        for base in _bases(module, node):
-            yield from methods_of(base, names)
 
 
 def defaults_of(target: str) -> dict[str, Any]:
@@ -285,39 +287,22 @@ def defaults_of(target: str) -> dict[str, Any]:
 
 def class_attribute(target: str, name: str) -> Any | None:
     """Return a class attribute that is a literal, from the class that `target` names or from its bases, or None."""
-    definition = find_definition(target)
-    if definition is None or not isinstance(definition[1], ast.ClassDef):
-        return None
-    return _class_attribute(definition[0], definition[1], name)
-
-
-def _class_attribute(module: str, node: ast.ClassDef, name: str) -> Any | None:
-    if module.split(".")[0] in ("torch", "lightning"):  # they declare nothing of ours
-        return None
-    for item in node.body:
-        if isinstance(item, ast.Assign | ast.AnnAssign):
-            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
-            if any(isinstance(each, ast.Name) and each.id == name for each in targets):
-                return _literal(item.value)
-    found = (_class_attribute(*base, name) for base in _bases(module, node))
-    return next((value for value in found if value is not None), None)
+    for _, node in lineage(find_definition(target)):
+        for item in node.body:
+            if isinstance(item, ast.Assign | ast.AnnAssign):
+                targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+                if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+                    return _literal(item.value)
+    return None
 
 
 def assigns(target: str, name: str, value: Any) -> bool:
     """Return whether a method of the class that `target` names, or of its bases, sets `self.<name>` to a literal."""
-    definition = find_definition(target)
-    if definition is None or not isinstance(definition[1], ast.ClassDef):
-        return False
-    return _assigns(definition[0], definition[1], name, value)
-
-
-def _assigns(module: str, node: ast.ClassDef, name: str, value: Any) -> bool:
-    if module.split(".")[0] in ("torch", "lightning"):
-        return False
-    for item in ast.walk(node):
-        if isinstance(item, ast.Assign) and any(ast.unparse(each) == f"self.{name}" for each in item.targets):
-            return _literal(item.value) == value
-    return any(_assigns(*base, name, value) for base in _bases(module, node))
+    for _, node in lineage(find_definition(target)):
+        for item in ast.walk(node):
+            if isinstance(item, ast.Assign) and any(ast.unparse(each) == f"self.{name}" for each in item.targets):
+                return _literal(item.value) == value
+    return False
 
 
 def _literal(node: ast.expr | None) -> Any | None:
@@ -347,19 +332,6 @@ def near_definition(target: str) -> str:
     return f" Did you mean '{module}.{near[0]}'?" if near else ""
 
 
-def ancestors(target: str) -> list[str]:
-    """Return the dotted names, as defined, of the class that `target` names and of its readable bases."""
-    definition = find_definition(target)
-    if definition is None or not isinstance(definition[1], ast.ClassDef):
-        return []
-    found = [(definition[0], definition[1])]
-    for module, node in found:  # grows while it is walked
-        found += [base for base in _bases(module, node) if base not in found]
-    return [f"{module}.{node.name}" for module, node in found]
-
-
 def defines(target: str, method: str) -> bool:
     """Return whether the class that `target` names, or a base of it outside of torch and Lightning, has a method."""
-    own = [name for name in ancestors(target) if name.split(".")[0] not in ("torch", "lightning")]
-    bodies = [definition[1].body for name in own if (definition := find_definition(name)) is not None]
-    return any(isinstance(item, ast.FunctionDef) and item.name == method for body in bodies for item in body)
+    return any(methods_of(find_definition(target), [method]))
