@@ -24,11 +24,13 @@ def compose(*overrides: str) -> DictConfig:
     import hydra
 
     from armature import config
+    from armature.training.limits import prefer_typed
     from armature.validation.checks import check
 
     config.register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
-        return check(hydra.compose("train", overrides=list(overrides)), prepare=False)
+        cfg = hydra.compose("train", overrides=list(overrides))
+    return check(prefer_typed(cfg, list(overrides)), prepare=False)
 
 
 def load(path: str | Path, **options: Any) -> L.LightningModule:

@@ -3,6 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
+import armature
 from armature.training.limits import Limits, prefer_typed
 
 
@@ -54,6 +55,11 @@ def test_a_typed_limit_replaces_the_one_of_a_file(typed, expected):
     found = prefer_typed(cfg, typed)
     assert (found.trainer.max_steps, found.trainer.max_epochs) == expected
     assert cfg.trainer.max_steps == 500  # the argument is left alone
+
+
+def test_a_composed_configuration_is_what_a_command_would_train():
+    cfg = armature.compose("trainer.max_epochs=3")
+    assert (cfg.trainer.max_epochs, cfg.trainer.max_steps) == (3, None)
 
 
 def test_null_is_no_typed_limit():

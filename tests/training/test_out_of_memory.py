@@ -115,3 +115,17 @@ def test_the_error_explains_itself(composed, tmp_path):
     assert kinds["parameters"] == weights
     assert kinds["optimizer state"] == 2 * weights + 4 * 2  # two moments, and a step per tensor
     assert sum(kinds.values()) == GIB
+
+
+def test_a_plain_data_modules_batch_is_unknown_before_launch(composed):
+    cfg = composed()
+    cfg.data.global_batch_size, cfg.data.micro_batch_size = None, "auto"  # as for a LightningDataModule of others
+    assert "data.micro_batch_size" not in " ".join(overrides(cfg))
+
+
+def test_memory_advice_never_accumulates_where_a_module_optimizes_manually(composed):
+    removed = ["~task.preview_prompt", "~task.preview_tokens", "~task.preview_temperature"]
+    allowed = "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]"
+    manual = composed("task._target_=tests.lightning_habits.regression.Manual", *removed, allowed)
+    assert "data.micro_batch_size" in " ".join(overrides(composed()))
+    assert "data.micro_batch_size" not in " ".join(overrides(manual))

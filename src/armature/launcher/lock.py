@@ -65,7 +65,8 @@ class Holder:
     @classmethod
     def this_process(cls, cfg: DictConfig) -> "Holder":
         pid, (job, restart) = os.getpid(), slurm.job()
-        job = job or environment.rendezvous() or cfg.launch.rdzv_endpoint or ""
+        # under our own agents, the rendezvous is named after the run, as that of any other start of it
+        job = job or cfg.launch.rdzv_endpoint or environment.rendezvous() or ""
         return cls(socket.gethostname(), pid, _machine(), _start_time(pid) or "", job, restart)
 
     @classmethod

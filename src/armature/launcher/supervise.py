@@ -175,7 +175,8 @@ class _Attempts:
             except ChildFailedError as error:
                 now = _oom_kills()
                 oom = None if oom_kills is None or now is None else now > oom_kills
-                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom, remedy=memory.remedy(cfg))
+                remedy = memory.remedy(cfg) if oom else ""
+                return describe(error.failures, watcher, Path(cfg.run.dir), oom=oom, remedy=remedy)
             finally:
                 self.stop.watcher = None
         return None
@@ -253,7 +254,7 @@ def describe(
         name = signal.Signals(-failure.exitcode).name
         guess = {True: ", since the machine ran out of memory", None: ", probably out of memory", False: ""}[oom]
         what = f"rank {rank} was killed by {name}{guess if name == 'SIGKILL' else ''}"
-        advice = remedy if oom and name == "SIGKILL" else ""
+        advice = remedy if name == "SIGKILL" else ""
         return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None)
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")

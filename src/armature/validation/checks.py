@@ -54,7 +54,6 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
         problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
-        problems += manual.problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg)
     problems += lightning_parts.limit_problems(cfg) + _logger_problems(cfg)
@@ -198,7 +197,7 @@ def layout_problems(cfg: DictConfig) -> list[str]:
     """Return what is wrong with batch sizes, and what the strategy cannot do with this model, precision and ranks."""
     try:
         layout = Layout.of(cfg)
-        if not (problems := parallelism.problems(plain(cfg), layout)):
+        if not (problems := parallelism.problems(plain(cfg), layout) + manual.problems(cfg, layout)):
             size = batching.configured_batch_size(cfg.data)
             if size is not None:  # else the loaders of a plain LightningDataModule decide it, which each rank reads
                 key = "data.global_batch_size" if cfg.data.get("global_batch_size") is not None else "data.batch_size"
@@ -224,11 +223,6 @@ def _launch_problems(cfg: DictConfig) -> list[str]:
             instead = "launch.max_restarts=auto, or launch.min_ranks=null"
             wrong = f", but launch.max_restarts=0: no rank is restarted. Type {instead}."
         problems += [f"{asked}{wrong}"] if wrong else []
-    for key in ("hang_timeout", "stop_minutes_before_limit"):
-        if launch[key] is not None and launch[key] <= 0:
-            problems.append(f"launch.{key}={launch[key]}: must be positive, or null for never.")
-    if launch.grace_seconds < 0:
-        problems.append(f"launch.grace_seconds={launch.grace_seconds}: must not be negative.")
     return problems
 
 

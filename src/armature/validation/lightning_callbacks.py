@@ -22,32 +22,27 @@ OURS = "Type callbacks=ema, which averages under every strategy"
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return what is wrong with the callbacks of a configuration."""
     found = []
-    for name, node in (cfg.get("callbacks") or {}).items():
-        if isinstance(node, Mapping) and (target := node.get("_target_")):
-            reasons = _reasons(signatures.ancestors(str(target)), cfg, layout)
-            found += [f"callbacks.{name}={str(target).rpartition('.')[2]} {reason}." for reason in reasons]
+    for key, target in signatures.targets_in(cfg, "callbacks"):
+        if reason := _reason(signatures.ancestors(target), cfg, layout):
+            found.append(f"{key}={target.rpartition('.')[2]} {reason}.")
     return found
 
 
-def _reasons(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str | None:
     if not {AVERAGING, SWA, FINETUNING} & set(classes):
-        return []
+        return None
     task, model, method = cfg["task"]["_target_"], cfg["model"]["_target_"], layout.methods[0]
     builds_late = signatures.defines(task, "configure_model")
-    if AVERAGING in classes:
-        if method not in WHOLE:
-            return [f"copies the whole model, but with this strategy ({method}) ranks hold parts of it. {OURS}"]
-        if builds_late and signatures.defines(model, "initialize_parameter"):
-            return [f"copies the model before it has weights: {task.rpartition('.')[2]} builds it later. {OURS}"]
-    if SWA in classes:
-        if method not in WHOLE:
-            return [f"copies the whole model, but with this strategy ({method}) ranks hold parts of it. {OURS}"]
-        if builds_late:
-            return [f"copies the module before its model is built in configure_model, and averages nothing. {OURS}"]
+    if {AVERAGING, SWA} & set(classes) and method not in WHOLE:
+        return f"copies the whole model, but with this strategy ({method}) ranks hold parts of it. {OURS}"
+    if AVERAGING in classes and builds_late and signatures.defines(model, "initialize_parameter"):
+        return f"copies the model before it has weights: {task.rpartition('.')[2]} builds it later. {OURS}"
+    if SWA in classes and builds_late:
+        return f"copies the module before its model is built in configure_model, and averages nothing. {OURS}"
     if FINETUNING in classes and method != "single":
-        return [
+        return (
             f"unfreezes weights during training, but with this strategy ({method}) only weights that are trained from "
             "the first step on are kept equal on all ranks. Type strategy=single trainer.devices=1, or give these "
             "weights a group with learning rate 0 until they train"
-        ]
-    return []
+        )
+    return None

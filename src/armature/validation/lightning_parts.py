@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -48,23 +47,20 @@ def _warn_of_unused_groups(cfg: DictConfig) -> None:
         log.warning("%s does not take the groups %s: they are not used.", cfg.task._target_, ", ".join(unused))
 
 
-def _targets(cfg: DictConfig, group: str) -> Iterator[tuple[str, str]]:
-    for name, node in (cfg[group] or {}).items():
-        if isinstance(node, Mapping) and "_target_" in node:
-            yield f"{group}.{name}", str(node["_target_"])
-
-
 def _callbacks(cfg: DictConfig) -> list[str]:
     return [
         f"{key}._target_={target}: {name} does not work here: {REFUSED_CALLBACKS[name]}."
-        for key, target in _targets(cfg, "callbacks")
+        for key, target in signatures.targets_in(cfg, "callbacks")
         for name in REFUSED_CALLBACKS
         if (definition := signatures.find_definition(target)) is not None and signatures.derives(definition, [name])
     ]
 
 
 def _loggers(cfg: DictConfig) -> list[str]:
-    used = ((key, *PACKAGES.get(target.rpartition(".")[2], (None, None))) for key, target in _targets(cfg, "logger"))
+    used = (
+        (key, *PACKAGES.get(target.rpartition(".")[2], (None, None)))
+        for key, target in signatures.targets_in(cfg, "logger")
+    )
     return [
         f"{key}: {module} is not installed. Type pip install {package}, or another logger."
         for key, module, package in used

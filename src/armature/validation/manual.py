@@ -6,17 +6,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from armature.data import batching
 from armature.layout import Layout
 from armature.validation.signatures import assigns
 
 
-def problems(cfg: DictConfig) -> list[str]:
+def problems(cfg: DictConfig, layout: Layout) -> list[str]:
     """Return the settings that a task with `self.automatic_optimization = False` cannot be trained with."""
     target = cfg.task._target_
     if not assigns(target, "automatic_optimization", False):
         return []
-    layout = Layout.of(cfg)
-    micro, size = cfg.data.get("micro_batch_size", "auto"), cfg.data.get("global_batch_size")
+    micro, size = cfg.data.micro_batch_size, batching.configured_batch_size(cfg.data)
     accumulates = isinstance(micro, int) and isinstance(size, int) and micro * layout.data_ranks < size
     clip, accumulated = cfg.trainer.gradient_clip_val, size if accumulates else None
     found = setting_problems(target, clip=clip, micro=micro, size=accumulated)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from omegaconf import DictConfig, OmegaConf
 
 from armature import hardware
+from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import STRATEGIES, Layout
 from armature.validation import checks
@@ -63,9 +64,9 @@ def _key(key: str, value: object, saved: float) -> tuple[float, str, dict[str, o
 
 
 def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int:
-    size = OmegaConf.select(cfg, "data.micro_batch_size", default=1)
+    size = cfg.data.micro_batch_size
     if size == "auto":
-        size = OmegaConf.select(cfg, "data.global_batch_size", default=1) // layout.data_ranks
+        size = (batching.configured_batch_size(cfg.data) or 1) // layout.data_ranks
     return size if isinstance(size, int) else 1
 
 

@@ -38,7 +38,7 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
                 cfg[key] = _option(key, value)
             continue
         before = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False)
-        missing = before is _MISSING or (before is None and not _holds(cfg, key))
+        missing = before is _MISSING
         if missing and key not in {f"data.{name}" for name in LOADER_KEYS}:  # those of a plain LightningDataModule
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         with open_dict(cfg):
@@ -56,12 +56,6 @@ def _source(cfg: DictConfig) -> dict[str, Any]:
     if not isinstance(node, DictConfig):
         return {}
     return OmegaConf.to_container(node, resolve=True)  # pyright: ignore[reportReturnType]
-
-
-def _holds(cfg: DictConfig, key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    return isinstance(node, DictConfig) and name in node
 
 
 def _option(group: str, name: str) -> Any:

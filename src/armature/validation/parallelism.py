@@ -79,12 +79,11 @@ def _classes(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 def _targets(cfg: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and the `_target_` of each group, callback and logger."""
-    nodes = {key: node for key, node in cfg.items() if key not in ("callbacks", "logger")}
-    for group in ("callbacks", "logger"):
-        nodes |= {f"{group}.{name}": node for name, node in (cfg.get(group) or {}).items()}
-    for key, node in nodes.items():
+    for key, node in cfg.items():
         if isinstance(node, Mapping) and "_target_" in node:
             yield key, str(node["_target_"])
+    for group in ("callbacks", "logger"):
+        yield from signatures.targets_in(cfg, group)
 
 
 def _precision(cfg: Mapping[str, Any], layout: Layout) -> list[str]:

@@ -105,6 +105,13 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(getattr(node, inner, []))
 
 
+def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and the `_target_` of each callback or logger."""
+    for name, node in (cfg.get(group) or {}).items():
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield f"{group}.{name}", str(node["_target_"])
+
+
 def is_assigned(target: str) -> bool:
     """Return whether a dotted name is a variable of its module, such as a function that another one made."""
     module, _, name = target.rpartition(".")
@@ -206,10 +213,8 @@ def _base_name(module: str, base: ast.expr) -> str:
 
 def lineage(definition: Definition | None, *, libraries: bool = False) -> Iterator[tuple[str, ast.ClassDef]]:
     """Yield a class and its readable bases, each before its own; with `libraries` also torch's and Lightning's."""
-    if definition is None or not isinstance(definition[1], ast.ClassDef):
-        return
-    module, node = definition
-    if libraries or module.split(".")[0] not in LIBRARIES:
+    module, node = definition or ("", None)
+    if isinstance(node, ast.ClassDef) and (libraries or module.split(".")[0] not in LIBRARIES):
         yield module, node
         for base in _bases(module, node, libraries=libraries):
             yield from lineage(base, libraries=libraries)

@@ -63,7 +63,7 @@ ROLES = {  # group → base classes of which one is needed
     "strategy": ("Strategy",),
 }
 PASSED = {"optimizer": 1, "scheduler": 1}  # positional arguments that a task passes to the factory
-PASSED_BY_NAME = {"task": ("model", "optimizer", "scheduler"), "scheduler": ("total_steps",)}
+PASSED_BY_NAME = {"task": signatures.FACTORIES, "scheduler": ("total_steps",)}
 
 
 def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[str] = ()) -> None:

@@ -244,7 +244,7 @@ def _trainer(plain: dict[str, Any]) -> Iterator[str]:
         if hours > 23 or minutes > 59 or seconds > 59 or not any((days, hours, minutes, seconds)):
             yield f"trainer.max_time={limit}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00."
     monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
-    if trainer["limit_val_batches"] in (0, 0.0) and trainer["limit_val_batches"] is not None and monitored:
+    if trainer["limit_val_batches"] == 0 and monitored:
         log.warning(
             "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never known, so no "
             "checkpoint is kept as best. Type trainer.limit_val_batches=null for all batches.", checkpoint["monitor"],
@@ -298,7 +298,7 @@ def _optimizer(node: Any) -> Iterator[str]:
 
 def _names(plain: dict[str, Any]) -> Iterator[str]:
     run = plain["run"]
-    for key in ("dir", "id"):
+    for key in ("dir", "id", "git"):
         if run.get(key) is not None:
             yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
 
