@@ -51,6 +51,8 @@ TOGETHER = [
     ("experiment=digits", "model.classes=2"),
     ("experiment=digits", "model.image_size=16"), ("experiment=digits", "model.channels=3"),
     ("experiment=example", "model.features=3"), ("experiment=example", "model.width=0"),
+    ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", "model.channels=1"),
+    ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", "model.image_size=8"),
     ("optimizer=sgd", "optimizer.lr=abc"), ("optimizer=sgd", "optimizer.momentum=-1"),
     ("data=text", "data.path=null"), ("data=text", "data.path=[1,2]"), ("data=text", "data.path=/dev/zero"),
 ]  # fmt: skip

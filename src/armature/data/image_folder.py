@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -80,6 +80,7 @@ class ImageFolderData(DataModule):
         loader: batch sizes and the other arguments of DataModule.
     """
 
+    model_sizes: ClassVar[dict[str, int | str]] = {"image_size": "size", "channels": 3}  # read before launch
     predict_split = "predict"  # all images below path; of the test folder, if there is one
 
     def __init__(

@@ -1,8 +1,9 @@
 """Check values against those of other groups: monitored metrics, factories, sizes, lengths of a schedule. Torch-free.
 
-A data module says what its samples need of a model in a class attribute that is a literal:
+A data module says what its samples need of a model in a class attribute that is a literal: a number, or the name of the
+data's own setting that holds it.
 
-    model_sizes = {"image_size": 8, "channels": 1, "classes": 10}
+    model_sizes = {"image_size": "size", "channels": 1, "classes": 10}
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
     if isinstance(source := data.get("source"), dict) and "vocab_size" in source:
         needed |= {"vocab_size": source["vocab_size"], "context": data.get("context")}
     for key, value in needed.items():
+        value = data.get(value) if isinstance(value, str) else value
         given = model.get(key)
         least = key in ("classes", "vocab_size", "context")  # more than needed is no mistake
         if isinstance(given, int) and isinstance(value, int) and (given < value if least else given != value):
