@@ -47,8 +47,8 @@ class HFData(DataModule):
             made = datasets.load_dataset(split=name, **self.source)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"data.path={self.source['path']}, split {name}: {str(error).splitlines()[0]} Type data.splits.{split}=… "
-                "(null: there is none; 'train[:10%]': a part of another one)."
+                f"data.path={self.source['path']}, split {name}: {str(error).splitlines()[0]} Type "
+                f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)."
             ) from error
         known = made.column_names
         if known is not None and (missing := [column for column in self.columns.values() if column not in known]):
