@@ -17,6 +17,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     import warnings
 
     import lightning as L
+    import numpy as np
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
@@ -41,6 +42,9 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["array"] = np.arange(3.0)
+
     class Renamed(Module):
         def __init__(self) -> None:
             super().__init__()
@@ -59,6 +63,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     class Same(Module):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             seen["sharded"] = isinstance(checkpoint["state_dict"]["net.0.weight"], DTensor)
+            seen["array"] = type(checkpoint["array"]).__name__
             checkpoint["state_dict"]["net.2.bias"] += 1
 
     def whole(module: nn.Module) -> dict[str, list[float]]:
@@ -90,7 +95,9 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     return result | seen | {"again": whole(again)}
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("DDP", {}), ("MeshStrategy", {"shard": 2})])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("DDP", {}), ("MeshStrategy", {"shard": 2}), ("DeepSpeed", {"stage": 2})]
+)
 def test_hooks_change_the_weights_of_every_rank(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
     for found in on_ranks(loads_with_hooks, strategy, options, str(tmp_path), ranks=2):
         changed = found["saved"] | {"net.2.bias": pytest.approx([value + 1 for value in found["saved"]["net.2.bias"]])}
@@ -99,6 +106,7 @@ def test_hooks_change_the_weights_of_every_rank(strategy: str, options: dict[str
         assert found["again"] == found["saved"]
         assert found["sharded"] == (strategy == "MeshStrategy")
         assert found["is_file"] == (strategy == "DDP")
+        assert found["array"] == "ndarray"
 
 
 def scores_of_ranks(folder: str) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from armature.checkpoint import directory, storage
+from armature.checkpoint import directory, plain, storage
 from armature.errors import ConfigError
 
 SUFFIXES = (".ckpt", ".pt", ".pth")
@@ -33,7 +33,7 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a checkpoint with weights. Nothing but tensors and plain values is read.
+    """Return a checkpoint with weights, as it was saved. Nothing but tensors and plain values is read.
 
     Raises:
         ConfigError: it holds anything else, or no weights.
@@ -53,4 +53,4 @@ def read(path: Path) -> dict[str, Any]:
     if wrong:
         kind = type(weights[wrong[0]]).__name__
         raise ConfigError(f"{path}: state_dict['{wrong[0]}'] is a {kind}, not a tensor. It needs one tensor per name.")
-    return checkpoint
+    return plain.restored(checkpoint)

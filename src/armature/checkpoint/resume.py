@@ -22,8 +22,10 @@ def folder(run_dir: Path, cfg: Any = None) -> Path:
     return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else directory.folder_of(run_dir)  # pyright: ignore[reportArgumentType]
 
 
-def to_path(path: str) -> Path:
+def to_path(path: str | Path) -> Path:
     """Return a path of this machine, or one in an object store (`s3://bucket/folder`, or another that fsspec knows)."""
+    if not isinstance(path, str):
+        return path
     if "://" not in path:
         return Path(path)
     from upath import UPath
