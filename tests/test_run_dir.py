@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import directory, resume
+from armature.config import NEEDED
 from armature.errors import ConfigError
 
 
@@ -115,6 +116,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp
     (tmp_path / cfg.run.name / "checkpoints" / "step=000002").mkdir(parents=True)
     with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
         run_dir.write(cfg, [])
+
+
+def test_the_config_of_another_program_makes_no_run_directory(tmp_path):
+    """LightningCLI writes version_0/config.yaml beside version_0/checkpoints."""
+    (tmp_path / "checkpoints").mkdir()
+    (checkpoint := tmp_path / "checkpoints" / "x.ckpt").touch()
+    (tmp_path / "config.yaml").write_text("trainer: {max_epochs: 3}\nmodel: {lr: 0.1}\n")
+    cfg = run_dir.decide(config(tmp_path / "outputs", checkpoint={"root": None}), label="x")
+    assert resume.run_of(checkpoint) is None
+    assert resume.mismatches(cfg, checkpoint) == []
+    assert resume.run_of(tmp_path) == tmp_path  # named itself, it is read, and reported as damaged
+    groups = "".join(f"{name}: {{}}\n" for name in NEEDED)
+    (tmp_path / "config.yaml").write_text(groups)
+    assert resume.run_of(checkpoint) == tmp_path
 
 
 def test_every_start_of_a_run_has_the_same_id(tmp_path):

@@ -48,9 +48,14 @@ def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None."""
-    nearest_first = (path, *path.parents[:3], *path.absolute().parents[:3])
-    return next((folder for folder in nearest_first if (folder / "config.yaml").is_file()), None)
+    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None.
+
+    A folder around it must have the config.yaml of a run. That of the path itself may be damaged: reading it names it.
+    """
+    if (path / "config.yaml").is_file():
+        return path
+    nearest_first = (*path.parents[:3], *path.absolute().parents[:3])
+    return next((folder for folder in nearest_first if config.is_of_a_run(folder / "config.yaml")), None)
 
 
 def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
