@@ -110,6 +110,22 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
 
 
+def test_a_run_named_like_a_file_is_a_run(tmp_path):
+    saved, names = tmp_path / "a.ckpt" / "checkpoints" / "step=000002", [directory.META, directory.TENSOR_INDEX]
+    saved.mkdir(parents=True)
+    for name in names:
+        (saved / name).touch()
+    directory.write_manifest(saved, directory.describe(saved, names), {})
+    assert resume.last_checkpoint(tmp_path / "a.ckpt") == saved
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.pth", "x.safetensors"])
+def test_a_file_of_lightnings_can_be_resumed_from_whatever_its_name(tmp_path, name):
+    (tmp_path / name).touch()
+    cfg = config(tmp_path, resume=str(tmp_path / name), checkpoint={"root": None, "trust": False})
+    assert bool(resume.problems(cfg)) == (name == "x.safetensors")
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path, mode):
     cfg = run_dir.decide(config(tmp_path, resume=mode, checkpoint={"root": None}), label="x")

@@ -23,7 +23,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     from torch.distributed.tensor import DTensor
     from torch.utils.data import DataLoader
 
-    from armature.checkpoint import lightning_file
+    from armature.checkpoint import directory
     from armature.parallel import process_group
 
     warnings.filterwarnings("ignore")
@@ -85,7 +85,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     trainer = fit(first, 2)
     trainer.save_checkpoint(Path(folder) / "step=000002")
     trainer.save_checkpoint(Path(folder) / "two.ckpt")
-    result: dict[str, Any] = {"saved": whole(first), "is_file": lightning_file.is_file(Path(folder) / "two.ckpt")}
+    result: dict[str, Any] = {"saved": whole(first), "is_file": directory.is_file(Path(folder) / "two.ckpt")}
     for kind in (Renamed, Same):
         module = kind()
         fit(module, 2, Path(folder) / "step=000002")  # no step is left

@@ -12,7 +12,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from armature.checkpoint import lightning_file, state, storage
+from armature.checkpoint import directory, lightning_file, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
@@ -89,7 +89,7 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
     """Write a checkpoint of weights only: evaluate and generate read it, and training can start from it.
 
     Args:
-        file: safetensors, with the model's own names; or Lightning's .ckpt, of which only tensors and plain values are
+        file: safetensors, with the model's own names; or one of Lightning's (.ckpt, .pt, .pth), of which only tensors and plain values are
             read, and only the weights are kept.
     """
     from safetensors import SafetensorError
@@ -97,7 +97,7 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
 
     if not file.is_file():
         raise ConfigError(f"{file}: no such file.")
-    if file.suffix == ".ckpt":
+    if directory.is_named_as_file(file):
         weights = {k: v for k, v in lightning_file.read(file)["state_dict"].items() if isinstance(v, Tensor)}
     else:
         try:

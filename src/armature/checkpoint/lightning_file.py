@@ -10,16 +10,6 @@ from torch import Tensor
 from armature.checkpoint import directory, plain, storage
 from armature.errors import ConfigError
 
-SUFFIXES = (".ckpt", ".pt", ".pth")
-
-
-def is_named_so(path: Path) -> bool:
-    return path.suffix in SUFFIXES
-
-
-def is_file(path: Path) -> bool:
-    return is_named_so(path) and path.is_file()
-
 
 def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""

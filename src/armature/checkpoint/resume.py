@@ -42,7 +42,7 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
-    if path.suffix == ".ckpt" or directory.is_checkpoint(path):
+    if directory.is_file(path) or directory.is_checkpoint(path):
         return [path]
     return candidates(folder(path, cfg))
 
@@ -74,7 +74,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     saved = config.load(trained_in / "config.yaml")
     config.require_groups(saved, trained_in / "config.yaml")
     found = []
-    for group in ("model",) if checkpoint.is_file() else ("model", "task._target_", "optimizer._target_"):
+    for group in ("model",) if directory.is_file(checkpoint) else ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
@@ -113,11 +113,12 @@ def problems(cfg: DictConfig) -> list[str]:
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
     if path.is_file():
-        if path.suffix == ".ckpt":  # Lightning's: training starts with its weights
+        if directory.is_named_as_file(path):  # Lightning's: training starts with its weights
             return []
         return [
-            f"resume={cfg.resume}: a file, but only a .ckpt of Lightning's can be read. Convert others first: "
-            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000."
+            f"resume={cfg.resume}: a file, but only one of Lightning's ({', '.join(directory.FILE_SUFFIXES)}) can be "
+            f"read. Convert others first: python scripts/convert.py {cfg.resume} "
+            "outputs/converted/checkpoints/step=000000."
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from armature.checkpoint import plain, resume, storage
+from armature.checkpoint import directory, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -269,7 +269,7 @@ def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
 # ---------------------------------------------------------------- reading checkpoints
 def is_weights_only(checkpoint: Path) -> bool:
     """Return whether a checkpoint is no point of a run to resume, but only weights to start one with."""
-    return checkpoint.is_file() or "loops" not in storage.read_meta(checkpoint)
+    return directory.is_file(checkpoint) or "loops" not in storage.read_meta(checkpoint)
 
 
 def read_whole(checkpoint: Path) -> dict[str, Any]:

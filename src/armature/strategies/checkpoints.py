@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import lightning_file, plain, resume, state, storage
+from armature.checkpoint import directory, lightning_file, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
@@ -112,7 +112,7 @@ class CheckpointMixin(LayoutMixin):
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         others = plain.plain_checkpoint({state.OTHER: others} if others else {})
-        if storage_options is None and self.saves_files and lightning_file.is_named_so(path):
+        if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             if state.OPTIMIZER in checkpoint:
                 meta[state.OPTIMIZER] = [optimizer.state_dict() for optimizer in self.optimizers]
             meta["state_dict"] = tensors | others.get(state.OTHER, {})
@@ -147,7 +147,7 @@ class CheckpointMixin(LayoutMixin):
         """
         path, self._loading = resume.to_path(checkpoint_path), None
         self.build_once()
-        if lightning_file.is_file(path):
+        if directory.is_file(path):
             return lightning_file.read(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         meta[state.OPTIMIZER] = [
@@ -212,7 +212,7 @@ class CheckpointMixin(LayoutMixin):
 
     def load_initial_weights(self, path: Path) -> None:
         """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""
-        if not lightning_file.is_file(path):
+        if not directory.is_file(path):
             state.load_weights(path, self.module)
             return
         checkpoint = lightning_file.read(path)
