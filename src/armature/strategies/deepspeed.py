@@ -61,9 +61,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        if self.local_rank == 0:
-            extension_locks.clear()
-        process_group.on_all_ranks(lambda: None)  # no rank compiles before
+        process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)  # then all compile
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
