@@ -128,16 +128,6 @@ def create_state(optimizer: Optimizer) -> None:
 
 
 # ---------------------------------------------------------------- loading weights
-def load(
-    checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """Load weights and the state of optimizers in place, and return what meta.pt holds."""
-    meta = storage.read_meta(checkpoint)
-    load_weights(checkpoint, module)
-    load_optimizers(checkpoint, module, optimizers, groups=meta["param_groups"], extra=extra)
-    return meta
-
-
 def load_weights(checkpoint: Path, module: nn.Module, *, strict: bool = True) -> None:
     """Load the weights, in place if the names are the module's. Called by all ranks; raises as `place_weights`."""
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
