@@ -10,6 +10,7 @@ python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=0000
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
-from armature.checkpoint import resume
+from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 
 FILES, PROGRAMS = (".safetensors", ".ckpt"), (".onnx", ".pt2")
+SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 
 
 def main() -> None:
@@ -40,16 +42,17 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     source, target = args.source, args.target
-    to_file, from_file = target.suffix in FILES + PROGRAMS, source.suffix in FILES and not source.is_dir()
+    to_file, from_file = target.suffix in FILES + PROGRAMS, source.suffix in SOURCES and not source.is_dir()
     if to_file == from_file:
         raise ConfigError(
             f"{source} → {target}: one of the two must be a run or a checkpoint directory, and the other a file "
-            f"({', '.join(FILES)} to read, {', '.join(FILES + PROGRAMS)} to write)."
+            f"({', '.join(SOURCES)} to read, {', '.join(FILES + PROGRAMS)} to write)."
         )
     if target.exists():
         raise ConfigError(f"{target} exists already. Name another, or remove it.")
     if not source.exists():
         raise ConfigError(f"{source}: no such path.")
+    check_options(args, from_file=from_file)
     from armature.checkpoint import convert
 
     if from_file:
@@ -60,6 +63,17 @@ def run(args: argparse.Namespace) -> None:
     else:
         write = convert.to_safetensors if target.suffix == ".safetensors" else convert.to_ckpt
         print(f"{target}: {len(write(find(args), target, average=args.average))} tensors")
+
+
+def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
+    """Raise ConfigError for options that this conversion does not use."""
+    typed = {"--average": args.average, "--best": args.best} if from_file else {}
+    if args.target.suffix not in PROGRAMS:
+        typed |= {"--input": args.input is not None, **dict.fromkeys(args.overrides, True)}
+    if unused := [option for option, is_typed in typed.items() if is_typed]:
+        raise ConfigError(
+            f"{args.source} → {args.target}: {', '.join(unused)} would change nothing here. Leave it out."
+        )
 
 
 def find(args: argparse.Namespace) -> Path:
@@ -103,17 +117,27 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
         return module.example_input_array
     from armature.data import adapter
 
-    data = adapter.build(cfg)
-    data.prepare_data()
-    data.setup("validate")
-    loader = data.val_dataloader()
-    batch = next(iter(loader[0] if isinstance(loader, list) else loader))
+    batch = first_batch(adapter.build(cfg))
     inputs = batch.get("inputs") if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
     if not isinstance(inputs, torch.Tensor):
         raise ConfigError(
             "The data's first batch has no tensor 'inputs'. Type --input SIZES, or set example_input_array in the task."
         )
     return inputs[:2]
+
+
+def first_batch(data: Any) -> Any:
+    """Return the first batch of validation, or of training if there is none."""
+    from lightning.pytorch import LightningDataModule
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    data.prepare_data()
+    data.setup("fit")
+    found = data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
+    loaders = [*found.values()] if isinstance(found, dict) else found if isinstance(found, list | tuple) else [found]
+    for batch in itertools.chain.from_iterable(loaders):
+        return batch
+    return next(iter(data.train_dataloader()))
 
 
 if __name__ == "__main__":

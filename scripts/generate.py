@@ -62,11 +62,11 @@ def generate(args: argparse.Namespace) -> None:
     import torch
     from tokenizers import Tokenizer
 
-    from armature.data.tokenizer import document_token
+    from armature.data.tokenizer import TOKENIZER_FILE, document_token
     from armature.loading import load_task
     from armature.models.decoder import generation
 
-    file = Path(cfg.run.dir) / "tokenizer.json"
+    file = Path(cfg.run.dir) / TOKENIZER_FILE
     if not file.exists():
         raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
     try:

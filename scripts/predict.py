@@ -14,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from armature import cli
+from armature import cli, hardware
 from armature.errors import ConfigError
 
 SHARE = "ARMATURE_PREDICT_SHARE"  # set for the processes that this script starts: RANK/FOLDER
@@ -56,38 +57,42 @@ def run(args: argparse.Namespace) -> None:
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)
-    ranks = int(cfg.trainer.devices) if "trainer.devices" in keys else 1
-    if ranks < 1:
-        raise ConfigError(f"trainer.devices={ranks}: type a number of processes of at least 1.")
+    ranks = count_ranks(cfg.trainer.devices, accelerator) if "trainer.devices" in keys else 1
     worker.quiet()
-    if SHARE in os.environ:
-        number, _, folder = os.environ[SHARE].partition("/")
-        rank, folder = int(number), Path(folder)
-        task, data = load_task(cfg, checkpoint), adapter.build(cfg)
-        data.prepare_data = lambda: None  # the parent has
+
+    def write_share(folder: Path, rank: int, data: Any) -> None:
         predict.predict(
-            task, data, folder / f"{rank}.jsonl", rank=rank, ranks=ranks, accelerator=accelerator,
-            precision=cfg.trainer.precision,
+            load_task(cfg, checkpoint), data, folder / f"{rank}.jsonl", rank=rank, ranks=ranks,
+            accelerator=accelerator, precision=cfg.trainer.precision,
         )  # fmt: skip
+
+    if SHARE in os.environ:
+        rank, _, name = os.environ[SHARE].partition("/")
+        data = adapter.build(cfg)
+        data.prepare_data = lambda: None  # the parent has
+        write_share(Path(name), int(rank), data)
         return
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".predictions-") as name:
         folder = Path(name)
         if ranks == 1:
-            task, data = load_task(cfg, checkpoint), adapter.build(cfg)
-            predict.predict(
-                task,
-                data,
-                folder / "0.jsonl",
-                rank=0,
-                ranks=1,
-                accelerator=accelerator,
-                precision=cfg.trainer.precision,
-            )
+            write_share(folder, 0, adapter.build(cfg))
         else:
             adapter.build(cfg).prepare_data()  # once, before the processes open it
             start_ranks(ranks, folder, checkpoint, overrides, out=out, accelerator=accelerator, trust=args.trust)
         count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], out)
     print(f"{out}: {count} predictions of {checkpoint}")
+
+
+def count_ranks(devices: Any, accelerator: str) -> int:
+    """Return the number of processes that trainer.devices asks for. Raises ConfigError if it is none."""
+    if type(devices) is not int or devices < 1:
+        raise ConfigError(f"trainer.devices={devices}: type a number of processes of at least 1.")
+    if accelerator == "gpu" and devices > (found := hardware.gpu_count()):
+        raise ConfigError(
+            f"trainer.devices={devices}: this machine has {found} GPUs. Type trainer.devices={found}, or --accelerator "
+            "cpu."
+        )
+    return devices
 
 
 def start_ranks(

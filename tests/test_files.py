@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from armature import files
 
 
@@ -12,6 +14,18 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     files.replace(tmp_path / "a.txt", "first")
     files.replace(tmp_path / "a.txt", "second\n")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "second\n")]
+
+
+def test_a_file_that_fails_half_way_is_not_there(tmp_path):
+    target = tmp_path / "new" / "a.pt2"
+    with pytest.raises(OSError, match="full"), files.replacing(target) as part:  # noqa: PT012
+        part.write_text("half")
+        raise OSError("full")
+    assert list(target.parent.iterdir()) == []
+    with files.replacing(target) as part:
+        assert part.suffix == ".pt2"
+        part.write_text("whole")
+    assert [(path.name, path.read_text()) for path in target.parent.iterdir()] == [("a.pt2", "whole")]
 
 
 def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):

@@ -5,12 +5,16 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 import armature
 from armature.checkpoint import convert
+from armature.data.adapter import PlainData
+from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.tasks.base import Task
 from armature.tasks.image_classification import ImageClassification
@@ -80,6 +84,35 @@ def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path):
         convert_to("a.onnx")
     with pytest.raises(ConfigError, match="one of the two must be a run"):
         script.run(Namespace(source=tmp_path / "a.ckpt", target=tmp_path / "c.ckpt"))
+    with pytest.raises(ConfigError, match=r"--input, data.seed=1 would change nothing"):
+        convert_to("c.ckpt", input="2x3", overrides=["data.seed=1"])
+    with pytest.raises(ConfigError, match=r"--average, --best would change nothing"):
+        convert_to("c", source=tmp_path / "a.ckpt", average=True, best=True)
+
+
+class TrainOnly(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.arange(8.0)[:, None], batch_size=4)
+
+
+class EmptyValidation(TrainOnly):
+    def val_dataloader(self):
+        return DataLoader(torch.zeros(0, 1))
+
+
+class OursWithoutValidation(DataModule):
+    def dataset(self, split):
+        return [torch.ones(1)] * 4 if split == "train" else None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [TrainOnly, EmptyValidation, lambda: OursWithoutValidation(global_batch_size=4)],
+    ids=["none", "empty", "ours"],
+)
+def test_a_program_can_be_made_without_validation_data(data):
+    made = data()
+    assert script.first_batch(made if isinstance(made, DataModule) else PlainData(made)).shape == (4, 1)
 
 
 def test_a_model_that_cannot_be_exported_is_named(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from armature.checkpoint import directory, resume
+from armature.checkpoint import directory, resume, state
 from tests.running import losses, summary, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
@@ -49,6 +49,8 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
     assert "step=000002, step 2" in done.stderr
     assert summary(tmp_path / "outputs" / "a")["global_step"] == 6
     assert len(losses(tmp_path / "outputs" / "a")) == 5  # the checkpoint carries its own row
+    weights = state.load_full_state_dict("s3://runs/lab/a/step=000006")
+    assert state.read_whole(there / "step=000006")["state_dict"].keys() == weights.keys()
 
 
 def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
+from armature import hardware
 from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.training import predict
@@ -98,3 +99,14 @@ def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, ca
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"), [("auto", "=auto: type a number"), (0, "=0: type a"), (5, "=5: this machine has 2 GPUs")]
+)
+def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeypatch):
+    script = runpy.run_path(str(running.ROOT / "scripts" / "predict.py"))
+    monkeypatch.setattr(hardware, "gpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=message):
+        script["count_ranks"](devices, "gpu")
+    assert script["count_ranks"](5, "cpu") == 5

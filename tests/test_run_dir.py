@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import directory, resume
+from armature.config import NEEDED
 from armature.errors import ConfigError
 
 
@@ -109,12 +110,42 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
 
 
+def test_a_run_named_like_a_file_is_a_run(tmp_path):
+    saved, names = tmp_path / "a.ckpt" / "checkpoints" / "step=000002", [directory.META, directory.TENSOR_INDEX]
+    saved.mkdir(parents=True)
+    for name in names:
+        (saved / name).touch()
+    directory.write_manifest(saved, directory.describe(saved, names), {})
+    assert resume.last_checkpoint(tmp_path / "a.ckpt") == saved
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.pth", "x.safetensors"])
+def test_a_file_of_lightnings_can_be_resumed_from_whatever_its_name(tmp_path, name):
+    (tmp_path / name).touch()
+    cfg = config(tmp_path, resume=str(tmp_path / name), checkpoint={"root": None, "trust": False})
+    assert bool(resume.problems(cfg)) == (name == "x.safetensors")
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path, mode):
     cfg = run_dir.decide(config(tmp_path, resume=mode, checkpoint={"root": None}), label="x")
     (tmp_path / cfg.run.name / "checkpoints" / "step=000002").mkdir(parents=True)
     with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
         run_dir.write(cfg, [])
+
+
+def test_the_config_of_another_program_makes_no_run_directory(tmp_path):
+    """LightningCLI writes version_0/config.yaml beside version_0/checkpoints."""
+    (tmp_path / "checkpoints").mkdir()
+    (checkpoint := tmp_path / "checkpoints" / "x.ckpt").touch()
+    (tmp_path / "config.yaml").write_text("trainer: {max_epochs: 3}\nmodel: {lr: 0.1}\n")
+    cfg = run_dir.decide(config(tmp_path / "outputs", checkpoint={"root": None}), label="x")
+    assert resume.run_of(checkpoint) is None
+    assert resume.mismatches(cfg, checkpoint) == []
+    assert resume.run_of(tmp_path) == tmp_path  # named itself, it is read, and reported as damaged
+    groups = "".join(f"{name}: {{}}\n" for name in NEEDED)
+    (tmp_path / "config.yaml").write_text(groups)
+    assert resume.run_of(checkpoint) == tmp_path
 
 
 def test_every_start_of_a_run_has_the_same_id(tmp_path):

@@ -149,8 +149,20 @@ def _read(file: Path) -> DictConfig:
 
 def require_groups(cfg: DictConfig, file: Path) -> None:
     """Raise ConfigError if groups of a run are missing, as in a file of which a loss of power left half."""
-    if lacking := [name for name in NEEDED if not isinstance(cfg.get(name), DictConfig)]:
+    if lacking := _lacking(cfg):
         raise _damaged(file, f"it holds no {', '.join(lacking)}")
+
+
+def is_of_a_run(file: Path) -> bool:
+    """Return whether a config.yaml has the groups of a run: other programs write files of this name, too."""
+    try:
+        return file.is_file() and not _lacking(_read(file))
+    except ConfigError:
+        return False
+
+
+def _lacking(cfg: DictConfig) -> list[str]:
+    return [name for name in NEEDED if not isinstance(cfg.get(name), DictConfig)]
 
 
 def _damaged(file: Path, why: str) -> ConfigError:

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,18 @@ def replace(file: Path, text: str) -> None:
         os.fsync(stream.fileno())
     os.replace(part, file)
     sync(file.parent)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path of the same suffix to write to. It is renamed to `file` at the end, and removed after an error."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.stem}.part{file.suffix}")
+    try:
+        yield part
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def clear_parts(folder: Path) -> None:

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
-from armature.checkpoint import lightning_file, resume, state, storage
+from armature.checkpoint import directory, lightning_file, resume, state, storage
 from armature.errors import ConfigError
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
@@ -111,7 +111,7 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
     if any(p.is_meta for p in task.parameters()):
         task.to_empty(device="cpu")
     if checkpoint is not None:
-        saved = lightning_file.read(checkpoint) if checkpoint.is_file() else state.read_whole(checkpoint)
+        saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
         task.on_load_checkpoint(saved)
         state.load_tensors_of(checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True)
     return task.eval()

@@ -1,7 +1,13 @@
 """The loader stays one batch ahead. On a CPU the device's streams do nothing, so only the order is tested."""
 
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
 import torch
 
+from armature.data.adapter import PlainData
+from armature.data.base import DataModule
 from armature.data.prefetch import PrefetchLoader
 
 
@@ -11,6 +17,47 @@ def test_batches_come_in_order_each_once():
     assert len(served) == 4
     assert [(int(b["inputs"]), int(b["targets"])) for b in served] == [(i, -i) for i in range(4)]
     assert list(PrefetchLoader([], torch.device("cpu"))) == []
+
+
+class Ours(DataModule):
+    pass
+
+
+class MovesData(Ours):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+class PlainMoves(L.LightningDataModule):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+class ModuleBefore(L.LightningModule):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+class ModuleAfter(L.LightningModule):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("data", "module", "expected"),
+    [
+        (Ours(global_batch_size=1), L.LightningModule(), True),
+        (Ours(global_batch_size=1), ModuleAfter(), True),  # it sees batches on the device anyway
+        (Ours(global_batch_size=1), ModuleBefore(), False),
+        (MovesData(global_batch_size=1), L.LightningModule(), False),
+        (PlainData(PlainMoves()), L.LightningModule(), False),
+        (PlainData(L.LightningDataModule()), L.LightningModule(), True),
+        (Ours(global_batch_size=1), None, True),
+    ],
+)
+def test_batches_are_not_moved_before_hooks_that_see_them_off_the_device(data, module, expected):
+    data.trainer = SimpleNamespace(lightning_module=module)
+    assert data._prefetches() is expected
 
 
 def test_the_next_batch_is_asked_for_before_this_one_is_used():

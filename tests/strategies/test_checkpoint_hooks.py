@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
-from armature.checkpoint import plain, storage
+from armature.checkpoint import convert, lightning_file, plain, state, storage
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
@@ -234,6 +235,55 @@ def test_extra_state_of_modules_is_kept(tmp_path):
     assert again.note == "seen"
 
 
+class TracksArray(Tracks):
+    """Keeps a NumPy array and an enum, which are saved as plain values."""
+
+    def get_extra_state(self):
+        return {"note": np.arange(3.0), "color": Color.RED}
+
+
+@pytest.mark.parametrize("name", ["step=000002", "two.ckpt"])
+@pytest.mark.parametrize("way", ["resume", "evaluate", "initial_weights"])
+def test_extra_state_is_the_same_in_a_file_and_a_directory(tmp_path, name, way):
+    fit(tmp_path, TracksArray()).save_checkpoint(path := tmp_path / name)
+    module = TracksArray()
+    if way == "resume":
+        fit(tmp_path, module, ckpt=path, max_steps=3)
+    elif way == "evaluate":
+        saved = state.read_whole(path) if path.is_dir() else lightning_file.read(path)
+        state.load_tensors_of(path, module, saved["state_dict"])
+    else:
+        strategy = SingleDevice()
+        strategy.connect(module)
+        strategy.load_initial_weights(path)
+    assert isinstance(module.note, np.ndarray)
+    assert module.note.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*itertools.product(("resume", "evaluate"), ("step=000002", "two.ckpt")), ("initial_weights", "two.ckpt")],
+)
+def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
+    fit(tmp_path, Puts(np.arange(3.0))).save_checkpoint(path := tmp_path / name)
+    module = Puts(None)
+    if way == "resume":
+        fit(tmp_path, module, ckpt=path, max_steps=3)
+    elif way == "evaluate":
+        module.on_load_checkpoint(state.read_whole(path) if path.is_dir() else lightning_file.read(path))
+    else:
+        strategy = SingleDevice()
+        strategy.connect(module)
+        strategy.load_initial_weights(path)
+    assert isinstance(module.got, np.ndarray)
+    assert module.got.tolist() == [0, 1, 2]
+
+
+def test_a_path_with_a_protocol_is_one_in_an_object_store(tmp_path):
+    fit(tmp_path, Module()).strategy.save_checkpoint({"state_dict": {}}, f"file://{tmp_path}/step=000002")
+    assert storage.read_meta(tmp_path / "step=000002")["flags"] == {}
+
+
 class Reads(Module):
     def on_load_checkpoint(self, checkpoint):
         self.rate = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
@@ -323,8 +373,6 @@ def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
 
 
 def test_a_file_that_holds_code_or_no_weights_is_refused_with_a_remedy(tmp_path):
-    from armature.checkpoint import lightning_file
-
     torch.save({"state_dict": {"a": torch.ones(1)}, "hyper_parameters": {"net": len}}, tmp_path / "code.ckpt")
     with pytest.raises(ConfigError, match=r"holds more than tensors and plain values.*weights_only=False"):
         lightning_file.read(tmp_path / "code.ckpt")
@@ -384,3 +432,7 @@ def test_every_optimizer_resumes_exactly(tmp_path, module, step):
     resumed = module()
     resumed.load_state_dict(initial)
     torch.testing.assert_close(train_on_ones(resumed, ckpt=path), weights, rtol=0, atol=0)
+    convert.to_ckpt(path, tmp_path / "a.ckpt")
+    file = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert not [key for key in file if key.startswith(f"{state.WHOLE}.")]
+    assert file["optimizer_states"][0]["state"]

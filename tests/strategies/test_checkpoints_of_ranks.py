@@ -17,12 +17,13 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     import warnings
 
     import lightning as L
+    import numpy as np
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
     from torch.utils.data import DataLoader
 
-    from armature.checkpoint import lightning_file
+    from armature.checkpoint import directory
     from armature.parallel import process_group
 
     warnings.filterwarnings("ignore")
@@ -40,6 +41,9 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=0.1)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["array"] = np.arange(3.0)
 
     class Renamed(Module):
         def __init__(self) -> None:
@@ -59,6 +63,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     class Same(Module):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             seen["sharded"] = isinstance(checkpoint["state_dict"]["net.0.weight"], DTensor)
+            seen["array"] = type(checkpoint["array"]).__name__
             checkpoint["state_dict"]["net.2.bias"] += 1
 
     def whole(module: nn.Module) -> dict[str, list[float]]:
@@ -80,7 +85,7 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     trainer = fit(first, 2)
     trainer.save_checkpoint(Path(folder) / "step=000002")
     trainer.save_checkpoint(Path(folder) / "two.ckpt")
-    result: dict[str, Any] = {"saved": whole(first), "is_file": lightning_file.is_file(Path(folder) / "two.ckpt")}
+    result: dict[str, Any] = {"saved": whole(first), "is_file": directory.is_file(Path(folder) / "two.ckpt")}
     for kind in (Renamed, Same):
         module = kind()
         fit(module, 2, Path(folder) / "step=000002")  # no step is left
@@ -90,7 +95,9 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     return result | seen | {"again": whole(again)}
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("DDP", {}), ("MeshStrategy", {"shard": 2})])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("DDP", {}), ("MeshStrategy", {"shard": 2}), ("DeepSpeed", {"stage": 2})]
+)
 def test_hooks_change_the_weights_of_every_rank(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
     for found in on_ranks(loads_with_hooks, strategy, options, str(tmp_path), ranks=2):
         changed = found["saved"] | {"net.2.bias": pytest.approx([value + 1 for value in found["saved"]["net.2.bias"]])}
@@ -99,6 +106,7 @@ def test_hooks_change_the_weights_of_every_rank(strategy: str, options: dict[str
         assert found["again"] == found["saved"]
         assert found["sharded"] == (strategy == "MeshStrategy")
         assert found["is_file"] == (strategy == "DDP")
+        assert found["array"] == "ndarray"
 
 
 def scores_of_ranks(folder: str) -> list[Any]:

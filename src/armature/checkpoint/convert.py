@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from armature.checkpoint import lightning_file, state, storage
+from armature import files
+from armature.checkpoint import directory, lightning_file, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
@@ -42,7 +43,8 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> li
 
     weights = weights_of(checkpoint, average=average)
     weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
-    _publish(file, lambda part: save_file(weights, part, metadata={"format": "pt"}))
+    with files.replacing(file) as part:
+        save_file(weights, part, metadata={"format": "pt"})
     return list(weights)
 
 
@@ -53,16 +55,14 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]
     """
     meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average)
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
-    groups = meta.pop("param_groups", [])
+    groups, others = meta.pop("param_groups", []), meta.pop(state.OTHER, {})
+    whole = [meta.pop(f"{state.WHOLE}.{i}", None) for i in range(len(groups))]
     for key in ("random", "flags"):
         meta.pop(key, None)
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
-    result["state_dict"] = weights | meta.pop(state.OTHER, {})
-    result.pop(state.OTHER, None)
+    result["state_dict"] = weights | others
     if not average:
-        result[state.OPTIMIZER] = [
-            meta.get(f"{state.WHOLE}.{i}") or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)
-        ]
+        result[state.OPTIMIZER] = [whole[i] or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)]
     lightning_file.write(file, result)
     return list(result["state_dict"])
 
@@ -71,33 +71,33 @@ def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]
     """Return an optimizer's state as its `state_dict` would: parameters are numbered through all groups."""
     names = [name for group in groups for name in group["names"]]
     numbers = {name: number for number, name in enumerate(names)}
+    prefix = f"{state.OPTIMIZER}.{index}."
+    loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
     found: dict[int, dict[str, Any]] = {}
-    for name, number in numbers.items():
-        prefix = f"{state.OPTIMIZER}.{index}.{name}."
-        keys = [key for key in saved if key.startswith(prefix)]
-        if keys:
-            loaded = state.load_tensors(checkpoint, keys, saved)
-            found[number] = {key.removeprefix(prefix): value for key, value in loaded.items()}
+    for path, value in loaded.items():
+        name, _, key = path.removeprefix(prefix).rpartition(".")
+        if name in numbers:
+            found.setdefault(numbers[name], {})[key] = value
     numbered = [
         {k: v for k, v in group.items() if k != "names"} | {"params": [numbers[name] for name in group["names"]]}
         for group in groups
     ]
-    return {"state": found, "param_groups": numbered}
+    return {"state": dict(sorted(found.items())), "param_groups": numbered}
 
 
 def from_file(file: Path, checkpoint: Path) -> list[str]:
     """Write a checkpoint of weights only: evaluate and generate read it, and training can start from it.
 
     Args:
-        file: safetensors, with the model's own names; or Lightning's .ckpt, of which only tensors and plain values are
-            read, and only the weights are kept.
+        file: safetensors, with the model's own names; or one of Lightning's (.ckpt, .pt, .pth), of which only tensors
+            and plain values are read, and only the weights are kept.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not file.is_file():
         raise ConfigError(f"{file}: no such file.")
-    if file.suffix == ".ckpt":
+    if directory.is_named_as_file(file):
         weights = {k: v for k, v in lightning_file.read(file)["state_dict"].items() if isinstance(v, Tensor)}
     else:
         try:
@@ -119,7 +119,7 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     Raises:
         ConfigError: a package is missing, or the model cannot be exported.
     """
-    model, example = (module, inputs) if _has_forward(module) else (module.get_submodule("model"), inputs)
+    model, example = (module, inputs) if is_overridden("forward", module) else (module.get_submodule("model"), inputs)
     arguments = example if isinstance(example, tuple) else (example,)
     write = _export_onnx if file.suffix == ".onnx" else _export_pt2
     try:
@@ -135,17 +135,14 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
         ) from None
 
 
-def _has_forward(module: L.LightningModule) -> bool:
-    return type(module).forward is not L.LightningModule.forward
-
-
 def _export_pt2(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
     dynamic = tuple(map(_any_batch, arguments))
     try:
         program = torch.export.export(model, arguments, dynamic_shapes=dynamic)
     except Exception:  # a model that needs this number of samples
         program = torch.export.export(model, arguments)
-    _publish(file, lambda part: torch.export.save(program, part))
+    with files.replacing(file) as part:  # torch.export looks at the suffix
+        torch.export.save(program, part)
 
 
 def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
@@ -163,10 +160,3 @@ def _any_batch(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [*map(_any_batch, value)]
     return {0: torch.export.Dim.AUTO} if isinstance(value, Tensor) and value.ndim else None
-
-
-def _publish(file: Path, write: Callable[[Path], Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.stem}.part{file.suffix}")  # torch.export looks at the suffix
-    write(part)
-    part.replace(file)

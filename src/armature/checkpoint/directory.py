@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 META = "meta.pt"
 TENSOR_INDEX = ".metadata"  # torch.distributed.checkpoint's name
 LAST = "last"
+FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of a checkpoint in one file, as Lightning writes it
 FORMAT = 1
 _STEP, _PART, _OLD = "step=", ".part", ".old"
 FileEntries = dict[str, dict[str, Any]]
@@ -62,6 +63,16 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 def is_checkpoint(path: Path) -> bool:
     """Return whether a path is a checkpoint rather than a run directory, judged by one file."""
     return (path / META).exists()
+
+
+def is_named_as_file(path: Path) -> bool:
+    """Return whether a path is named like a checkpoint in one file."""
+    return path.suffix in FILE_SUFFIXES
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a checkpoint in one file, as Lightning writes it."""
+    return is_named_as_file(path) and path.is_file()
 
 
 def is_local(path: Path) -> bool:

@@ -7,18 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from armature.checkpoint import directory, storage
+from armature.checkpoint import directory, plain, storage
 from armature.errors import ConfigError
-
-SUFFIXES = (".ckpt", ".pt", ".pth")
-
-
-def is_named_so(path: Path) -> bool:
-    return path.suffix in SUFFIXES
-
-
-def is_file(path: Path) -> bool:
-    return is_named_so(path) and path.is_file()
 
 
 def write(path: Path, checkpoint: dict[str, Any]) -> None:
@@ -33,7 +23,7 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a checkpoint with weights. Nothing but tensors and plain values is read.
+    """Return a checkpoint with weights, as it was saved. Nothing but tensors and plain values is read.
 
     Raises:
         ConfigError: it holds anything else, or no weights.
@@ -53,4 +43,4 @@ def read(path: Path) -> dict[str, Any]:
     if wrong:
         kind = type(weights[wrong[0]]).__name__
         raise ConfigError(f"{path}: state_dict['{wrong[0]}'] is a {kind}, not a tensor. It needs one tensor per name.")
-    return checkpoint
+    return plain.restored(checkpoint)

@@ -22,8 +22,10 @@ def folder(run_dir: Path, cfg: Any = None) -> Path:
     return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else directory.folder_of(run_dir)  # pyright: ignore[reportArgumentType]
 
 
-def to_path(path: str) -> Path:
+def to_path(path: str | Path) -> Path:
     """Return a path of this machine, or one in an object store (`s3://bucket/folder`, or another that fsspec knows)."""
+    if not isinstance(path, str):
+        return path
     if "://" not in path:
         return Path(path)
     from upath import UPath
@@ -40,15 +42,20 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
     """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
-    if path.suffix == ".ckpt" or directory.is_checkpoint(path):
+    if directory.is_file(path) or directory.is_checkpoint(path):
         return [path]
     return candidates(folder(path, cfg))
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None."""
-    nearest_first = (path, *path.parents[:3], *path.absolute().parents[:3])
-    return next((folder for folder in nearest_first if (folder / "config.yaml").is_file()), None)
+    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None.
+
+    A folder around it must have the config.yaml of a run. That of the path itself may be damaged: reading it names it.
+    """
+    if (path / "config.yaml").is_file():
+        return path
+    nearest_first = (*path.parents[:3], *path.absolute().parents[:3])
+    return next((folder for folder in nearest_first if config.is_of_a_run(folder / "config.yaml")), None)
 
 
 def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
@@ -67,7 +74,7 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     saved = config.load(trained_in / "config.yaml")
     config.require_groups(saved, trained_in / "config.yaml")
     found = []
-    for group in ("model",) if checkpoint.is_file() else ("model", "task._target_", "optimizer._target_"):
+    for group in ("model",) if directory.is_file(checkpoint) else ("model", "task._target_", "optimizer._target_"):
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
@@ -106,11 +113,12 @@ def problems(cfg: DictConfig) -> list[str]:
     if not path.exists():
         return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
     if path.is_file():
-        if path.suffix == ".ckpt":  # Lightning's: training starts with its weights
+        if directory.is_named_as_file(path):  # Lightning's: training starts with its weights
             return []
         return [
-            f"resume={cfg.resume}: a file, but only a .ckpt of Lightning's can be read. Convert others first: "
-            f"python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000."
+            f"resume={cfg.resume}: a file, but only one of Lightning's ({', '.join(directory.FILE_SUFFIXES)}) can be "
+            f"read. Convert others first: python scripts/convert.py {cfg.resume} "
+            "outputs/converted/checkpoints/step=000000."
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:

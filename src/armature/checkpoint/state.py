@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from armature.checkpoint import storage
+from armature.checkpoint import directory, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -34,22 +34,19 @@ _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
-def module_state(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
+def module_state(module: nn.Module, *, buffers: bool = True, others: bool = False) -> dict[str, Any]:
     """Return this rank's part of the parameters and persistent buffers, without copies.
 
-    Buffers (running statistics) may differ between ranks: only one rank saves them.
+    Args:
+        buffers: include buffers (running statistics). They may differ between ranks: only one rank saves them.
+        others: include what modules keep beside tensors, through torch's `get_extra_state`.
     """
-    named_buffers = dict(module.named_buffers())
+    left_out = () if buffers else dict(module.named_buffers())
     return {
-        name: value.detach()
+        name: value.detach() if isinstance(value, Tensor) else value
         for name, value in module.state_dict().items()
-        if isinstance(value, Tensor) and (buffers or name not in named_buffers)
+        if name not in left_out and (others or isinstance(value, Tensor))
     }
-
-
-def other_state(module: nn.Module) -> dict[str, Any]:
-    """Return what modules keep beside tensors, through torch's `get_extra_state`."""
-    return {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
@@ -131,16 +128,6 @@ def create_state(optimizer: Optimizer) -> None:
 
 
 # ---------------------------------------------------------------- loading weights
-def load(
-    checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, extra: dict[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """Load weights and the state of optimizers in place, and return what meta.pt holds."""
-    meta = storage.read_meta(checkpoint)
-    load_weights(checkpoint, module)
-    load_optimizers(checkpoint, module, optimizers, groups=meta["param_groups"], extra=extra)
-    return meta
-
-
 def load_weights(checkpoint: Path, module: nn.Module, *, strict: bool = True) -> None:
     """Load the weights, in place if the names are the module's. Called by all ranks; raises as `place_weights`."""
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
@@ -167,7 +154,7 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
         else:
             weights[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
     storage.read_tensors(checkpoint, weights)
-    return weights | storage.read_meta(checkpoint).get(OTHER, {})
+    return weights | plain.restored(storage.read_meta(checkpoint).get(OTHER, {}))
 
 
 def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
@@ -272,12 +259,12 @@ def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
 # ---------------------------------------------------------------- reading checkpoints
 def is_weights_only(checkpoint: Path) -> bool:
     """Return whether a checkpoint is no point of a run to resume, but only weights to start one with."""
-    return checkpoint.is_file() or "loops" not in storage.read_meta(checkpoint)
+    return directory.is_file(checkpoint) or "loops" not in storage.read_meta(checkpoint)
 
 
 def read_whole(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint as Lightning's `on_load_checkpoint` expects it, with unsharded weights on the CPU."""
-    meta = storage.read_meta(checkpoint)
+    meta = plain.restored(storage.read_meta(checkpoint))
     return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
 
 
@@ -287,7 +274,7 @@ def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[st
     Args:
         prefix: "" for the weights, "extra.ema." for the averaged ones; it is removed from the names.
     """
-    checkpoint = Path(checkpoint)
+    checkpoint = resume.to_path(checkpoint)
     saved = storage.read_metadata(checkpoint).state_dict_metadata
     wanted = [n for n in saved if (n.startswith(prefix) if prefix else not n.startswith(RESERVED))]
     return {name.removeprefix(prefix): value for name, value in load_tensors(checkpoint, wanted, saved).items()}

@@ -90,7 +90,7 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     problems: dict[Path, str] = {}
     share = (process_group.rank(), process_group.ranks())
     for path in process_group.broadcast_object(checkpoints):
-        if path.is_file():  # one of Lightning's, which no manifest describes
+        if process_group.broadcast_object(directory.is_file(path)):  # one of Lightning's, which no manifest describes
             return path
         problem = process_group.broadcast_object(directory.problem(path))
         if problem is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,11 @@ from typing_extensions import override
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.loaders import ReadLoader, read_loader
-from armature.data.prefetch import UnchangedLoader
+from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import seeded
 from armature.data.stream import Stream
 from armature.errors import ConfigError
-
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def build(cfg: DictConfig) -> DataModule:
@@ -75,7 +73,7 @@ class PlainData(DataModule):
         )  # fmt: skip
         self._typed = {"global_batch_size": global_batch_size, "num_workers": num_workers}
         self._stages: set[str] = set()
-        self._prepared = False
+        self._prepared = self._ranks_agree = False
         self._read: dict[str, Any] = {}
         self.prepare_data_per_node = module.prepare_data_per_node
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
@@ -216,42 +214,32 @@ class PlainData(DataModule):
     @override
     def predict_dataloader(self) -> Any:
         made = self._evaluation_loader("predict" if is_overridden("predict_dataloader", self.module) else "test")
-        if isinstance(made, dict):
-            return {key: UnchangedLoader(loader) for key, loader in made.items()}
-        return [UnchangedLoader(loader) for loader in made] if isinstance(made, list) else UnchangedLoader(made)
+        return _for_each(lambda loader, _: UnchangedLoader(loader), made, "predict")
 
     @override
     def _evaluation_loader(self, split: Split) -> Any:
         if split not in self._read:
             self._read[split] = self._read_evaluation(self._loaders_of(split), split)
-        read = self._read[split]
-        if isinstance(read, ReadLoader):
-            return self._replace(read, split)
-        if isinstance(read, Mapping):
-            return {key: self._replace(one, f"{split}/{key}") for key, one in read.items()}
-        return [self._replace(one, f"{split}/{i}") for i, one in enumerate(read)]
+        return _for_each(self._replace, self._read[split], split)
 
     def _read_evaluation(self, loaders: Any, split: Split) -> Any:
         owner = f"{type(self.module).__name__}.{split}_dataloader"
         if loaders is None:
             return []
-        if isinstance(loaders, Mapping):
-            return {key: read_loader(each, owner=owner, seed=self.seed) for key, each in loaders.items()}
-        if isinstance(loaders, Sequence):
-            return [read_loader(each, owner=owner, seed=self.seed) for each in loaders]
-        return read_loader(loaders, owner=owner, seed=self.seed)
+        return _for_each(lambda loader, _: read_loader(loader, owner=owner, seed=self.seed), loaders, split)
 
     def _replace(self, read: ReadLoader, name: str) -> Any:
         # at least 2 if possible: with 1 a rank may be left without a sample at the end
         size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1])
-        return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size))
+        return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size), read=read)
 
     @override
-    def _loader(self, name: str, dataset: Any, sampler: Any, *, training: bool = False, **options: Any) -> Any:
-        split, _, key = name.partition("/")
-        read = self._read[split]
-        if key:
-            read = read[key if isinstance(read, Mapping) else int(key)]
+    def _loader(
+        self, name: str, dataset: Any, sampler: Any, *, training: bool = False, read: ReadLoader | None = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        read = self._read["train"] if read is None else read
+        assert read is not None
         options = {**read.options, **options}
         if self._typed["num_workers"] is not None:
             options["num_workers"] = self._typed["num_workers"]
@@ -263,13 +251,9 @@ class PlainData(DataModule):
             name, dataset, sampler, training=training, collate_fn=read.collate_fn, foreign=True, **options
         )
 
-    @override
-    def _prefetches(self) -> bool:
-        return not any(name in self.__dict__ for name in TRANSFER_HOOKS)
-
     def _check_ranks_agree(self, read: ReadLoader) -> None:
         """Raise ConfigError if this rank's data are not those of rank 0: the ranks divide one order of samples."""
-        if self._rank_and_ranks()[1] == 1 or "agreed" in self._read:
+        if self._rank_and_ranks()[1] == 1 or self._ranks_agree:
             return
         own = hashlib.sha256(repr((self.train_size, read.describe())).encode()).hexdigest()
         if own != self.trainer.strategy.broadcast(own):
@@ -278,7 +262,16 @@ class PlainData(DataModule):
                 f"on rank 0 ({self.train_size} samples here). Let every rank have all samples, in the same order: they "
                 "are divided over the ranks later."
             )
-        self._read["agreed"] = own
+        self._ranks_agree = True
+
+
+def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> Any:
+    """Return what a function makes of a loader and its name, for one loader or for each in a dict or list."""
+    if isinstance(loaders, Mapping):
+        return {key: function(each, f"{name}/{key}") for key, each in loaders.items()}
+    if isinstance(loaders, Sequence):
+        return [function(each, f"{name}/{i}") for i, each in enumerate(loaders)]
+    return function(loaders, name)
 
 
 class _UnknownYet(ConfigError, AttributeError):

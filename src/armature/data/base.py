@@ -10,12 +10,13 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from armature.data import iterable
 from armature.data.batching import Batches, plan_batches
-from armature.data.prefetch import PrefetchLoader, UnchangedLoader
+from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
 from armature.data.sampler import EvalSampler, TrainSampler
 from armature.data.samples import Batch, Samples
 from armature.data.stream import Stream
@@ -232,7 +233,8 @@ class DataModule(L.LightningDataModule):
 
     def _prefetches(self) -> bool:
         """Return whether batches may be on the device before the hooks that move them there see them."""
-        return True
+        owners = (self, getattr(self.trainer, "lightning_module", None))
+        return not any(is_overridden(name, owner) for owner in owners if owner is not None for name in BEFORE_DEVICE)
 
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:

@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
 _VERSION = 1  # layout of the cache
-TOKENIZER_FILE = "tokenizer.json"
 _ENCODE_BYTES = 4 << 20  # text encoded in one call
 
 
@@ -134,7 +133,7 @@ class Corpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return tokenizer.load(self.folder / TOKENIZER_FILE)
+        return tokenizer.load(self.folder / tokenizer.TOKENIZER_FILE)
 
     def tokens(self, split: str) -> NDArray[np.unsignedinteger[Any]]:
         """Return the split's token ids, memory-mapped, shape (tokens,)."""
@@ -163,7 +162,7 @@ class Corpus:
                 bpe = tokenizer.load_external(self.tokenizer_path)
             else:
                 bpe = tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
-            bpe.save(str(part / TOKENIZER_FILE))
+            bpe.save(str(part / tokenizer.TOKENIZER_FILE))
             statistics = self._encode(part, files, split, bpe)
         empty = [name for name, counts in statistics.items() if not counts["bytes"]]
         if empty:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data.base import Batch, DataModule, Split
+from armature.data.table import Rows
 
 _HELD_OUT = 10  # a tenth of each digit's images for val, and a tenth for test
 
@@ -53,18 +54,12 @@ def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
     return {split: np.sort(np.concatenate(indices)) for split, indices in parts.items()}
 
 
-class Images(Dataset[Batch]):
+class Images(Rows):
     """Images and classes in memory. `augment` moves an image by whole pixels, and fills up with zeros."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, shift: int) -> None:
-        self.inputs, self.targets, self.shift = inputs, targets, shift
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    @override
-    def __getitem__(self, index: int) -> Batch:
-        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+        super().__init__(inputs, targets)
+        self.shift = shift
 
     def augment(self, sample: Batch, generator: torch.Generator) -> Batch:
         if self.shift == 0:

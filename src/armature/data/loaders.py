@@ -64,16 +64,21 @@ class Draw:
             self.size *= self.batch_size
         if not self.size:
             raise ConfigError(f"{owner}: {self.name} yields no samples.")
+        self._first = self._indices(first)
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
-        drawn = self._draw(epoch)
-        indices = np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
+        if epoch == 0:
+            return self._first
+        indices = self._indices(self._draw(epoch))
         if len(indices) != self.size:
             raise ConfigError(
                 f"{self.owner}: {self.name} yields {len(indices)} samples in epoch {epoch}, but {self.size} in epoch 0."
                 " Every epoch must have as many: a resume finds its place by counting."
             )
         return indices
+
+    def _indices(self, drawn: list[Any]) -> NDArray[np.int64]:
+        return np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
 
     def _draw(self, epoch: int) -> list[Any]:
         with seeded(f"{self.seed}/order/{epoch}"):

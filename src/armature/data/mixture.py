@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,10 @@ from torch.utils.data import ConcatDataset, Dataset
 from typing_extensions import override
 
 from armature.data.base import Batch, Split
-from armature.data.corpus import TOKENIZER_FILE, Corpus
+from armature.data.corpus import Corpus
 from armature.data.sampler import DrawnSampler, TrainSampler, permuted
 from armature.data.text import TokenData, Windows
+from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 
 
@@ -71,10 +70,6 @@ class Mixture:
         return next(iter(self.corpora.values())).tokenizer
 
     @property
-    def folder(self) -> Path:
-        return next(iter(self.corpora.values())).folder
-
-    @property
     def fingerprint(self) -> str:
         """Hash of all corpora; the weights may change in a run."""
         each = [f"{name}:{corpus.fingerprint}" for name, corpus in self.corpora.items()]
@@ -124,10 +119,6 @@ class MixtureData(TokenData):
             start, offset = end, offset + size
         drawn = np.concatenate(chosen)
         return drawn[permuted(np.arange(total), size=total, seed=f"{self.seed}/mixture", epoch=epoch)]
-
-    @override
-    def save_assets(self, run_dir: Path) -> None:
-        shutil.copyfile(self.source.folder / TOKENIZER_FILE, run_dir / TOKENIZER_FILE)
 
 
 class Joined(ConcatDataset[Batch]):

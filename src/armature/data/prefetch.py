@@ -10,6 +10,9 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that see a batch off the device
+TRANSFER_HOOKS = (*BEFORE_DEVICE, "on_after_batch_transfer")
+
 
 class UnchangedLoader:
     """Passes on a loader's batches. Lightning builds a torch DataLoader for predictions anew, but not this."""

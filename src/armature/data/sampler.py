@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from armature.data.batching import Batches
 
@@ -64,15 +65,19 @@ class TrainSampler:
             position += steps * step
 
     def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return positions // self.size * self.population + self._indices(positions)
+
+    def _indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(positions, self.size)
-        if not self.shuffled:
-            return epochs * self.population + places
-        keys = np.empty_like(positions)
+        indices = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            order = permuted(places[here], size=self.population, seed=self.seed, epoch=epoch)
-            keys[here] = epoch * self.population + order
-        return keys
+            indices[here] = self._order(places[here], epoch=epoch)
+        return indices
+
+    def _order(self, places: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
+        """Return the indices of the samples at places of an epoch."""
+        return permuted(places, size=self.population, seed=self.seed, epoch=epoch) if self.shuffled else places
 
 
 class DrawnSampler(TrainSampler):
@@ -90,17 +95,16 @@ class DrawnSampler(TrainSampler):
         self.draw = draw
         self._drawn: dict[int, NDArray[np.int64]] = {}
 
+    @override
     def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        epochs, places = np.divmod(positions, self.size)
-        indices = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            if epoch not in self._drawn:
-                self._drawn = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1} | {
-                    epoch: self.draw(epoch)
-                }
-            here = epochs == epoch
-            indices[here] = self._drawn[epoch][places[here]]
-        return positions * self.population + indices
+        return positions * self.population + self._indices(positions)
+
+    @override
+    def _order(self, places: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._drawn:
+            before = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
+            self._drawn = before | {epoch: self.draw(epoch)}
+        return self._drawn[epoch][places]
 
 
 class EvalSampler:

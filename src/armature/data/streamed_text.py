@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from typing_extensions import override
 
 from armature.data import cache, sources, tokenizer
 from armature.data.base import Batch, Split
-from armature.data.corpus import TOKENIZER_FILE
 from armature.data.sampler import permuted
 from armature.data.sources import SourceFile
 from armature.data.stream import Stream
@@ -198,7 +196,3 @@ class StreamedTextData(TokenData):
     @override
     def dataset(self, split: Split) -> Stream:
         return StreamedWindows(self.source, split, seed=self.seed)
-
-    @override
-    def save_assets(self, run_dir: Path) -> None:
-        self.tokenizer.save(str(run_dir / TOKENIZER_FILE))

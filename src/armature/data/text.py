@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data.base import Batch, DataModule, Split
-from armature.data.corpus import TOKENIZER_FILE, Corpus
+from armature.data.corpus import Corpus
+from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 
@@ -39,8 +39,13 @@ class TokenData(DataModule):
         self.source.prepare()
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer | None:
         return self.source.tokenizer
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        if self.tokenizer is not None:
+            self.tokenizer.save(str(run_dir / TOKENIZER_FILE))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -68,10 +73,6 @@ class TextData(TokenData):
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
         return Windows(self.source.tokens(split), context=self.context, whole=split != "train")
-
-    @override
-    def save_assets(self, run_dir: Path) -> None:
-        shutil.copyfile(self.source.folder / TOKENIZER_FILE, run_dir / TOKENIZER_FILE)
 
     @property
     def vocab_size(self) -> int:

@@ -106,8 +106,3 @@ class TokenFileData(TokenData):
     def dataset(self, split: Split) -> Dataset[Any] | None:
         tokens = self.source.tokens(split)
         return Windows(tokens, context=self.context, whole=split != "train") if len(tokens) > 1 else None
-
-    @override
-    def save_assets(self, run_dir: Path) -> None:
-        if self.source.tokenizer is not None:
-            self.source.tokenizer.save(str(run_dir / "tokenizer.json"))

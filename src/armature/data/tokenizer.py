@@ -13,6 +13,7 @@ from armature.errors import ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 # usual names of the token between documents. Where a tokenizer has one for their beginning and one for their end, the
 # beginning comes first here

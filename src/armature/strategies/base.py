@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -29,10 +29,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
             seed's.
         parameter_count: of the unsharded model, whatever part of it is on this rank.
+        remedies: what to type after an error of torch's, by words of its message.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
     """
 
     bubble_share: float = 0.0
+    remedies: ClassVar[dict[str, str]] = {}
 
     def configure_mixin(
         self, seed: int, activation_checkpointing: str | int, compile: str, compile_mode: str, float8: bool | str
@@ -128,6 +130,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def weight_names(self) -> list[str]:
         """Return the names of all ranks' `weights`, sorted. Called by all ranks."""
         return sorted({name for names in process_group.all_gather_object([*self.weights()]) for name in names})
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        message = str(exception)
+        if remedy := next((remedy for words, remedy in self.remedies.items() if words in message), None):
+            exception.args = (f"{remedy} torch reports: {message}",)
 
     local = staticmethod(gradients.local_part)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import lightning_file, plain, state, storage
+from armature.checkpoint import directory, lightning_file, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
@@ -74,7 +74,7 @@ class CheckpointMixin(LayoutMixin):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return state.module_state(self.module, buffers=self.data_rank == 0) | state.other_state(self.module)
+        return state.module_state(self.module, buffers=self.data_rank == 0, others=True)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -106,18 +106,20 @@ class CheckpointMixin(LayoutMixin):
             raise TypeError(f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}")
         if storage_options is None:
             filepath = process_group.broadcast_object(filepath)  # ModelCheckpoint's holds a metric of this rank
-        path = Path(filepath) if isinstance(filepath, str) else filepath  # an object store's path remains one
+        path = resume.to_path(filepath)
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", state.OPTIMIZER)}
         meta, weights = plain.plain_checkpoint(rest), checkpoint["state_dict"]
-        if storage_options is None and self.saves_files and lightning_file.is_named_so(path):
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+        others = plain.plain_checkpoint({state.OTHER: others} if others else {})
+        if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             if state.OPTIMIZER in checkpoint:
                 meta[state.OPTIMIZER] = [optimizer.state_dict() for optimizer in self.optimizers]
-            process_group.on_rank_0(partial(lightning_file.write, path, meta | {"state_dict": weights}))
+            meta["state_dict"] = tensors | others.get(state.OTHER, {})
+            process_group.on_rank_0(partial(lightning_file.write, path, meta))
             return
-        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)} | self.extra_tensors()
-        others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
-        if others:
-            meta |= plain.plain_checkpoint({state.OTHER: others})
+        meta |= others
+        tensors |= self.extra_tensors()
         if not self.module.automatic_optimization and state.OPTIMIZER in checkpoint:
             tensors |= state.pending_gradients(self.module)
         groups = []
@@ -143,19 +145,23 @@ class CheckpointMixin(LayoutMixin):
 
         Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a second copy.
         """
-        path = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
+        path, self._loading = resume.to_path(checkpoint_path), None
         self.build_once()
-        if lightning_file.is_file(path):
-            return plain.restored(lightning_file.read(path))
+        if directory.is_file(path):
+            return lightning_file.read(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         meta[state.OPTIMIZER] = [
             meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
         ]
         if self._hooks_change_weights:
-            meta["state_dict"] = state.read_weights(path, self.module)
+            meta["state_dict"] = self.read_weights(path)
         self._loading = path
         return meta
+
+    def read_weights(self, path: Path) -> dict[str, Any]:
+        """Return a checkpoint's weights for hooks that may change them."""
+        return state.read_weights(path, self.module)
 
     @property
     def _hooks_change_weights(self) -> bool:
@@ -206,7 +212,7 @@ class CheckpointMixin(LayoutMixin):
 
     def load_initial_weights(self, path: Path) -> None:
         """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""
-        if not lightning_file.is_file(path):
+        if not directory.is_file(path):
             state.load_weights(path, self.module)
             return
         checkpoint = lightning_file.read(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import ClassVar, Literal
 
 import lightning as L
 import torch.distributed as dist
@@ -42,6 +42,11 @@ class DDP(StrategyMixin, DDPStrategy):
 
     reduces_gradients_once = True
     saves_files = True
+    remedies: ClassVar = {
+        "Expected to have finished reduction":  # Lightning names a strategy of its own
+            "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
+            "strategy.find_unused_parameters=true, or freeze them.",
+    }  # fmt: skip
 
     def __init__(
         self, *, seed: int = 0, backend: str = "auto", comm_hook: Literal["bf16", "fp16"] | None = None,
@@ -86,14 +91,6 @@ class DDP(StrategyMixin, DDPStrategy):
         learning = self.static_graph and self.module.trainer.global_step == self._first_step
         with nullcontext() if learning else super().block_backward_sync():
             yield
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "Expected to have finished reduction" in str(exception):  # Lightning names a strategy of its own
-            exception.args = (
-                "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
-                f"strategy.find_unused_parameters=true, or freeze them. torch reports: {exception}",
-            )
 
     @override
     def on_train_start(self) -> None:

@@ -21,7 +21,6 @@ from armature.checkpoint import state, storage
 from armature.parallel import process_group, ties
 from armature.strategies import extension_locks
 from armature.strategies.base import StrategyMixin
-from armature.strategies.checkpoints import SavedOptimizer
 
 
 class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
@@ -62,9 +61,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        if self.local_rank == 0:
-            extension_locks.clear()
-        process_group.on_all_ranks(lambda: None)  # no rank compiles before
+        process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)  # then all compile
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -193,14 +190,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         return {"tensors": tensors, "groups": state.param_groups(inner, self._groups)}
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(checkpoint_path) if isinstance(checkpoint_path, str) else checkpoint_path
-        meta = self.load_random_state(storage.read_meta(path))
-        meta[state.OPTIMIZER] = [SavedOptimizer(param_groups=groups) for groups in meta["param_groups"]]
-        if self._hooks_change_weights:
-            meta["state_dict"] = state.load_full_state_dict(path)  # whole: the engine has its own names for parts
-        self._loading = path
-        return meta
+    def read_weights(self, path: Path) -> dict[str, Any]:
+        return state.load_full_state_dict(path)  # whole: the engine has its own names for parts
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -43,6 +43,13 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per stage, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
+
+    remedies: ClassVar = {
+        "mixed torch.Tensor and DTensor":
+            "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
+            "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
+            "type strategy=ddp.",
+    }  # fmt: skip
 
     def __init__(
         self, *, seed: int = 0,
@@ -179,12 +186,3 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         finally:
             for unit in units:
                 unit.set_requires_gradient_sync(True)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "mixed torch.Tensor and DTensor" in str(exception):
-            exception.args = (
-                "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
-                "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
-                f"type strategy=ddp. torch reports: {exception}",
-            )

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.data.prefetch import TRANSFER_HOOKS
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_callbacks, call_module, call_strategy, is_overridden
 from armature.training.timings import DataWait
 
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import heapq
-import importlib.util
 import itertools
 import json
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
+from armature import files
+from armature.data import extras
 from armature.data.base import DataModule
 from armature.data.sampler import PADDING
 from armature.errors import ConfigError
@@ -40,8 +41,8 @@ def check_output(file: Path) -> None:
         raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"out={file}: there is no folder {file.absolute().parent}. Create it, or name another file.")
-    if file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError(f"out={file}: Parquet needs pyarrow. Type make setup EXTRAS=data, or name a .csv or .jsonl.")
+    if file.suffix == ".parquet":
+        extras.load("pyarrow", needed_by=f"out={file}")
 
 
 def predict(
@@ -164,17 +165,11 @@ def _plain(value: Any) -> Any:
 
 def merge(parts: list[Path], file: Path) -> int:
     """Write the rows of all parts to a file, in order; return their number."""
-    temporary = file.with_name(f".{file.name}.part")
-    try:
-        with ExitStack() as stack:
-            with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
-            found = (row for _, row in heapq.merge(*with_order, key=lambda each: each[0]))
-            write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix]
-            count = write(temporary, found)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
+    with files.replacing(file) as temporary, ExitStack() as stack:
+        with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
+        found = (row for _, row in heapq.merge(*with_order, key=lambda each: each[0]))
+        write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix]
+        return write(temporary, found)
 
 
 def _write_jsonl(file: Path, found: Iterator[dict[str, Any]]) -> int:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from armature import run_dir
 from armature.checkpoint import resume
 from armature.data.batching import Batches
+from armature.data.tokenizer import TOKENIZER_FILE
 from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
@@ -125,7 +126,7 @@ def finish(
     if preview:
         display.print(preview)
     if reason == "finished":
-        script = "generate" if (Path(cfg.run.dir) / "tokenizer.json").exists() else "evaluate"
+        script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
         display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
     elif reason == "max_time":
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")

@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
 from armature.data.batching import LOADER_KEYS
+from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 from armature.validation.compose import CONFIG_ERRORS
 
-TOKENIZER_FILE = "tokenizer.json"
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
 _MISSING = object()
 
