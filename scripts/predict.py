@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> None:
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=overrides, trust=args.trust)
 
     from armature import worker
-    from armature.data import adapter
-    from armature.loading import load_task
+    from armature.loading import load_data, load_task
     from armature.training import predict
 
     predict.check_output(out)
@@ -68,16 +67,16 @@ def run(args: argparse.Namespace) -> None:
 
     if SHARE in os.environ:
         rank, _, name = os.environ[SHARE].partition("/")
-        data = adapter.build(cfg)
+        data = load_data(cfg)
         data.prepare_data = lambda: None  # the parent has
         write_share(Path(name), int(rank), data)
         return
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".predictions-") as name:
         folder = Path(name)
         if ranks == 1:
-            write_share(folder, 0, adapter.build(cfg))
+            write_share(folder, 0, load_data(cfg))
         else:
-            adapter.build(cfg).prepare_data()  # once, before the processes open it
+            load_data(cfg).prepare_data()  # once, before the processes open it
             start_ranks(ranks, folder, checkpoint, overrides, out=out, accelerator=accelerator, trust=args.trust)
         count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], out)
     print(f"{out}: {count} predictions of {checkpoint}")

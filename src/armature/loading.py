@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import directory, lightning_file, resume, state, storage
+from armature.data import adapter
+from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
@@ -96,6 +98,13 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     """
     factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
     return instantiate(cfg.task, **factories | arguments)
+
+
+def load_data(cfg: DictConfig) -> DataModule:
+    """Return the data module of a run's configuration, with the tokens and classes that the run was trained with."""
+    data = adapter.build(cfg)
+    data.load_assets(Path(cfg.run.dir))
+    return data
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:

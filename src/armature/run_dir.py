@@ -8,6 +8,7 @@ outputs/<run.name>/
   summary.json     written when the run ends
   logs/            one file per rank
   tokenizer.json   for a language model
+  classes.json     for classes with names: in the order of their numbers
 """
 
 import contextlib

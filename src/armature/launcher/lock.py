@@ -41,7 +41,7 @@ SILENCE_SECONDS = 60.0
 WAIT_SECONDS = 1.0  # between two looks at another machine's lock
 SETTLE_SECONDS = 0.5  # after which the winner of a takeover makes sure that it has won
 EXIT_LOST = 1
-FILES_TO_RESTORE = {"config.yaml", "overrides.txt", "tokenizer.json"}
+FILES_TO_RESTORE = {"config.yaml", "overrides.txt", "tokenizer.json", "classes.json"}
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # file systems without hard links
 
 
