@@ -106,9 +106,13 @@ def test_a_run_of_an_older_version_warns(tmp_path, run, caplog):
 )
 def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
     data = table(tmp_path / "t.csv", text)
-    with pytest.raises(ConfigError, match=message):
+
+    def read():
         data.setup("fit")
         data.dataset("train")
+
+    with pytest.raises(ConfigError, match=message):
+        read()
 
 
 def test_sizes_that_only_the_data_tell(trained_table):

@@ -92,8 +92,8 @@ class HFData(LabeledData):
         for column in () if self.source["streaming"] else columns:
             if empty := rows.data.column(column).null_count:
                 raise ConfigError(
-                    f"data.path={self.source['path']}: column {column} has {empty} empty cells. Fill them in, or remove "
-                    "these rows."
+                    f"data.path={self.source['path']}: column {column} has {empty} empty cells. Fill them in, or leave "
+                    "out these rows."
                 )
 
     def _load(self, split: str) -> Any:
