@@ -310,6 +310,20 @@ class Lock:
             self.store.remove(self.text)
 
 
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError if another job holds the run directory; this one's rank 0 may hold it already.
+
+    For agents on several machines, which write to it before the rank that holds the lock has started.
+    """
+    lock = Lock(Path(cfg.run.dir), own=Holder.this_process(cfg))
+    if (found := lock.store.read()) is None:
+        return
+    holder = Holder.parse(found[0])
+    same_job = holder is not None and holder.job and holder.job == lock.own.job
+    if not same_job and lock._why_stale(holder, found[1]) is None:
+        lock._refuse(holder)
+
+
 @contextmanager
 def hold(cfg: DictConfig) -> Iterator[None]:
     """Hold the locks of a run while entered. ConfigError: another process holds one, or a folder cannot be written."""
