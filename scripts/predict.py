@@ -46,9 +46,12 @@ def run(args: argparse.Namespace) -> None:
     keys = {each.partition("=")[0]: each.partition("=")[2] for each in overrides}
     if (strategy := keys.get("strategy")) not in (None, "auto", "single", "ddp"):
         raise ConfigError(
-            f"strategy={strategy}: each process of this script holds the whole model. Type strategy=ddp, or nothing."
+            f"strategy={strategy}: each process of this script holds the whole model, whatever the run was trained "
+            "with. Leave it out; trainer.devices=2 divides the samples over two processes."
         )
-    cfg, checkpoint = open_run(args.path, best=args.best, overrides=overrides, trust=args.trust)
+    cfg, checkpoint = open_run(
+        args.path, best=args.best, overrides=overrides, trust=args.trust, verified=SHARE in os.environ
+    )
 
     from armature import worker
     from armature.loading import load_data, load_task
