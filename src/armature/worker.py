@@ -97,8 +97,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     data = adapter.build(cfg)
     _prepare(data)
     data.setup("fit")
-    if problems := relations.size_problems(cfg.model, data.found_sizes):
-        raise ConfigError(problems)
+    _check_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
@@ -146,6 +145,16 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
         checkpointing=checkpointing, stop=stop, display=display, limits=limits,
     )  # fmt: skip
+
+
+def _check_sizes(model: Any, needed: dict[str, int]) -> None:
+    """Raise ConfigError if the model's sizes do not fit what the data turned out to hold."""
+    if not isinstance(model, DictConfig):
+        return
+    ours = str(model.get("_target_")).partition(".")[0] in ("armature", "example")
+    # `features` of another model may be anything
+    if found := relations.size_problems(model, {k: v for k, v in needed.items() if ours or k == "classes"}):
+        raise ConfigError(found)
 
 
 def _prepare(data: DataModule) -> None:

@@ -7,7 +7,9 @@ import shutil
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from omegaconf import OmegaConf
 
+from armature import worker
 from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
 from armature.training import predict
@@ -115,8 +117,27 @@ def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
         read()
 
 
+def test_files_that_are_no_tables_are_named(tmp_path):
+    (tmp_path / "latin.csv").write_bytes(b"a,kind\n1,caf\xe9\n")
+    (tmp_path / "text.parquet").write_text("a,kind\n")
+    with pytest.raises(ConfigError, match=r"latin.csv cannot be read as CSV in UTF-8"):
+        build("table", path=str(tmp_path / "latin.csv"), target="kind").dataset("train")
+    pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    with pytest.raises(ConfigError, match=r"text.parquet: this is no Parquet file"):
+        build("table", path=str(tmp_path / "text.parquet"), target="kind").dataset("train")
+
+
 def test_sizes_that_only_the_data_tell(trained_table):
     assert trained_table.found_sizes == {"features": 2, "classes": 3}
+    model = OmegaConf.create({"_target_": "example.model.ResidualMLP", "features": 2, "classes": 4})
+    worker._check_sizes(model, trained_table.found_sizes)
+    model.update(features=5, classes=2)
+    with pytest.raises(ConfigError) as refused:
+        worker._check_sizes(model, trained_table.found_sizes)
+    assert refused.value.problems == [
+        "model.features=5, but the data need 2. Type model.features=2.",
+        "model.classes=2, but the data need at least 3. Type model.classes=3.",
+    ]
 
 
 class Zeros(LightningModule):

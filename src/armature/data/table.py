@@ -17,7 +17,7 @@ from armature.data import extras, sources
 from armature.data.base import Split
 from armature.data.labels import LabeledData, unique
 from armature.data.splits import split_indices
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -147,12 +147,20 @@ def read(file: Path) -> dict[str, np.ndarray]:
     """Return the columns of a file by name. Raises ConfigError."""
     if file.suffix == ".parquet":
         parquet = extras.load("pyarrow.parquet", needed_by=f"data.path={file}")
-        table = parquet.read_table(file)
+        try:
+            table = parquet.read_table(file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.path={file}: this is no Parquet file ({error_line(error)[:200]}).") from error
         return {name: table[name].to_numpy() for name in table.column_names}
     if file.suffix != ".csv":
         raise ConfigError(f"data.path={file}: name .csv or .parquet files.")
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        header, *lines = [row for row in csv.reader(stream) if row] or [[]]
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            header, *lines = [row for row in csv.reader(stream) if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"data.path={file} cannot be read as CSV in UTF-8 ({error_line(error)[:200]}). Convert or remove it."
+        ) from error
     if repeated := sorted({name for name in header if header.count(name) > 1}):
         raise ConfigError(f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them.")
     if uneven := next((i for i, row in enumerate(lines, start=2) if len(row) != len(header)), None):
