@@ -63,7 +63,9 @@ class StepLog(Callback):
         monitors: further sources of columns.
     """
 
-    COLUMNS = frozenset({"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"})
+    COLUMNS = frozenset(
+        {"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm", "train/loss_scale", "train/skipped"}
+    )
     MONITORED = ("epoch", "lr", "train/loss", "train/grad_norm")  # callbacks find them in callback_metrics
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
@@ -166,6 +168,8 @@ class StepLog(Callback):
             norm, strategy.grad_norm = strategy.grad_norm, None
             if norm is not None:  # a module's optimizer_step may leave steps out
                 row["train/grad_norm"] = norm
+            if strategy.scaler is not None:
+                row["train/loss_scale"], row["train/skipped"] = strategy.loss_scale(), int(strategy.skipped_step)
         for column in columns:
             row.update(column)
         self._pending.append(row)
