@@ -93,7 +93,7 @@ def parallelize(
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     for head, ids in _head_hooks(model).items():
-        head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportAttributeAccessIssue]
+        head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 7. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
     # 8. initialize by name

@@ -70,7 +70,7 @@ class Logits(ColwiseParallel):
         if not hasattr(module, "vocabulary"):
             return super()._apply(module, device_mesh)
         group, own = device_mesh.get_group(), module.weight.shape[0] // device_mesh.size()  # pyright: ignore[reportIndexIssue]
-        module.vocabulary = VocabularyShard(  # pyright: ignore[reportAttributeAccessIssue]
+        module.vocabulary = VocabularyShard(  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
             start=device_mesh.get_local_rank() * own,  # pyright: ignore[reportArgumentType]
             all_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group),
             all_sum=partial(dist.all_reduce, group=group),

@@ -51,8 +51,9 @@ class Head(nn.Linear):
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
     """Return whether the head's forward is its own, and nobody but the strategy has hooks that see its logits."""
-    own_forward = isinstance(head, Head) and type(head).forward is Head.forward and "forward" not in vars(head)
-    return own_forward and all(key in head.layout_hooks for key in head.hook_ids)
+    if not isinstance(head, Head) or type(head).forward is not Head.forward or "forward" in vars(head):
+        return False
+    return all(key in head.layout_hooks for key in head.hook_ids)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
