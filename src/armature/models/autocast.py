@@ -13,6 +13,6 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     bits. Cast once, they share one copy, and a tensor axis sends half the bytes. The products stay the same.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    if x.is_meta or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:  # which autocast leaves alone
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x

@@ -75,7 +75,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         part: VocabularyShard | None = None,
     ) -> Tensor:  # fmt: skip
         device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
-        autocast = torch.is_autocast_enabled(device.type)
+        autocast = not x_ND.is_meta and torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else weight_VD.dtype
         x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
