@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.parallel import gradients
+from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies import hooks
 from armature.strategies.hooks import call_callbacks, call_module
@@ -57,6 +59,8 @@ class GradientMixin(LayoutMixin):
         plugin: Any = self.precision_plugin
         plugin.clip_gradients = self.clip_gradients
         plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))
+        if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
+            plugin.scaler = SharedScaler.replacing(plugin.scaler, device=self.root_device, ranks=self.world_size)
         self._trainer, self._data_ranks = trainer, self.data_size
         self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
@@ -126,6 +130,21 @@ class GradientMixin(LayoutMixin):
         """
         micro_batches = self._trainer.accumulate_grad_batches
         return self.target_weights.gradient_scale(micro_batches=micro_batches, ranks=self.world_size)
+
+    # ------------------------------------------------------------ fp16's loss scaler
+    @property
+    def scaler(self) -> SharedScaler | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler if isinstance(scaler, SharedScaler) else None
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the factor that the next loss is multiplied by before backward (0-dim), or None without a scaler."""
+        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.root_device))  # pyright: ignore[reportReturnType]
+
+    @property
+    def skipped_step(self) -> bool:
+        """Whether the newest optimizer step was left out on all ranks, because a gradient overflowed in fp16."""
+        return self.scaler is not None and self.scaler.skipped
 
     # ------------------------------------------------------------ scaling and clipping
     def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:

@@ -1,0 +1,4 @@
+"""One rank of a GPU run of any size, on a CPU: memory, communication, host synchronizations and seconds.
+
+Importing this package is cheap and changes nothing. What replaces functions of torch does so in processes of its own.
+"""
