@@ -115,7 +115,8 @@ def _compile(library: Path, torch_folder: Path) -> None:
 
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent
 
 
