@@ -3,11 +3,11 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-import logging
 import math
 import os
-import sys
+import pickle
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +27,7 @@ from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner.devices import Device
-from armature.simulation import deepspeed, hooks, substitutes
+from armature.simulation import deepspeed, fake_cuda, hooks, substitutes
 from armature.simulation.meter import Meter
 from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
 from armature.simulation.roofline import Roofline
@@ -37,6 +37,7 @@ from armature.training.stop import StopOnSignal
 from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
+CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
 PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 
 
@@ -44,24 +45,67 @@ class StepEnded(BaseException):
     """Ends the run after the measured step."""
 
 
-def run(cfg: DictConfig, *, rank: int, device: Device, boundary: Any = None, capability: tuple[int, int]) -> Report:
+def run(cfg: DictConfig, *, rank: int, device: Device) -> Report:
     """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
     world_size = _world_size(cfg, device)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
+    capability = CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
     substitutes.install(devices=cfg.trainer.devices, capability=capability)
+    fake_cuda.present(fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices))
     notes = _simplify(cfg)
     cfg = checks.check(cfg)
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
     layout = Layout.of(cfg)
     if layout.kind == "deepspeed":
         return deepspeed.report(cfg, layout, lambda single: _simulate(single, rank=0, device=device, notes=notes))
-    if world_size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % cfg.trainer.devices),
-            "LOCAL_WORLD_SIZE": str(cfg.trainer.devices), "GROUP_RANK": str(rank // cfg.trainer.devices),
-        }  # fmt: skip
-    substitutes.pipeline(boundary)
+    if layout.axes["pipe"] > 1:
+        stage_0 = rank % (world_size // layout.axes["pipe"])  # the pipe axis is the outermost
+        boundary = _in_child(lambda: _boundary(cfg, rank=stage_0, device=device))
+        substitutes.pipeline(boundary)
+        notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
+    _join(rank, world_size=world_size, devices=cfg.trainer.devices)
     return _simulate(cfg, rank=rank, device=device, notes=notes)
+
+
+def _join(rank: int, *, world_size: int, devices: int) -> None:
+    if world_size == 1:
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % devices),
+        "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": str(rank // devices),
+    }  # fmt: skip
+
+
+def _boundary(cfg: DictConfig, *, rank: int, device: Device) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of what the first stage of a pipeline sends, which only a simulation of it knows."""
+    substitutes.pipeline(None)
+    _join(rank, world_size=Layout.of(cfg).world_size, devices=cfg.trainer.devices)
+    try:
+        _simulate(cfg, rank=rank, device=device, notes=[])
+    except substitutes.BoundaryFound as found:
+        return found.shape, found.dtype
+    raise AssertionError("the first stage has sent nothing")
+
+
+def _in_child(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a process of its own, since it replaces functions of torch."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            result = pickle.dumps(function())
+        except BaseException as error:
+            result = pickle.dumps(RuntimeError("".join(traceback.format_exception(error))))
+        os.write(write, result)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        result = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _world_size(cfg: DictConfig, device: Device) -> int:
@@ -283,6 +327,3 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
     return None if found is None else found * run.data.simulated_of
 
-
-if __name__ == "__main__":
-    logging.basicConfig(stream=sys.stderr)

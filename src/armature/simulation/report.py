@@ -112,12 +112,8 @@ class Report:
         return cls(**{**values, "volumes": tuple(Volume(**volume) for volume in values["volumes"])})
 
 
-def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth: int, exact: Mapping[str, Any]) -> Report:
-    """Return the report of a model of `depth` layers, on the straight line through two shallower ones.
-
-    Args:
-        exact: fields that are known without a simulation, such as the number of parameters.
-    """
+def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth: int) -> Report:
+    """Return the report of a model of `depth` layers, on the straight line through two shallower ones."""
     share = (depth - depths[0]) / (depths[1] - depths[0])
 
     def line(a: Any, b: Any) -> Any:
@@ -139,7 +135,8 @@ def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth
     ):  # fmt: skip
         values[name] = line(getattr(small, name), getattr(large, name))
     note = f"Extrapolated linearly from {depths[0]} and {depths[1]} layers to {depth}."
-    return dataclasses.replace(large, **{**values, **exact}, notes=(*large.notes, note))
+    values["parameters"] = round(values["parameters"])
+    return dataclasses.replace(large, **values, notes=(*large.notes, note))
 
 
 # ---------------------------------------------------------------- text
