@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner.devices import Device
-from armature.simulation import deepspeed, fake_cuda, hooks, substitutes
+from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
 from armature.simulation.meter import Meter
 from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
 from armature.simulation.roofline import Roofline
@@ -38,6 +39,7 @@ from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
 CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
+VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
 PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 
 
@@ -45,14 +47,24 @@ class StepEnded(BaseException):
     """Ends the run after the measured step."""
 
 
-def run(cfg: DictConfig, *, rank: int, device: Device) -> Report:
+def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
+    """Return `processes.Recorded` as JSON."""
+    recorder = order.Recorder()
+    report = run(cfg, rank=rank, device=device, recorder=recorder)
+    issued = [asdict(each) for each in recorder.record]
+    return {"report": report.to_dict(), "record": issued, "validation_syncs": recorder.validation_syncs}
+
+
+def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder | None = None) -> Report:
     """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
     capability = CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
     substitutes.install(devices=cfg.trainer.devices, capability=capability)
-    fake_cuda.present(fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices))
+    fake_cuda.present(
+        fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
+    )
     notes = _simplify(cfg)
     cfg = checks.check(cfg)
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
@@ -65,7 +77,7 @@ def run(cfg: DictConfig, *, rank: int, device: Device) -> Report:
         substitutes.pipeline(boundary)
         notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
     _join(rank, world_size=world_size, devices=cfg.trainer.devices)
-    return _simulate(cfg, rank=rank, device=device, notes=notes)
+    return _simulate(cfg, rank=rank, device=device, notes=notes, recorder=recorder)
 
 
 def _join(rank: int, *, world_size: int, devices: int) -> None:
@@ -138,7 +150,9 @@ def _simplify(cfg: DictConfig) -> list[str]:
     return notes
 
 
-def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -> Report:
+def _simulate(
+    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None
+) -> Report:
     layout = Layout.of(cfg)
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
@@ -160,6 +174,10 @@ def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -
         modes.enter_context(meter)
         L.seed_everything(cfg.seed, workers=True, verbose=False)
         run = worker.build(cfg, stop)
+        if recorder is not None:
+            run.trainer.num_sanity_val_steps = VALIDATED
+            run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
+            modes.enter_context(recorder)
         probe = Probe(meter, logits=_logits_sizes(cfg, layout))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
@@ -260,6 +278,21 @@ class Probe(L.Callback):
         raise StepEnded
 
 
+class Validation(L.Callback):
+    """Keeps the host synchronizations of the validation that comes before the step."""
+
+    def __init__(self, meter: Meter, recorder: order.Recorder) -> None:
+        self.meter, self.recorder = meter, recorder
+
+    @override
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.meter.syncs.clear()
+
+    @override
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.recorder.validation_syncs = dict(self.meter.syncs)
+
+
 def counts(meter: Meter) -> dict[str, Any]:
     """Return a copy of what has been counted so far."""
     return {
@@ -326,4 +359,3 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
     shapes = {key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch}
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
     return None if found is None else found * run.data.simulated_of
-
