@@ -36,8 +36,8 @@ LAYOUTS = {
         for schedule in SCHEDULES
     },
 }
-SAMPLE = ("fsdp 2, muon, ema, monitors", "tensor 2", "pipeline 2, interleaved_1f1b")
-PER_VALIDATION = ("tasks/base.py",)  # its metrics are read once, at its end
+SAMPLE = ("fsdp 2, muon, ema, monitors", "pipeline 2, interleaved_1f1b")
+VALIDATED = 3  # batches of the validation; its metrics are read once, at its end
 
 
 def compose_layout(*overrides: str):
@@ -72,15 +72,18 @@ def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
     assert problems(ranks) == []
     for rank in ranks:
         assert rank.report.syncs == {}
-        every_batch = {
-            line: n for line, n in rank.validation_syncs.items() if not any(x in line for x in PER_VALIDATION)
-        }
-        assert every_batch == {}
+        assert max(rank.validation_syncs.values(), default=0) < VALIDATED, f"in each batch: {rank.validation_syncs}"
 
 
 @pytest.mark.slow
-def test_a_collective_that_one_rank_leaves_out_is_named():
-    fault = "callbacks.fault={_target_: tests.simulation.faults.LeaveOut}"
-    (problem,) = problems(recorded("strategy=fsdp", "trainer.devices=2", f"+{fault}"))
-    assert "rank 1" in problem
-    assert "faults.py" in problem
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("LeaveOut", "rank 0 at tests/simulation/faults.py:15 in on_before_zero_grad: allreduce of 12 bytes"),
+        ("SendFirst", "rank 1 at tests/simulation/faults.py:23 in on_before_zero_grad: send of 12 bytes to rank 0"),
+    ],
+)
+def test_a_callback_that_would_hang_is_named(fault, line):
+    overrides = [f"+callbacks.fault={{_target_: tests.simulation.faults.{fault}}}", "model.layers=2"]
+    (problem,) = problems(recorded("strategy=ddp", "trainer.devices=2", *overrides))
+    assert line in problem
