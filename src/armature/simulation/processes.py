@@ -24,7 +24,16 @@ from armature.planner.devices import Device
 from armature.simulation import fake_cuda
 from armature.simulation.report import Report, extrapolated
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_", "SLURM_", "ARMATURE_")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "ARMATURE_",
+)
 KEPT = ("ARMATURE_CACHE",)
 
 

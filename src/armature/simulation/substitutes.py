@@ -14,7 +14,7 @@ import lightning.pytorch.trainer.connectors.data_connector as data_connector
 import torch
 import torch.distributed as dist
 from lightning.fabric.accelerators import cuda as fabric_cuda
-from lightning.fabric.utilities import device_parser, device_dtype_mixin
+from lightning.fabric.utilities import device_dtype_mixin, device_parser
 from lightning.pytorch.accelerators import cuda as lightning_cuda
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.distributed.pipelining._utils import _TensorMeta
