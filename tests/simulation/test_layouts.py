@@ -79,8 +79,8 @@ def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
-        ("LeaveOut", "rank 0 at tests/simulation/faults.py:15 in on_before_zero_grad: allreduce of 12 bytes"),
-        ("SendFirst", "rank 1 at tests/simulation/faults.py:23 in on_before_zero_grad: send of 12 bytes to rank 0"),
+        ("LeaveOut", "rank 0 at tests/simulation/faults.py:13 in on_before_zero_grad: allreduce of 12 bytes"),
+        ("SendFirst", "rank 1 at tests/simulation/faults.py:21 in on_before_zero_grad: send of 12 bytes to rank 0"),
     ],
 )
 def test_a_callback_that_would_hang_is_named(fault, line):

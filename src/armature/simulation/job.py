@@ -9,7 +9,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, open_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from typing_extensions import override
 
 from armature import worker
-from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner.devices import Device
 from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
 from armature.simulation.meter import Meter
+from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
 from armature.simulation.roofline import Roofline
 from armature.strategies.base import StrategyMixin
@@ -40,11 +38,6 @@ from armature.validation import checks
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
 CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
 VALIDATED = 3  # batches, before the training step, if the order of communication is recorded
-PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
-
-
-class StepEnded(BaseException):
-    """Ends the run after the measured step."""
 
 
 def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
@@ -70,7 +63,10 @@ def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder 
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
     layout = Layout.of(cfg)
     if layout.kind == "deepspeed":
-        return deepspeed.report(cfg, layout, lambda single: _simulate(single, rank=0, device=device, notes=notes))
+        return deepspeed.report(
+            cfg, layout, rank=rank, device=device,
+            simulate=lambda single: _simulate(single, rank=0, device=device, notes=notes),
+        )  # fmt: skip
     if layout.axes["pipe"] > 1:
         stage_0 = rank % (world_size // layout.axes["pipe"])  # the pipe axis is the outermost
         boundary = _in_child(lambda: _boundary(cfg, rank=stage_0, device=device))
@@ -181,10 +177,8 @@ def _simulate(
         probe = Probe(meter, logits=_logits_sizes(cfg, layout))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
-        try:
+        with suppress(StepEnded):
             run.trainer.fit(run.task, datamodule=run.data)
-        except StepEnded:
-            pass
     if probe.result is None:
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
     return _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
@@ -203,102 +197,6 @@ def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
     """Return the sizes of the dimension along which a language model's vocabulary lies, whole and on one rank."""
     size = (cfg.model or {}).get("vocab_size")
     return frozenset() if not size else frozenset({size, math.ceil(size / layout.axes["tensor"])})
-
-
-class Probe(L.Callback):
-    """Tells the meter what is happening, and ends the run after the first optimizer step.
-
-    The optimizer's state is created before that step: later steps have it from the start. The middle one of several
-    micro-batches counts for all that are left out (`repeats`).
-    """
-
-    def __init__(self, meter: Meter, *, logits: frozenset[int]) -> None:
-        self.meter, self.logits = meter, logits
-        self.result: dict[str, Any] | None = None
-        self.held: dict[str, int] = {}
-        self.batches: list[dict[str, Any]] = []
-        self.module: Any = None
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        meter, self.module = self.meter, pl_module
-        self.first_batch: Any = None
-        for param in pl_module.parameters():
-            meter.own(param.data, "parameters")
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._graded)
-        for optimizer in trainer.optimizers:
-            if not state.needs_closure(optimizer):
-                with meter.during("setup", "optimizer state"):
-                    state.create_state(optimizer)
-            self._own_state(optimizer)
-        meter.logits = self.logits
-        meter.restart()
-
-    def _graded(self, param: torch.Tensor) -> None:
-        if param.grad is not None and not (isinstance(param, DTensor) and not isinstance(param.grad, DTensor)):
-            self.meter.own(param.grad, "gradients")
-
-    def _own_state(self, optimizer: Any) -> None:
-        for values in optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, torch.Tensor):
-                    self.meter.own(value, "optimizer state")
-
-    def _phase(self, name: str) -> None:
-        self.meter.phase, self.meter.kind = name, PHASES[name]
-
-    @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.first_batch = batch if self.first_batch is None else self.first_batch
-        self._phase("forward")
-
-    @override
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        self._phase("backward")
-
-    @override
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for param in pl_module.parameters():
-            if param.grad is not None:
-                self.meter.own(param.grad, "gradients")
-        self._phase("optimizer")
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        kinds = ("parameters", "gradients", "optimizer state")
-        self.held = {kind: self.meter.total[kind] for kind in kinds}
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(counts(self.meter))
-
-    def step_ended(self) -> None:
-        self.result = counts(self.meter)
-        raise StepEnded
-
-
-class Validation(L.Callback):
-    """Keeps the host synchronizations of the validation that comes before the step."""
-
-    def __init__(self, meter: Meter, recorder: order.Recorder) -> None:
-        self.meter, self.recorder = meter, recorder
-
-    @override
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.meter.syncs.clear()
-
-    @override
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.recorder.validation_syncs = dict(self.meter.syncs)
-
-
-def counts(meter: Meter) -> dict[str, Any]:
-    """Return a copy of what has been counted so far."""
-    return {
-        "flops": dict(meter.flops), "seconds": dict(meter.seconds), "syncs": dict(meter.syncs),
-        "operators": meter.operators, "volumes": {key: tuple(value) for key, value in meter.volumes.items()},
-    }  # fmt: skip
 
 
 def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:

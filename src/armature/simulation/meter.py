@@ -1,4 +1,4 @@
-"""Counts what passes through torch's dispatcher: live memory by kind, FLOPs, seconds, collectives, host synchronizations.
+"""Counts what passes through torch's dispatcher: live memory, FLOPs, seconds, collectives, host waits.
 
 `Collectives` alone also works in a real run, on real tensors; `Meter` is for fake ones.
 """
@@ -117,7 +117,7 @@ class Meter(Collectives):
         self.peak, self.peak_by_kind, self.peak_at = self.now, dict(self.total), self.phase
         self.peak_by_phase: dict[str, int] = {}
         self.flops: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.syncs: Counter[str] = Counter()
         self.operators = 0
         self.volumes.clear()
