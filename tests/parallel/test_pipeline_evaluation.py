@@ -69,8 +69,7 @@ def evaluate(ranks: int, batches: list[int]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_evaluates_as_the_whole_model_does(ranks):
-    for far in on_ranks(evaluate, ranks, [6, 7, 3, 1, 7], ranks=ranks):
+def test_every_schedule_evaluates_as_the_whole_model_does():
+    for far in on_ranks(evaluate, 4, [6, 7, 3, 1, 7], ranks=4):
         assert set(far) == set(SCHEDULES)
         assert max(far.values()) < 1e-5, far

@@ -1,9 +1,9 @@
 """Whether all ranks' communication would meet on GPUs, from what each rank's own run has issued.
 
 NCCL works through the operations of a communicator in the order in which a rank issues them, a send ends when its
-receive has begun, and communicators must be used in one order on all ranks. gloo buffers messages instead, so a deadlock
-on GPUs can pass every test on CPUs. Here every rank of a layout runs alone, its operations are recorded, and then all
-records are played together by NCCL's rules.
+receive has begun, and communicators must be used in one order on all ranks. gloo buffers messages instead, so what
+hangs on GPUs can pass every test on CPUs. Here every rank of a layout runs alone, its operations are recorded, and
+then all records are played together by NCCL's rules.
 """
 
 # pyright: reportPrivateImportUsage=false
