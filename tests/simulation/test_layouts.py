@@ -37,7 +37,6 @@ LAYOUTS = {
     },
 }
 SAMPLE = ("fsdp 2, muon, ema, monitors", "pipeline 2, interleaved_1f1b")
-VALIDATED = 3  # batches of the validation; its metrics are read once, at its end
 
 
 def compose_layout(*overrides: str):
@@ -72,7 +71,7 @@ def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
     assert problems(ranks) == []
     for rank in ranks:
         assert rank.report.syncs == {}
-        assert max(rank.validation_syncs.values(), default=0) < VALIDATED, f"in each batch: {rank.validation_syncs}"
+        assert rank.validation_syncs == {}
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
 CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
-VALIDATED = 3  # batches, before the training step, if the order of communication is recorded
+VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
 
 
 def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:

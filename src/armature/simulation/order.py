@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         record: what was issued, in order.
-        validation_syncs: host synchronizations of the validation, by line of code.
+        validation_syncs: host synchronizations of the validation's batches, by line of code.
     """
 
     def __init__(self) -> None:

@@ -143,17 +143,18 @@ class Probe(L.Callback):
 
 
 class Validation(L.Callback):
-    """Keeps the host synchronizations of a validation before the step, by line of code."""
+    """Keeps the host synchronizations of a validation's batches, by line of code."""
 
     def __init__(self, meter: Meter, recorder: Recorder) -> None:
         self.meter, self.recorder = meter, recorder
 
     @override
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.meter.syncs.clear()
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
+        if batch_idx == 0:
+            self.meter.syncs.clear()
 
     @override
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self.recorder.validation_syncs = dict(self.meter.syncs)
 
 

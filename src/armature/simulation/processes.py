@@ -58,7 +58,7 @@ class Recorded:
 
     report: Report
     record: list[dict[str, Any]]
-    validation_syncs: dict[str, int]  # host synchronizations by line of code
+    validation_syncs: dict[str, int]  # host synchronizations of the validation's batches, by line of code
 
 
 def simulate(cfg: DictConfig, *, rank: int = 0, device: Device, depths: tuple[int, int] | None = None) -> Report:
