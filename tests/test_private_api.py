@@ -31,6 +31,8 @@ DCP = "torch.distributed.checkpoint"
 SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
+    # ---------------------------------------------------------------- torch: communication
+    ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),

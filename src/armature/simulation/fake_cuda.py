@@ -58,7 +58,8 @@ def install(device: Device | None = None) -> None:
     for name in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so", "libc10.dylib", "libtorch_cpu.dylib"):
         if (folder / name).exists():
             ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
-    _replace_functions(device or Device(), ctypes.CDLL(str(library)))
+    _replace_functions(ctypes.CDLL(str(library)))
+    present(device or Device())
 
 
 def compiled() -> Path:
@@ -115,7 +116,8 @@ def _compile(library: Path, torch_folder: Path) -> None:
 
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent
 
 
@@ -166,16 +168,10 @@ class Event:
         return 1.0
 
 
-def _replace_functions(device: Device, shim: ctypes.CDLL) -> None:
+def present(device: Device) -> None:
+    """Let torch.cuda describe this device from now on."""
     import torch
-    import torch._inductor.utils  # while torch.cuda still says that it is not compiled: it imports CUDA's C functions
-    from torch._subclasses import fake_tensor
 
-    def index_of(chosen: Any) -> int:
-        index = chosen if isinstance(chosen, int) else torch.device(chosen).index
-        return shim.armature_current_device() if index is None else index
-
-    torch.cuda.current_device = shim.armature_current_device
     stream = Stream()
     properties = SimpleNamespace(
         name=device.name, major=device.capability[0], minor=device.capability[1], total_memory=device.memory_bytes,
@@ -196,18 +192,30 @@ def _replace_functions(device: Device, shim: ctypes.CDLL) -> None:
     }  # fmt: skip
     for name, value in constants.items():
         setattr(torch.cuda, name, _returning(value))
+    accelerator = {"device_count": device.count, "current_stream": stream, "synchronize": None, "is_available": True}
+    for name, value in accelerator.items():
+        setattr(torch.accelerator, name, _returning(value))
+
+
+def _replace_functions(shim: ctypes.CDLL) -> None:
+    import torch
+    import torch._inductor.utils  # while torch.cuda still says that it is not compiled: it imports CUDA's C functions
+    from torch._subclasses import fake_tensor
+
+    def index_of(chosen: Any) -> int:
+        index = chosen if isinstance(chosen, int) else torch.device(chosen).index
+        return shim.armature_current_device() if index is None else index
+
+    torch.cuda.current_device = shim.armature_current_device
     torch.cuda.set_device = lambda device: shim.armature_set_device(index_of(device))
     torch.cuda.stream = lambda stream=None: Stream()  # pyright: ignore[reportAttributeAccessIssue]
     torch.cuda.Stream, torch.cuda.Event = Stream, Event  # pyright: ignore[reportAttributeAccessIssue]
     torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
     torch.version.cuda = "12.8"  # pyright: ignore[reportAttributeAccessIssue]
-    accelerator = {"device_count": device.count, "current_stream": stream, "synchronize": None, "is_available": True}
-    for name, value in accelerator.items():
-        setattr(torch.accelerator, name, _returning(value))
     # in inference mode torch.tensor(…, device="cuda") reaches the fake mode as aten.to, whose constant it would compute
     torch.inference_mode = lambda mode=True: torch.no_grad() if mode else torch.enable_grad()  # pyright: ignore
     # a fake mode remembers its tensors by weak references, which swap_tensors (nn.Module._apply) would refuse
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # pyright: ignore[reportAttributeAccessIssue]
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # pyright: ignore
     # else torch.tensor(…, device="cuda") would ask a device for memory
     torch._C._set_only_lift_cpu_tensors(True)
     torch._C._set_only_lift_cpu_tensors = lambda value: None  # pyright: ignore[reportAttributeAccessIssue]
