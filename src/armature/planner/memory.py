@@ -231,7 +231,6 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
     copy = 0 if _sharded(setup) or c == 4 else c * matrix  # of the weight
     workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c
-    buffer = 4 * matrix if _sharded(setup) else 4 * matrix
     return workspace, (8 + c) * matrix + 3 * positions * cost.width * c
 
 

@@ -16,7 +16,8 @@ def cost(args: Mapping[str, Any]) -> Cost:
     tied, matrices = bool(args.get("tied", False)), 2 * width * width + 2 * width * keys + 3 * width * hidden
     return Cost(
         first=vocabulary * width, block=matrices + 2 * width, last=width + (0 if tied else vocabulary * width),
-        blocks=args["layers"], tied=tied, positions=args["context"], width=width, norms=2, norm_bytes=8, shared_inputs=2 * width,
+        blocks=args["layers"], tied=tied, positions=args["context"], width=width, norms=2,
+        norm_bytes=8, shared_inputs=2 * width,
         inner=3 * width + 2 * keys + 4 * hidden,  # q, attention twice, k, v; gate, its silu, up, their product
         products=4 * width + 2 * keys + 2 * hidden, outputs=2 * width, block_matrices=matrices,
         head_matrices=vocabulary * width, attention=width, classes=vocabulary, losses=args["context"],
