@@ -110,6 +110,17 @@ class Config:
     logger: Any = None
 
 
+def _model_size(name: str, otherwise: int, *, _root_: DictConfig) -> int | None:
+    """Return a size of the model, None if it has no such size, and `otherwise` if the size is a reference itself."""
+    model = _root_.model
+    if name not in model:
+        return None
+    return otherwise if OmegaConf.is_interpolation(model, name) else model[name]
+
+
+OmegaConf.register_new_resolver("model_size", _model_size, replace=True)  # every config.yaml is read by this module
+
+
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
