@@ -138,10 +138,11 @@ def _refuse(setup: Setup, tried: Sequence[Try], memory_bytes: int) -> None:
     whole = least * (setup.world_size if setup.world_size > 1 else 1)
     enough = next((n for n in (2**exponent for exponent in range(1, 11)) if 1.25 * whole / n < memory_bytes), None)
     advice = f"{enough} such devices hold it under strategy=fsdp" if enough else "1,024 devices would not either"
+    offload = f"strategy={'deepspeed_zero3_offload' if setup.world_size == 1 else 'fsdp strategy.cpu_offload=true'}"
     raise ConfigError(
         f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} parameters take at least "
-        f"{_size(least)} per device, and one has {_size(memory_bytes)}. {advice}; strategy=fsdp "
-        f"strategy.cpu_offload=true keeps them in the host's memory. {PLAN_COMMAND}"
+        f"{_size(least)} per device, and one has {_size(memory_bytes)}. {advice}; {offload} keeps them in the host's "
+        f"memory. {PLAN_COMMAND}"
     )
 
 

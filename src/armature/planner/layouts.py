@@ -30,12 +30,12 @@ class Choice:
     effort: int
 
 
-def choices(*, devices: int, num_nodes: int, plain_deepspeed: bool = True) -> Iterator[Choice]:
+def choices(*, devices: int, num_nodes: int) -> Iterator[Choice]:
     """Yield the layouts of devices × machines that make sense for some model."""
     world = devices * num_nodes
     if world == 1:
         yield Choice(name="single", words="strategy=single", strategy=_target("single"), effort=0)
-        yield _mesh("fsdp, offloaded", "strategy=fsdp strategy.cpu_offload=true", {"shard": 1, "cpu_offload": True}, 8)
+        yield _zero_offload()
         return
     yield Choice(name="ddp", words="strategy=ddp", strategy=_target("ddp"), effort=1)
     yield _mesh(f"fsdp {world}", "strategy=fsdp", {"shard": world}, 2)
@@ -61,8 +61,7 @@ def choices(*, devices: int, num_nodes: int, plain_deepspeed: bool = True) -> It
     yield _mesh(
         f"fsdp {world}, offloaded", "strategy=fsdp strategy.cpu_offload=true", {"shard": world, "cpu_offload": True}, 8
     )
-    if plain_deepspeed:
-        yield from _deepspeed()
+    yield from _deepspeed()
 
 
 def _pipelines(world: int, devices: int) -> Iterator[Choice]:
@@ -72,14 +71,14 @@ def _pipelines(world: int, devices: int) -> Iterator[Choice]:
         shard = world // pipe
         words = f"strategy=fsdp_pipeline strategy.pipe={pipe}" if shard > 1 else "strategy=pipeline"
         name = f"pipe {pipe} × fsdp {shard}" if shard > 1 else f"pipe {pipe}"
-        yield _mesh(name, words, {"pipe": pipe, "shard": shard}, 5)
+        yield _mesh(name, words, {"pipe": pipe, "shard": shard, "microbatches": max(4, pipe)}, 5)
         for tensor in _powers(min(devices, LONGEST_TENSOR)):
             if shard % tensor == 0 and shard // tensor >= 1:
                 rest = shard // tensor
                 yield _mesh(
                     f"pipe {pipe} × fsdp {rest} × tensor {tensor}",
                     f"strategy=3d strategy.pipe={pipe} strategy.tensor={tensor}",
-                    {"pipe": pipe, "shard": rest, "tensor": tensor}, 6,
+                    {"pipe": pipe, "shard": rest, "tensor": tensor, "microbatches": max(4, pipe)}, 6,
                 )  # fmt: skip
 
 
@@ -87,9 +86,13 @@ def _deepspeed() -> Iterator[Choice]:
     for stage, words in ((1, "deepspeed_zero1"), (2, "deepspeed"), (3, "deepspeed_zero3")):
         options = {"stage": stage}
         yield Choice(name=f"ZeRO-{stage}", words=f"strategy={words}", strategy=_target("deepspeed", options), effort=7)
+    yield _zero_offload()
+
+
+def _zero_offload() -> Choice:
     options = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
     words = "strategy=deepspeed_zero3_offload"
-    yield Choice(name="ZeRO-3, offloaded", words=words, strategy=_target("deepspeed", options), effort=9)
+    return Choice(name="ZeRO-3, offloaded", words=words, strategy=_target("deepspeed", options), effort=9)
 
 
 def _mesh(name: str, words: str, options: Mapping[str, Any], effort: int) -> Choice:
