@@ -12,13 +12,14 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner import layouts, memory, seconds
-from armature.planner.auto import HEADROOM
+from armature.planner.auto import HEADROOM, WIDE_BLOCK
 from armature.planner.devices import Device
 from armature.planner.layouts import Choice
 from armature.planner.setup import Setup, setup_of
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples per rank that are tried
 PIECES = (4, 8, 16, 32)  # of a pipeline's micro-batch
+ENOUGH_POSITIONS = 16_384  # of a micro-batch, with which a GPU's kernels are busy
 NEAR = 0.1  # relative difference of throughput below which the simpler layout comes first: predictions are no better
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # devices that are tried if none are named
 
@@ -51,6 +52,12 @@ class Candidate:
     @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
+
+    @property
+    def effort(self) -> float:
+        """What orders equals: the parts that can go wrong; wide blocks on several machines ask for a tensor axis."""
+        axes, wide = self.setup.axes, self.setup.cost.block >= WIDE_BLOCK and self.num_nodes > 1
+        return 1.5 if wide and axes["tensor"] > 1 and axes["pipe"] == 1 else self.choice.effort
 
     @property
     def rate(self) -> float:
@@ -96,9 +103,9 @@ def rank(
 def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, int, float]:
     """Sort key: what fits with room, what fits, what does not; then by throughput, and what is near by simplicity."""
     if not each.fits:
-        return 2, each.peak_bytes, each.choice.effort, 0.0
+        return 2, each.peak_bytes, each.effort, 0.0
     steps = math.floor(math.log(fastest / each.rate) / math.log(1 + NEAR)) if fastest > each.rate else 0
-    return int(each.margin < HEADROOM), steps, each.choice.effort, -each.rate
+    return int(each.margin < HEADROOM), steps, each.effort, -each.rate
 
 
 def sort(found: Iterable[Candidate]) -> list[Candidate]:
@@ -140,9 +147,17 @@ def _best(cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_
         _candidate(each, device, choice, devices=devices, num_nodes=num_nodes, size=size, fixed=fixed)
         for each in variants
     ]
-    best = sort(candidates)[0]
+    best = min(candidates, key=_variant_order)
     refusals = layouts.refusals(cfg)
     return replace(best, refused=refusals[0]) if refusals else best
+
+
+def _variant_order(each: Candidate) -> tuple[int, float, float, float]:
+    """Sort key of one layout's variants: with room, then by throughput, then with kernels that are large enough."""
+    if not each.fits:
+        return 2, each.peak_bytes, 0.0, 0.0
+    positions = min(each.setup.micro * each.setup.cost.positions, ENOUGH_POSITIONS)
+    return int(each.margin < HEADROOM), -round(math.log(each.rate) / math.log(1.02)), -positions, each.peak_bytes
 
 
 def _batch(size: int, data_ranks: int, fixed: Fixed, *, least: int) -> int:

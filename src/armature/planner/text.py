@@ -14,8 +14,8 @@ from armature.planner.ranking import Candidate
 GIB = 2**30
 MOST_SHOWN = 24
 HEAD = (
-    f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{'tokens/s':>19}{'days':>13}"
-    f"{'GPU hours':>17}"
+    f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{'tokens/s':>21}{'days':>16}"
+    f"{'GPU hours':>24}"
 )
 
 
@@ -28,8 +28,8 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
         star = "*" if each.simulated else ""
         lines.append(
             f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} {each.setup.recompute!s:<10}"
-            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>19}{spans[0]:>13}"
-            f"{spans[1]:>17}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
+            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21}{spans[0]:>16}"
+            f"{spans[1]:>24}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
         )
     if len(candidates) > MOST_SHOWN:
         lines.append(f"… and {len(candidates) - MOST_SHOWN} more")
