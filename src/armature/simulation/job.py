@@ -158,7 +158,8 @@ def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -
         modes.enter_context(meter)
         L.seed_everything(cfg.seed, workers=True, verbose=False)
         run = worker.build(cfg, stop)
-        probe = Probe(meter, logits=_logits_sizes(cfg, layout))
+        pipeline = layout.axes["pipe"] > 1
+        probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
         with suppress(StepEnded):
