@@ -19,7 +19,7 @@ REPORT = Report(
     rank=0, world_size=8, axes={"shard": 8}, hardware="h100_80gb", parameters=8_000, held={"parameters": 16_000},
     peak=70 * 2**30, peak_by_kind={"activations": 70 * 2**30}, peak_by_phase={"forward": 70 * 2**30},
     peak_at="forward: mm", allowance=6 * 2**30, capacity=79 * 2**30, flops={"forward": 1e15}, operators=10,
-    volumes=[Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5)], syncs={},
+    volumes=(Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5),), syncs={},
     compute_seconds={"forward": 2.0}, bubble_share=0.5, samples_per_step=10, tokens_per_sample=100,
     model_flops=8e15, peak_flops=1e15,
 )  # fmt: skip
@@ -61,7 +61,7 @@ def test_seconds_of_a_step_and_what_follows():
     assert REPORT.rate == (200.0, 250.0)
     assert REPORT.mfu == (0.2, 0.25)
     assert REPORT.fits
-    assert Report.from_dict(REPORT.to_dict()).to_dict() == REPORT.to_dict()
+    assert Report.from_dict(REPORT.to_dict()) == REPORT
 
 
 def test_the_page_says_what_does_not_fit():

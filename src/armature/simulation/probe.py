@@ -72,7 +72,7 @@ class MeasuredStep(L.Callback):
 class Probe(L.Callback):
     """Tells the meter what is happening, and ends the run after the measured step.
 
-    That is the first one; of a pipeline the second, since torch runs each stage once more in the first, to learn shapes.
+    That is the first one; of a pipeline the second, since in the first torch runs each stage once more to learn shapes.
     The optimizer's state is created before that step: later steps have it from the start. The middle one of several
     micro-batches counts for all that are left out (`repeats`).
     """
