@@ -215,7 +215,7 @@ class _Attempts:
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            **(_loopback_variables() if one_machine else {}),
+            **(loopback_variables() if one_machine else {}),
             **environment.rank_variables(
                 attempt=number,
                 heartbeats=beats,
@@ -329,7 +329,7 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
 
 
-def _loopback_variables() -> dict[str, str]:
+def loopback_variables() -> dict[str, str]:
     """Return what keeps the connections of gloo and NCCL within this machine, unless an interface is chosen."""
     name = "lo" if sys.platform == "linux" else "lo0"
     return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ}
