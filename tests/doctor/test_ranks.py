@@ -32,7 +32,7 @@ def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
     slow = [each.what for each in found if each.level == "warning"]
     assert any(re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow), slow
     assert re.fullmatch(
-        r"The gradient of model\.layers\.1\.\S+ differs between replicas: rank 0 from rank 1\.", failures(found)[0].what
+        r"The gradient of model\.blocks\.1\.\S+ differs between replicas: rank 0 from rank 1\.", failures(found)[0].what
     )
 
 

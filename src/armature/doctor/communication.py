@@ -76,7 +76,7 @@ def _init(cfg: DictConfig, session: Session) -> torch.device:
     process_group.init(
         backend=OmegaConf.select(cfg, "strategy.backend") or "auto",
         accelerator=cfg.trainer.accelerator,
-        timeout=timedelta(seconds=session.deadlines.steps),
+        timeout=timedelta(seconds=2 * session.deadlines.steps),  # our own deadline names the ranks
         store=session.group_store,
     )
     return torch.device("cuda", environment.local_rank()) if on_gpu else torch.device("cpu")

@@ -106,6 +106,8 @@ class Session:
         self.add(found)
         if self._is_first():
             self._report()
+        else:
+            time.sleep(2 * COLLECT_SECONDS)  # a thread of this process may be about to report
         self._end(finding.EXIT_CODES[found.level])
 
     def finish(self, *, seconds: float = 20.0) -> None:
@@ -286,9 +288,10 @@ def _places(places: list[tuple[str, int]], ranks: int) -> Iterator[Finding]:
 
 def _stores(rank: int, ranks: int, *, seconds: float) -> tuple[Any, Any]:
     """Return a store for the process group, and another connection to it for notes from any thread."""
+    stores: Any = dist
     if (file := environment.store_file()) is not None:
         path = Path(file)
-        return (dist.FileStore(str(path), ranks), dist.FileStore(f"{path}.notes", -1))  # pyright: ignore[reportPrivateImportUsage]
+        return (stores.FileStore(str(path), ranks), stores.FileStore(f"{path}.notes", -1))
     address, port = environment.main_address(), environment.main_port()
     listens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if listens and (problems := launch.port_findings(address, port)):
@@ -297,12 +300,12 @@ def _stores(rank: int, ranks: int, *, seconds: float) -> tuple[Any, Any]:
         raise Unreachable([launch.unresolved(address)])
     timeout = timedelta(seconds=seconds)
     try:
-        first = dist.TCPStore(address, port, ranks, listens, timeout, wait_for_workers=False)
-        second = dist.TCPStore(address, port, ranks, False, timeout, wait_for_workers=False)
+        first = stores.TCPStore(address, port, ranks, listens, timeout, wait_for_workers=False)
+        second = stores.TCPStore(address, port, ranks, False, timeout, wait_for_workers=False)
     except (dist.DistError, RuntimeError) as error:
         found = launch.answer_findings(address, port, rank=rank)
         raise Unreachable(found) from error
-    return dist.PrefixStore("doctor", first), dist.PrefixStore("doctor-notes", second)
+    return stores.PrefixStore("doctor", first), stores.PrefixStore("doctor-notes", second)
 
 
 def _too_slow(check: str, seconds: float, stack: str, *, group: str) -> Finding:

@@ -57,7 +57,7 @@ class RankEnvironment(ClusterEnvironment):
 
 def init(
     backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None,
-    store: dist.Store | None = None,
+    store: Any = None,
 ) -> None:  # fmt: skip
     """Join the default process group, unless there is only one process or the group exists already.
 
@@ -84,7 +84,7 @@ def init(
     )
 
 
-def _meeting_point(store: dist.Store | None) -> dict[str, Any]:
+def _meeting_point(store: Any) -> dict[str, Any]:
     """Return where the ranks meet: in a file if they are on one machine, since a port would be open to everybody."""
     size, file = environment.world_size(), environment.store_file()
     if store is None and file is not None:
