@@ -44,7 +44,7 @@ def _record(thread: int, *, place: str) -> dict[str, Any]:
 
 def collectives() -> list[dict[str, Any]]:
     """Return the recorded collectives, oldest first: group, its description, number in it, name, sizes, done."""
-    recorder: Any = torch._C._distributed_c10d
+    recorder: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if (dump := getattr(recorder, name, None)) is not None:
