@@ -37,8 +37,10 @@ def _wait(folder: Path, main: int, place: Callable[[], str], over: threading.Eve
 
 def _record(thread: int, *, place: str) -> dict[str, Any]:
     frame = sys._current_frames().get(thread)
-    frames = traceback.extract_stack(frame)[-FRAMES:] if frame is not None else []
-    stack = [f"{each.filename}:{each.lineno} {each.name}" for each in reversed(frames)]
+    frames = list(reversed(traceback.extract_stack(frame))) if frame is not None else []
+    own = [each for each in frames if "site-packages" not in each.filename]  # torch and Lightning say little here
+    shown = frames[:1] + [each for each in own if each is not frames[0]]
+    stack = [f"{each.filename}:{each.lineno} {each.name}" for each in shown[:FRAMES]]
     return {"place": place, "stack": stack, "collectives": collectives()}
 
 
