@@ -69,8 +69,8 @@ def main(cfg: DictConfig) -> None:
             shows([finding.failure("launch", problem, remedy=remedy) for problem in error.problems])
         code = 2
     else:
-        seconds = options["--deadline"]
-        deadlines = {"meeting": 4 * seconds, "collective": seconds, "steps": options["--step-seconds"]}
+        seconds, steps = options["--deadline"], options["--step-seconds"]
+        deadlines = {"meeting": 4 * seconds, "collective": seconds, "building": steps, "steps": steps}
         code = examine(cfg, deadlines=deadlines, show=shows)
     sys.stdout.flush()
     os._exit(code)  # a thread of gloo can abort the interpreter's teardown, and torchrun would report that

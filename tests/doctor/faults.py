@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.parity import harness
 
 PRELOAD = ["armature.worker", "armature.doctor.rank", "armature.doctor.training", "armature.strategies.ddp"]
-DEADLINES = {"meeting": 6.0, "collective": 4.0, "steps": 8.0}
+DEADLINES = {"meeting": 5.0, "collective": 4.0, "steps": 6.0}
 
 
 def examined(cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = None, **options: Any) -> list[Any]:

@@ -17,7 +17,7 @@ def failures(found):
 
 
 def test_a_healthy_run_has_no_failures(cfg):
-    found = examined(cfg, deadlines={"steps": 60.0, "collective": 20.0})
+    found = examined(cfg, deadlines={"meeting": 60.0, "steps": 60.0, "collective": 20.0})
     assert not failures(found)
     said = " ".join(each.what for each in found)
     assert "20 gradients and 20 weights are equal to the bit" in said
@@ -27,7 +27,7 @@ def test_a_healthy_run_has_no_failures(cfg):
 
 
 def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
-    deadlines = {"steps": 60.0, "collective": 20.0}
+    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
     found = examined(cfg, fault="a_third_of_the_speed+parameter_left_out", deadlines=deadlines)
     slow = [each.what for each in found if each.level == "warning"]
     assert any(re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow), slow
@@ -55,4 +55,4 @@ def test_a_rank_that_makes_the_others_wait_is_named(cfg, fault, words):
 def test_a_rank_that_never_starts_is_named(cfg):
     found = failures(examined(cfg, absent=1))
     assert [each.group for each in found] == ["launch"]
-    assert found[0].what.startswith("rank 1 of 2 never started within 6 s")
+    assert found[0].what.startswith("rank 1 of 2 never started within 5 s")

@@ -40,10 +40,11 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds after which a check is given up: for the ranks to start, for a collective, for the steps of training."""
+    """Seconds after which a check is given up: the ranks' start, a collective, building the model, a few steps."""
 
     meeting: float = 120.0
     collective: float = 30.0
+    building: float = 600.0
     steps: float = 600.0
 
 
