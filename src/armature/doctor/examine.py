@@ -154,6 +154,8 @@ class _Ranks:
             return None  # another rank may be about to report
         first = next((number for number in ended if codes[number]), ended[0])
         code = codes[first] or 0
+        if self.cfg.launch.rdzv_endpoint and code == 0:
+            return finding.ok(launch.GROUP, "The ranks of this machine have finished; another machine has the report.")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         remedy = (
             "SIGKILL without a cause of yours means that memory ran out: dmesg | tail."
