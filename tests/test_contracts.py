@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim", "loggers")
-DISTRIBUTED = ("parallel", "strategies", "checkpoint", "launcher", "training", "worker.py", "simulation")
+DISTRIBUTED = ("parallel", "strategies", "checkpoint", "launcher", "training", "simulation", "doctor", "worker.py")
 ALL = sorted(SOURCE.rglob("*.py"))
 
 

@@ -178,6 +178,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{DCP}.filesystem", "_StorageInfo", None, "checkpoint/storage.py"),
     (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", None, "checkpoint/storage.py"),
     ("torch.serialization", "_get_layout", None, "checkpoint/storage.py"),
+    ("torch", "_C", None, "training/blocked.py"),
+    ("torch._C", "_distributed_c10d", None, "training/blocked.py"),
+    ("torch._C._distributed_c10d", "_dump_fr_trace_json", None, "training/blocked.py"),
     # ---------------------------------------------------------------- Hydra, TensorBoard, Python
     ("hydra._internal.hydra:Hydra", "get_mode", None, "cli.py"),
     ("hydra._internal.utils", "get_args_parser", (), "cli.py"),
@@ -185,6 +188,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.utils.tensorboard.writer:FileWriter", "event_writer", None, "loggers/tensorboard.py"),
     ("tensorboard.summary.writer.event_file_writer:EventFileWriter", "_file_name", None, "loggers/tensorboard.py"),
     ("atexit", "_run_exitfuncs", None, "launcher/rank.py"),
+    ("sys", "_current_frames", (), "training/blocked.py"),
 ]
 TABLE += [  # ---------------------------------------------------------------- the simulator
     ("torch.distributed._tools", "fake_collectives", None, "simulation/meter.py"),
@@ -263,7 +267,7 @@ OURS_OR_PYTHONS = {"_asdict", "_exit", "_target_"}
 def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:
     module, _, cls = owner.partition(":")
     library = module.split(".")[0]
-    release = "" if library == "atexit" else f" {version({'hydra': 'hydra-core'}.get(library, library))}"
+    release = "" if library in ("atexit", "sys") else f" {version({'hydra': 'hydra-core'}.get(library, library))}"
     changed = f"{library}{release} changed {owner}.{name}: see {file}"
     try:
         holder = importlib.import_module(module)

@@ -112,6 +112,12 @@ def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
     stacks = [(run_dir / "logs" / f"rank_{rank:04d}.log").read_text() for rank in (0, 1)]
     assert all("Current thread 0x" in text for text in stacks)
     assert ["faulty/__init__.py" in text for text in stacks] == [False, True]
+    came = (
+        r"Rank 0 waits in all_reduce.*, collective \d+ of all ranks; rank 1 never came \(rank 1 is at \S+faulty/__init"
+    )
+    assert re.search(came, output), output
+    report = (run_dir / "logs" / "hang.txt").read_text()
+    assert re.search(r"rank 1: train after step \d; its last finished", report), report
 
 
 @pytest.mark.slow
@@ -375,7 +381,7 @@ BAD = {
     "launch.max_restarts=-1": "launch.max_restarts=-1",
     "launch.min_ranks=5": r"launch.min_ranks=5: must be from 1 to trainer.devices=4",
     "launch.min_ranks=0": "launch.min_ranks=0",
-    "launch.hang_timeout=0": "launch.hang_timeout=0.0: must be positive",
+    "launch.hang_timeout=0": "launch.hang_timeout=0: must be positive",
     "launch.stop_minutes_before_limit=-1": "launch.stop_minutes_before_limit=-1.0: must be positive",
 }
 

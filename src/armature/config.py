@@ -85,7 +85,7 @@ class Checkpoint:
 class Launch:
     max_restarts: Any = MISSING
     min_ranks: int | None = MISSING
-    hang_timeout: float | None = MISSING
+    hang_timeout: Any = MISSING  # float | None | auto
     stop_minutes_before_limit: float | None = MISSING
     rdzv_endpoint: str | None = MISSING
     grace_seconds: int = MISSING

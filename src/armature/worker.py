@@ -58,6 +58,7 @@ from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
 
+COLLECTIVE_SECONDS = 1800.0  # after which a collective fails with launch.hang_timeout=auto
 AUTO_CLIP = 1.0  # gradient norm to clip to with trainer.gradient_clip_val=auto
 
 
@@ -354,7 +355,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     Args:
         later: additional seconds, if a parent watches the ranks: it can name the one that hangs.
     """
-    seconds = cfg.launch.hang_timeout
+    seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(
         backend=OmegaConf.select(cfg, "strategy.backend") or "auto",
         accelerator=cfg.trainer.accelerator,

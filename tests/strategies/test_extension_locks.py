@@ -51,7 +51,7 @@ def test_a_lock_that_is_new_is_left_for_a_while(lock, tmp_path, monkeypatch):
 
 def test_on_a_shared_file_system_it_takes_longer(lock, monkeypatch):
     monkeypatch.setattr(extension_locks, "_is_local", lambda folder: False)
-    assert extension_locks._seconds_left(lock) > 200
+    assert extension_locks.seconds_left(lock) > 200
 
 
 def test_without_a_cache_nothing_happens(tmp_path):

@@ -28,6 +28,7 @@ from typing import TypeVar
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
+SET_FOR_RANKS = ("ARMATURE_ATTEMPT", "ARMATURE_HEARTBEATS", "ARMATURE_STORE", "ARMATURE_RESIZED", "ARMATURE_DEADLINE")
 
 
 def is_joined() -> bool:

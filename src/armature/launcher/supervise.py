@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from armature import hardware
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, RunFailed
-from armature.launcher import environment
+from armature.launcher import environment, hang
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, resize
 
@@ -214,8 +214,9 @@ class _Attempts:
             **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "64"),  # collectives known after a hang
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            **(_loopback_variables() if one_machine else {}),
+            **(loopback_variables() if one_machine else {}),
             **environment.rank_variables(
                 attempt=number,
                 heartbeats=beats,
@@ -298,7 +299,13 @@ def _hang(watcher: RankWatcher, folder: Path) -> Failure:
     log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
     why = "stopped by a signal such as SIGSTOP" if stopped else f"{'their' if several else 'its'} stacks are in {log}"
     what = f"rank{'s' * several} {', '.join(map(str, ranks))} made no step for {seconds:.0f} s ({why})"
-    return Failure(what, f"R{what[1:]}. launch.hang_timeout limits a step, a validation batch and a save.")
+    verdict = hang.verdict(watcher.blocked, ranks=watcher.asked) if not stopped else ""
+    file = folder / "logs" / hang.REPORT
+    with suppress(OSError):
+        file.write_text(hang.report(watcher.blocked, ranks=watcher.asked, seconds=seconds))
+    verdict = f" {verdict[:1].upper()}{verdict[1:]} " if verdict else " "
+    limits = "launch.hang_timeout limits a step, a validation batch and a save."
+    return Failure(what, f"R{what[1:]}.{verdict}{file} says what each rank was doing. {limits}")
 
 
 def _cause_key(rank: int, failure: Any, watcher: RankWatcher) -> tuple[bool, bool, float]:
@@ -329,7 +336,7 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
 
 
-def _loopback_variables() -> dict[str, str]:
+def loopback_variables() -> dict[str, str]:
     """Return what keeps the connections of gloo and NCCL within this machine, unless an interface is chosen."""
     name = "lo" if sys.platform == "linux" else "lo0"
     return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ}

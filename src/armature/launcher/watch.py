@@ -12,12 +12,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from armature.launcher import environment
+from armature.launcher import environment, hang
 
 POLL_SECONDS = 0.2
+AUTO_SECONDS, AUTO_STEPS = 300.0, 20  # launch.hang_timeout=auto: the larger of these seconds and slowest steps
 # how long the others may take to end once a rank has failed; some wait for it in calls that never return
 SHUTDOWN_SECONDS = 5.0
 
@@ -29,6 +31,7 @@ class Rank:
     handle: int | None  # process file descriptor, readable once the process has died; None if the system has none
     beat: int = 0  # modification time of its last heartbeat, in ns
     idle: float | None = None  # seconds since then; None before the first heartbeat
+    slowest: float = 0.0  # seconds of its slowest step; infinite while none is due (validation, a save)
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,18 @@ class RankWatcher:
     Args:
         folder: the ranks' heartbeats (ARMATURE_HEARTBEATS), each a file named after its process id.
         ranks: how many this process starts.
-        hang_timeout: seconds without a heartbeat after which a rank is killed; None: never.
+        hang_timeout: seconds without a heartbeat after which a rank is killed; None: never; auto: see AUTO_SECONDS.
+
+    Attributes:
+        blocked: what the ranks were doing when they were found to hang (`launcher.hang`).
     """
 
-    def __init__(self, folder: Path, *, ranks: int, hang_timeout: float | None) -> None:
+    def __init__(self, folder: Path, *, ranks: int, hang_timeout: float | str | None) -> None:
         self.folder, self.count, self.hang_timeout = folder, ranks, hang_timeout
         self.deaths: dict[int, Death] = {}
         self.hung: dict[int, Hang] = {}  # killed because they made no progress
+        self.asked: list[int] = []  # the ranks that were alive when some hung
+        self.blocked: dict[int, Any] = {}
         self.ended: set[int] = set()  # killed because another had failed
         self._asked_to_end = False
         self._ranks: dict[int, Rank] = {}  # the living ones, by process id
@@ -66,6 +74,7 @@ class RankWatcher:
 
     def __enter__(self) -> "RankWatcher":
         self.folder.mkdir(parents=True, exist_ok=True)
+        hang.clear(self.folder)
         self._thread.start()
         return self
 
@@ -128,26 +137,37 @@ class RankWatcher:
         for pid, rank in self._ranks.items():
             try:
                 beat = (self.folder / str(pid)).stat().st_mtime_ns
+                if beat != rank.beat and (text := (self.folder / str(pid)).read_text()):
+                    rank.slowest = float(text)
             except FileNotFoundError:
                 continue
             # not the file's age, since clocks get set
             rank.idle = 0.0 if rank.idle is None or beat != rank.beat else rank.idle + passed
             rank.beat = beat
         idle = [(rank, rank.idle) for rank in self._ranks.values() if rank.idle is not None]
-        if self.hang_timeout is None or not any(seconds > self.hang_timeout for _, seconds in idle):
+        timeout = self._timeout()
+        if timeout is None or not any(seconds > timeout for _, seconds in idle):
             return
         # ranks wait for each other, so all stop within the second that may lie between two heartbeats
-        threshold = self.hang_timeout - min(2.0, self.hang_timeout / 2)
+        threshold = timeout - min(2.0, timeout / 2)
         stale = [(rank, seconds) for rank, seconds in idle if seconds > threshold]
         for rank, seconds in stale:
             self.hung[rank.number] = Hang(seconds, stopped=_is_stopped(rank.pid))
         for rank, _ in idle:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGUSR2)  # the worker writes all threads' stacks to the rank's log
-        self._done.wait(1.0)
+        self.asked = sorted(rank.number for rank in self._ranks.values())
+        self.blocked = hang.ask(self.folder, self.asked)
         for rank, _ in stale:
             _kill_group(rank.pid)
             rank.idle = None
+
+    def _timeout(self) -> float | None:
+        """Return the seconds after which ranks hang. While one validates or saves, the others may wait for it."""
+        if self.hang_timeout != "auto":
+            assert not isinstance(self.hang_timeout, str)
+            return self.hang_timeout
+        return max([AUTO_SECONDS, *(AUTO_STEPS * rank.slowest for rank in self._ranks.values())])
 
     def _kill_overdue_ranks(self) -> None:
         if self._kill_deadline is not None and time.monotonic() > self._kill_deadline[0]:

@@ -55,11 +55,15 @@ class RankEnvironment(ClusterEnvironment):
         pass
 
 
-def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None) -> None:
+def init(
+    backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None,
+    store: Any = None,
+) -> None:  # fmt: skip
     """Join the default process group, unless there is only one process or the group exists already.
 
     `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
     The timeout is that of a collective, in this group and in all groups that are created later; None: torch's.
+    `store` is where the ranks meet; None: where the launcher's variables say.
     """
     if dist.is_initialized() or environment.world_size() == 1:
         return
@@ -73,16 +77,20 @@ def init(backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta 
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)
     dist.init_process_group(
-        backend, timeout=timeout, device_id=device if "nccl" in backend else None, **_meeting_point()
+        backend,
+        timeout=timeout,
+        device_id=device if "nccl" in backend else None,
+        **_meeting_point(store),
     )
 
 
-def _meeting_point() -> dict[str, Any]:
+def _meeting_point(store: Any) -> dict[str, Any]:
     """Return where the ranks meet: in a file if they are on one machine, since a port would be open to everybody."""
-    if (file := environment.store_file()) is None:
+    size, file = environment.world_size(), environment.store_file()
+    if store is None and file is not None:
+        store = dist.FileStore(str(file), size)  # pyright: ignore[reportPrivateImportUsage]
+    if store is None:
         return {}
-    size = environment.world_size()
-    store = dist.FileStore(str(file), size)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": store, "rank": environment.rank(), "world_size": size}
 
 

@@ -25,7 +25,7 @@ def clear(root: Path | None = None) -> None:
     """Remove the leftovers, and wait for those who compile."""
     reported = set()
     for lock in sorted((root or _root()).glob("**/lock")):
-        while (seconds := _seconds_left(lock)) > 0:
+        while (seconds := seconds_left(lock)) > 0:
             if lock not in reported and seconds > QUIET_SECONDS:
                 reported.add(lock)
                 log.warning("Waiting: another process may be compiling (%s). If none is, type rm %s", lock.parent, lock)
@@ -35,7 +35,7 @@ def clear(root: Path | None = None) -> None:
             lock.unlink(missing_ok=True)
 
 
-def _seconds_left(lock: Path) -> float:
+def seconds_left(lock: Path) -> float:
     """Return for how many seconds this lock must be respected at least; 0: it is a leftover, or gone."""
     if not lock.exists():
         return 0.0

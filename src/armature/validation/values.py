@@ -167,7 +167,7 @@ RANGES: dict[str, Rule] = {
     "checkpoint.keep_every_n_steps": _steps,
     "checkpoint.monitor": _text("the name of a metric, as in val/loss"),
     "checkpoint.root": _text("a folder or an object store", null="the run directory"),
-    "launch.hang_timeout": _seconds,
+    "launch.hang_timeout": lambda value: None if value == "auto" else _seconds(value),
     "launch.stop_minutes_before_limit": _number(above=0, most=LONGEST / 60, null="never"),
     "launch.grace_seconds": _number(least=0, most=LONGEST),
     "launch.rdzv_endpoint": _text("HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"),

@@ -1,0 +1,84 @@
+"""Examine a run before it is started: the machine, the launch, the links, one real step, the data, the run directory.
+
+    python scripts/doctor.py strategy=ddp trainer.devices=2
+    torchrun --nproc-per-node=8 scripts/doctor.py strategy=fsdp trainer.devices=8
+    srun python scripts/doctor.py experiment=gpt2_124m trainer.devices=8 trainer.num_nodes=2
+
+Type the overrides of the run, and start it as you start the run. Nothing is trained on or written to the run directory.
+
+    --json              print the findings as JSON
+    --deadline=SECONDS  for a check of the links; for the ranks to start, four times as long (30)
+    --step-seconds=SECONDS  for building the model, and for a few steps of training (600)
+
+Exit code: 0 if all is well, 1 for warnings, 2 for failures.
+"""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import hydra
+from omegaconf import DictConfig
+
+from armature import cli
+from armature.doctor import finding
+from armature.doctor.examine import examine
+from armature.errors import ConfigError
+from armature.training.limits import prefer_typed
+from armature.validation.checks import check
+
+OPTIONS = {"--json": 0.0, "--deadline": 30.0, "--step-seconds": 600.0}
+
+
+def take_options() -> dict[str, float]:
+    """Remove our own options from the command line and return their values; the rest is Hydra's."""
+    values, rest = dict(OPTIONS), []
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        if name not in OPTIONS:
+            rest.append(argument)
+            continue
+        try:
+            values[name] = float(value) if name != "--json" else 1.0
+        except ValueError:
+            values[name] = 0.0
+        if values[name] <= 0:
+            cli.refuse([f"{argument}: type a number of seconds, as in {name}={OPTIONS[name]:.0f}."])
+    sys.argv[1:] = rest
+    return values
+
+
+def show(found: list[finding.Finding], *, as_json: bool) -> None:
+    print(finding.as_json(found) if as_json else finding.as_text(found), flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+@cli.report_errors
+def main(cfg: DictConfig) -> None:
+    shows = partial(show, as_json=bool(options["--json"]))
+    try:
+        with cli.checking():
+            cfg = check(prefer_typed(cfg, cli.overrides()))
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            remedy = "Correct the command; nothing else was examined."
+            shows([finding.failure("launch", problem, remedy=remedy) for problem in error.problems])
+        code = 2
+    else:
+        seconds, steps = options["--deadline"], options["--step-seconds"]
+        deadlines = {"meeting": 4 * seconds, "collective": seconds, "building": steps, "steps": steps}
+        code = examine(cfg, deadlines=deadlines, show=shows)
+    sys.stdout.flush()
+    os._exit(code)  # a thread of gloo can abort the interpreter's teardown, and torchrun would report that
+
+
+if __name__ == "__main__":
+    if any(each in ("-h", "--help") for each in sys.argv[1:]):
+        print(__doc__)
+        sys.exit()
+    options = take_options()
+    cli.run(main, config_dir=ROOT / "configs")

@@ -1,0 +1,233 @@
+"""This machine: packages, GPUs and their driver, limits on memory, files and threads, leftover locks. Torch-free."""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+from omegaconf import DictConfig, OmegaConf
+
+from armature import hardware
+from armature.doctor.finding import Finding, failure, ok, warning
+from armature.layout import Layout
+
+GROUP = "environment"
+REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
+SHM_PER_RANK = 256 * 2**20  # bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
+MEMORY_PER_RANK = 2 * 2**30  # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
+MIN_OPEN_FILES = 4096
+GiB = 2**30
+
+
+def check(cfg: DictConfig) -> list[Finding]:
+    """Return the findings about this machine."""
+    where = socket.gethostname()
+    found = [
+        *versions(_required(), _installed),
+        *gpus(cfg, os.environ),
+        *shared_memory(cfg),
+        *open_files(cfg),
+        *memory(cfg, memory_limits()),
+        *threads(cfg, os.environ, cpus=hardware.cpu_count()),
+        *extension_locks(cfg),
+    ]
+    return [Finding(each.level, each.group, each.what, each.remedy, where) for each in found]
+
+
+# ------------------------------------------------------------ packages
+def _required() -> list[str]:
+    lines = REQUIREMENTS.read_text().splitlines() if REQUIREMENTS.is_file() else []
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions(required: list[str], installed: Any) -> Iterator[Finding]:
+    """Compare installed packages with requirement lines; `installed(name)` returns a version or None."""
+    from packaging.requirements import Requirement
+
+    wrong = False
+    for line in required:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        version = installed(requirement.name)
+        remedy = f"Type pip install '{requirement.name}{requirement.specifier}'."
+        if version is None:
+            wrong = True
+            yield failure(GROUP, f"{requirement.name} is not installed.", remedy=remedy)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            wrong = True
+            what = f"{requirement.name} {version} is installed, but this project needs {requirement.specifier}."
+            yield failure(GROUP, what, remedy=remedy)
+    if required and not wrong:
+        yield ok(GROUP, f"All {len(required)} required packages have versions that go together.")
+
+
+# ------------------------------------------------------------ GPUs
+def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare the visible GPUs with trainer.devices, and the driver with the CUDA that torch was built for."""
+    visible, devices = environ.get("CUDA_VISIBLE_DEVICES"), cfg.trainer.devices
+    count, has_card = hardware.gpu_count(), Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    if cfg.trainer.accelerator != "gpu":
+        if has_card and not count:
+            hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
+            what = f"This machine seems to have GPUs, but the driver shows none{hidden}, so the run uses the CPU."
+            yield warning(GROUP, what, remedy="Type nvidia-smi; if it fails, the driver must be installed or reloaded.")
+        return
+    torch_version = _installed("torch") or ""
+    if "+cpu" in torch_version:
+        yield failure(
+            GROUP,
+            f"torch {torch_version} was built without CUDA, but trainer.accelerator=gpu.",
+            remedy="Type pip install --force-reinstall torch, from PyTorch's index for your CUDA.",
+        )
+    if count < devices:
+        shown = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "the driver"
+        yield failure(
+            GROUP,
+            f"trainer.devices={devices}, but {shown} shows {count} GPUs.",
+            remedy=f"Type trainer.devices={count}, or ask the scheduler for {devices} GPUs per node.",
+        )
+    else:
+        yield ok(GROUP, f"{count} GPUs are visible.")
+    built = re.search(r"\+cu(\d+)(\d)", torch_version)
+    driver = cuda_driver_version()
+    if built and driver and driver < (int(built[1]), 0):
+        yield failure(
+            GROUP,
+            f"torch {torch_version} was built for CUDA {built[1]}.{built[2]}, but the driver supports up to "
+            f"{driver[0]}.{driver[1]}.",
+            remedy=f"Update the NVIDIA driver, or install a torch built for CUDA {driver[0]}.",
+        )
+
+
+def cuda_driver_version() -> tuple[int, int] | None:
+    """Return the newest CUDA that the installed driver supports, or None without a driver."""
+    import ctypes
+
+    if (driver := hardware._cuda_driver()) is None:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+# ------------------------------------------------------------ limits
+def shared_memory(cfg: DictConfig, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Check the room in /dev/shm, which loader workers and NCCL need; a container has 64 MiB by default."""
+    workers = OmegaConf.select(cfg, "data.num_workers") or 0
+    if not folder.is_dir() or (not workers and cfg.trainer.accelerator != "gpu"):
+        return
+    free, needed = shutil.disk_usage(folder).free, SHM_PER_RANK * cfg.trainer.devices
+    if free < needed:
+        what = (
+            f"{folder} has {free / 2**20:.0f} MiB free; {cfg.trainer.devices} ranks need about {needed / GiB:.1f} GiB"
+        )
+        why = ", or loader workers die with a bus error." if workers else "."
+        remedy = "In Docker type --shm-size=16g or --ipc=host; otherwise remove old files from it."
+        yield warning(GROUP, what + why, remedy=remedy)
+    else:
+        yield ok(GROUP, f"{folder} has {free / GiB:.1f} GiB free.")
+
+
+def open_files(cfg: DictConfig, soft: int | None = None) -> Iterator[Finding]:
+    """Check the limit of open files: connections, loader workers' tensors and shards of data count."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft is None else soft
+    if 0 <= limit < MIN_OPEN_FILES:
+        what = f"A process may open {limit} files; many ranks or loader workers need more."
+        yield warning(GROUP, what, remedy="Type ulimit -n 65536 before the command, or in the batch script.")
+    else:
+        yield ok(GROUP, "The limit of open files is high enough.")
+
+
+def memory_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, int]:
+    """Return the limits on this process's memory in bytes, by what sets them: the machine, a cgroup, Slurm."""
+    limits = {"the machine": psutil.virtual_memory().total}
+    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
+    own = Path("/proc/self/cgroup")
+    for line in own.read_text().splitlines() if own.is_file() else []:
+        path = line.split(":", 2)[2].lstrip("/")
+        files += [root / path / "memory.max", root / "memory" / path / "memory.limit_in_bytes"]
+    for file in files:
+        try:
+            value = int(file.read_text())
+        except (OSError, ValueError):  # "max"
+            continue
+        if 0 < value < limits["the machine"]:
+            limits["the container's or job's cgroup"] = min(value, limits.get("the container's or job's cgroup", value))
+    per_node, per_cpu = os.environ.get("SLURM_MEM_PER_NODE", ""), os.environ.get("SLURM_MEM_PER_CPU", "")
+    if per_node.isdigit() and int(per_node):
+        limits["Slurm (--mem)"] = int(per_node) * 2**20
+    elif per_cpu.isdigit() and (cpus := os.environ.get("SLURM_CPUS_ON_NODE", "")).isdigit():
+        limits["Slurm (--mem-per-cpu)"] = int(per_cpu) * int(cpus) * 2**20
+    return limits
+
+
+def memory(cfg: DictConfig, limits: Mapping[str, int]) -> Iterator[Finding]:
+    """Compare the smallest memory limit with what the ranks of a machine need at least."""
+    name, limit = min(limits.items(), key=lambda item: item[1])
+    devices, workers = cfg.trainer.devices, OmegaConf.select(cfg, "data.num_workers") or 0
+    needed = devices * (MEMORY_PER_RANK + workers * GiB // 4)
+    if limit < needed:
+        yield warning(
+            GROUP,
+            f"{name[0].upper()}{name[1:]} allows {limit / GiB:.1f} GiB; {devices} ranks with {workers} loader workers "
+            f"each need at least about {needed / GiB:.1f} GiB. A process that exceeds it is killed without a word.",
+            remedy="Ask for more memory (Slurm: --mem=0; Docker: --memory), or type fewer data.num_workers.",
+        )
+    else:
+        yield ok(GROUP, f"{name[0].upper()}{name[1:]} allows {limit / GiB:.1f} GiB of memory.")
+
+
+def threads(cfg: DictConfig, environ: Mapping[str, str], *, cpus: int) -> Iterator[Finding]:
+    """Compare the cores that this process may use with the ranks, their loader workers and their threads."""
+    devices, workers = cfg.trainer.devices, OmegaConf.select(cfg, "data.num_workers") or 0
+    typed = environ.get("OMP_NUM_THREADS", "")
+    ranks = 1 if environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else devices
+    wanted = ranks * (1 + workers)
+    slurm = "--cpus-per-task" if "SLURM_JOB_ID" in environ else None
+    if cpus < ranks or cpus < wanted // 2:
+        yield warning(
+            GROUP,
+            f"{cpus} cores for {ranks} ranks with {workers} loader workers each: they take turns.",
+            remedy=f"Ask for {wanted} cores" + (f" ({slurm}={1 + workers})" if slurm else "")
+            + (", or type fewer data.num_workers." if workers else ", or type fewer trainer.devices."),
+        )  # fmt: skip
+    elif typed.isdigit() and int(typed) * ranks > 2 * cpus:
+        what = f"OMP_NUM_THREADS={typed} × {ranks} ranks is more than the {cpus} cores: threads take turns."
+        yield warning(GROUP, what, remedy=f"Type export OMP_NUM_THREADS={max(1, cpus // ranks)}.")
+    else:
+        yield ok(GROUP, f"{cpus} cores for {ranks} rank{'s' * (ranks > 1)}.")
+
+
+def extension_locks(cfg: DictConfig, root: Path | None = None) -> Iterator[Finding]:
+    """Find leftover build locks of torch extensions, on which a start of plain DeepSpeed waits for ever, in silence."""
+    if root is None:
+        default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    if not any(root.glob("**/lock")):
+        return
+    from armature.strategies import extension_locks as locks
+
+    stale = [lock for lock in sorted(root.glob("**/lock")) if locks.seconds_left(lock) <= 0]
+    for lock in stale:
+        what = f"{lock} was left by a process that was killed while it compiled."
+        used = Layout.of(cfg).kind == "deepspeed"
+        why = " strategy=deepspeed removes it; other programs that use DeepSpeed wait for ever." if used else ""
+        yield warning(GROUP, what + why, remedy=f"Type rm {lock}")

@@ -1,0 +1,90 @@
+"""What a check found, and the report of all of them. Torch-free."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+EXIT_CODES = {OK: 0, WARNING: 1, FAILURE: 2}
+GROUPS = ("environment", "launch", "communication", "gradients", "data", "run directory")
+MOST_PLACES = 4  # named in a line of the report
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Args:
+        group: one of GROUPS.
+        what: one sentence: what was measured, or what is wrong.
+        remedy: what to type or to change; empty if all is well.
+        where: the machine or the rank that found it; empty if it holds for the whole run.
+    """
+
+    level: str
+    group: str
+    what: str
+    remedy: str = ""
+    where: str = ""
+
+
+def ok(group: str, what: str, *, where: str = "") -> Finding:
+    return Finding(OK, group, what, where=where)
+
+
+def warning(group: str, what: str, *, remedy: str, where: str = "") -> Finding:
+    return Finding(WARNING, group, what, remedy, where)
+
+
+def failure(group: str, what: str, *, remedy: str, where: str = "") -> Finding:
+    return Finding(FAILURE, group, what, remedy, where)
+
+
+def from_records(records: Iterable[dict[str, Any]]) -> list[Finding]:
+    return [Finding(**record) for record in records]
+
+
+def to_records(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    return [asdict(finding) for finding in findings]
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return 0 if all is well, 1 for warnings, 2 for failures."""
+    return max((EXIT_CODES[finding.level] for finding in findings), default=0)
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings in the order of GROUPS, those that several machines or ranks share as one."""
+    places: dict[tuple[str, str, str, str], list[str]] = {}
+    for each in findings:
+        known = places.setdefault((each.level, each.group, each.what, each.remedy), [])
+        if each.where and each.where not in known:
+            known.append(each.where)
+    joined = []
+    for (level, group, what, remedy), names in places.items():
+        more = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
+        joined.append(Finding(level, group, what, remedy, ", ".join(names[:MOST_PLACES]) + more))
+    return sorted(joined, key=lambda each: GROUPS.index(each.group))
+
+
+def as_text(findings: Iterable[Finding]) -> str:
+    """Return the report: a section per group, a line per finding, the remedy under what is wrong."""
+    lines, group = [], None
+    found = merged(findings)
+    for each in found:
+        if each.group != group:
+            group = each.group
+            lines.append(f"{group}")
+        where = f" [{each.where}]" if each.where else ""
+        lines.append(f"  {each.level:<8} {each.what}{where}")
+        if each.remedy:
+            lines.append(f"  {'':<8} → {each.remedy}")
+    counts = {level: sum(each.level == level for each in found) for level in (FAILURE, WARNING, OK)}
+    summary = ", ".join(f"{count} {level}{'s' * (count != 1 and level != OK)}" for level, count in counts.items())
+    return "\n".join([*lines, "", summary])
+
+
+def as_json(findings: Iterable[Finding]) -> str:
+    found = merged(findings)
+    return json.dumps({"exit_code": exit_code(found), "findings": to_records(found)}, indent=2)

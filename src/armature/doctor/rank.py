@@ -1,0 +1,94 @@
+"""One rank of an examination: `python -m armature.doctor.rank FOLDER`, or a rank that torchrun or srun started."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from armature import config, files
+from armature.doctor import finding
+from armature.doctor.finding import Finding
+from armature.errors import ConfigError, error_line, masked
+from armature.launcher import rank
+
+REPORT, CONFIG, SETTINGS = "report.json", "config.yaml", "settings.json"  # in the folder of an examination
+
+
+def run(
+    cfg: DictConfig, *, deadlines: dict[str, float], own: list[Finding], report: Callable[[list[Finding]], None]
+) -> None:
+    """Meet the other ranks and examine what they do together. One of them calls `report` with everyone's findings.
+
+    Args:
+        deadlines: see `session.Deadlines`.
+        own: what this rank has found on its machine.
+    """
+    import lightning.pytorch as L
+    import torch
+
+    from armature import worker
+    from armature.doctor import communication, session, training
+
+    worker.quiet()
+    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    try:
+        met = session.meet(deadlines=session.Deadlines(**deadlines), report=report, own=own)
+    except session.Unreachable as error:
+        report([*own, *error.findings])
+        return
+    with _naming_errors(met, "communication"):
+        communication.check(cfg, met)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    with _naming_errors(met, "gradients"):
+        training.check(cfg, met)
+    met.finish()
+
+
+@contextmanager
+def _naming_errors(met: Any, group: str) -> Iterator[None]:
+    """Report an error as a finding, and end the examination: the other ranks would wait for this one."""
+    try:
+        yield
+    except ConfigError as error:
+        met.fail(
+            finding.failure(group, " ".join(error.problems), remedy="Correct the configuration.", where=met.name())
+        )
+    except Exception as error:
+        traceback.print_exc()
+        place = _place(error)
+        what = f"{masked(error_line(error))[:400]} ({place})"
+        remedy = "The run would fail with this error. Correct it, then examine again."
+        met.fail(finding.failure(group, what, remedy=remedy, where=met.name()))
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the traceback that lies outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "unknown place"
+
+
+def main() -> None:
+    """Run a rank that the doctor itself started. Its report is a file in the folder."""
+    rank.end_with_parent()
+    folder = Path(sys.argv[1])
+    settings = json.loads((folder / SETTINGS).read_text())
+
+    def report(found: list[Finding]) -> None:
+        files.replace(folder / REPORT, json.dumps(finding.to_records(found)))
+
+    cfg = config.load(folder / CONFIG)
+    run(cfg, deadlines=settings, own=[], report=report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo can abort the interpreter's teardown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The run directory and the folder of checkpoints: writable, atomic renames, room for checkpoints. Torch-free."""
+
+import errno
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from armature.doctor.finding import Finding, failure, ok, warning
+
+GROUP = "run directory"
+SLOW_SECONDS = 2.0  # of a small durable write
+ADAM_STATES = 2  # tensors of a parameter's size in a checkpoint, besides the weights
+GiB = 2**30
+
+
+class _NotAtomic(Exception):
+    """The file system did something else than POSIX demands of a rename."""
+
+
+def check(cfg: DictConfig) -> list[Finding]:
+    """Return the findings about run.root and checkpoint.root."""
+    root = Path(cfg.run.root)
+    found = folder(root, key="run.root")
+    checkpoints = cfg.checkpoint.root
+    if checkpoints is not None and "://" not in checkpoints:
+        found += folder(Path(checkpoints), key="checkpoint.root")
+    elif checkpoints is not None:
+        return [*found, ok(GROUP, f"checkpoint.root={checkpoints}: an object store; its room is not checked.")]
+    return found
+
+
+def folder(path: Path, *, key: str) -> list[Finding]:
+    """Write a file, rename it over another and rename a folder, as saving does."""
+    here, made = _existing(path), path
+    try:
+        made.mkdir(parents=True, exist_ok=True)
+        work = made / f".doctor-{os.getpid()}-{time.monotonic_ns()}"
+        work.mkdir()
+    except OSError as error:
+        return [_unusable(path, error, key=key)]
+    try:
+        seconds = _rehearse(work)
+    except OSError as error:
+        return [_unusable(path, error, key=key)]
+    except _NotAtomic as error:
+        return [
+            failure(
+                GROUP,
+                f"{key}={path}: {error}, so a killed save could leave a damaged checkpoint.",
+                remedy=f"Type another {key}, on a file system that renames atomically.",
+            )
+        ]
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        _remove_empty(made, until=here)
+    if seconds > SLOW_SECONDS:
+        what = f"{key}={path}: a small file took {seconds:.1f} s to write."
+        return [warning(GROUP, what, remedy=f"Type a {key} on a faster file system, or checkpoint.background=true.")]
+    return [ok(GROUP, f"{key}={path} can be written, and renames are atomic.")]
+
+
+def _rehearse(work: Path) -> float:
+    started = time.monotonic()
+    new, final = work / "new", work / "final"
+    final.write_bytes(b"old")
+    with new.open("wb") as file:
+        file.write(b"new" * 2**16)  # as large as a small shard, so that a full disk shows
+        file.flush()
+        os.fsync(file.fileno())
+    opened = final.open("rb")
+    os.replace(new, final)
+    with opened:
+        if opened.read() not in (b"old", b""):
+            raise _NotAtomic("a rename changes what an open file reads")
+    if final.stat().st_size != 3 * 2**16 or new.exists():
+        raise _NotAtomic("a rename over a file did not replace it")
+    (work / "step.part").mkdir()
+    (work / "step.part" / "shard").touch()
+    os.rename(work / "step.part", work / "step")
+    if not (work / "step" / "shard").exists():
+        raise _NotAtomic("a folder could not be renamed")
+    return time.monotonic() - started
+
+
+def _unusable(path: Path, error: OSError, *, key: str) -> Finding:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    why = "its disk or your quota is full" if full else f"it cannot be written ({error.strerror})"
+    remedy = f"Delete old runs (du -sh {path}/*), or type another {key}." if full else f"Type another {key}."
+    return failure(GROUP, f"{key}={path}: {why}.", remedy=remedy)
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _remove_empty(path: Path, *, until: Path) -> None:
+    path = path.absolute()
+    while path != until:
+        try:
+            path.rmdir()
+        except OSError:
+            return
+        path = path.parent
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """Return the size of a checkpoint with AdamW's state in fp32: weights and two tensors of their size."""
+    return parameters * 4 * (1 + ADAM_STATES)
+
+
+def kept_checkpoints(cfg: DictConfig) -> int:
+    """Return how many checkpoints the configuration keeps at most, and one more while it is written."""
+    kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best
+    if (every := cfg.checkpoint.keep_every_n_steps) and cfg.trainer.max_steps:
+        kept += math.floor(cfg.trainer.max_steps / every)
+    return kept + 1
+
+
+def free_bytes(cfg: DictConfig) -> int | None:
+    """Return the free space where checkpoints are written, or None for an object store."""
+    root = cfg.checkpoint.root or cfg.run.root
+    return None if "://" in root else shutil.disk_usage(_existing(Path(root))).free
+
+
+def room(cfg: DictConfig, *, free: int, parameters: int) -> Iterator[Finding]:
+    """Compare the free space with the checkpoints that the configuration keeps."""
+    key = "run.root" if cfg.checkpoint.root is None else "checkpoint.root"
+    each, count = checkpoint_bytes(parameters), kept_checkpoints(cfg)
+    what = (
+        f"{count} checkpoints of about {_size(each)} ({parameters:,} parameters with AdamW's state) need "
+        f"{_size(each * count)}; {_size(free)} are free"
+    )
+    remedy = f"Free space, type another {key}, or fewer checkpoint.keep_last, keep_best or keep_every_n_steps."
+    if free < each:
+        yield failure(GROUP, f"{what}: not even one fits.", remedy=remedy)
+    elif free < each * count:
+        yield warning(GROUP, f"{what}.", remedy=remedy)
+    else:
+        yield ok(GROUP, f"{what}.")
+
+
+def _size(count: int) -> str:
+    return f"{count / GiB:.1f} GiB" if count >= GiB else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,195 @@
+"""A few steps of the user's own model, data and strategy: replicas stay equal, and the loader keeps up."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.optim import Optimizer
+
+from armature import worker
+from armature.doctor import order, replicas, run_directory
+from armature.doctor.finding import Finding, failure, ok, warning
+from armature.doctor.session import Session
+from armature.layout import Layout
+from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
+from armature.training import timings
+from armature.training.stop import StopOnSignal
+
+GROUP = "gradients"
+STEPS = 4  # the first is compared, the others are timed
+MAX_DATA_WAIT = 0.2  # share of the time of so few steps; a run warns of less
+MOST_NAMES = 3
+
+
+def check(cfg: DictConfig, session: Session) -> None:
+    """Train a few steps as the run would, without its loggers, callbacks, validation and checkpoints."""
+    with tempfile.TemporaryDirectory(prefix="armature-doctor-") as folder:
+        with session.limit("building the model and the data", seconds=session.deadlines.building, group="data"):
+            run = worker.build(rehearsal(cfg, Path(folder)), StopOnSignal())
+        with session.limit("reading the order of the samples", seconds=session.deadlines.building, group="data"):
+            if session.rank == 0:
+                session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
+        watch = Watch(session)
+        callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks.remove(run.display)
+        callbacks.insert(0, watch)
+        with session.limit(f"{STEPS} steps of training", seconds=session.deadlines.steps, group=GROUP):
+            run.trainer.fit(run.task, datamodule=run.data)
+            session.add(*watch.findings(run))
+        if session.rank == 0:
+            free = run_directory.free_bytes(cfg)
+            if free is not None:
+                session.add(*run_directory.room(cfg, free=free, parameters=run.trainer.parameter_count))
+
+
+def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
+    """Return the configuration of the steps: the run's own model, data, optimizer and strategy, and nothing written."""
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    changes = {
+        "run.dir": str(folder), "run.root": str(folder), "run.name": "doctor", "resume": "never",
+        "trainer.max_steps": STEPS, "trainer.max_epochs": None, "trainer.max_time": None,
+        "trainer.limit_val_batches": 0, "trainer.val_every_n_steps": None, "trainer.test_at_end": False,
+        "trainer.profile": False, "trainer.log_every_n_steps": STEPS + 1,
+        "checkpoint.every_n_steps": None, "checkpoint.every_n_minutes": None, "checkpoint.keep_every_n_steps": None,
+        "checkpoint.at_end": False, "checkpoint.keep_best": 0, "checkpoint.root": None, "checkpoint.background": False,
+        "callbacks": None, "logger": None,
+    }  # fmt: skip
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, merge=False)
+    return cfg
+
+
+class Watch(L.Callback):
+    """Compare the ranks in the first optimizer step, and time the following ones."""
+
+    reads_unscaled_gradients = True  # a common factor does not matter here
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.found: list[Finding] = []
+        self.losses: list[Tensor] = []
+        self.compared_gradients = self.compared_weights = 0
+        self.without_gradient: list[str] = []
+        self._began = 0.0
+        self.seconds = self.waited = 0.0
+        self._done = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._compare("initial weight", self._weights(trainer, pl_module))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0 and trainer.current_epoch == 0:
+            strategy = StrategyMixin.find(trainer)
+            place = strategy.data_rank if strategy is not None else trainer.global_rank
+            everyones = process_group.all_gather_object((place, replicas.batch_print(batch)))
+            self._add(list(replicas.batch_findings(everyones)))
+            count = len({place for place, _ in everyones})
+            if not self.found and count > 1:
+                self._add([ok("data", f"The first batches of the {count} data ranks differ, as they must.")])
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        strategy = StrategyMixin.find(trainer)
+        if self.compared_gradients or not pl_module.automatic_optimization or _keeps_gradients(strategy):
+            return
+        params = self._weights(trainer, pl_module)
+        gradients = {name: param.grad for name, param in params.items() if param.requires_grad}
+        self.without_gradient = [name for name, gradient in gradients.items() if gradient is None]
+        self.compared_gradients = self._compare("gradient", gradients)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(outputs, dict) and "loss" in outputs:
+            self.losses.append(outputs["loss"].detach())
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        wait: timings.DataWait = trainer.fit_loop.epoch_loop.data_wait  # pyright: ignore[reportAttributeAccessIssue]
+        if not self._done:
+            self._done = True
+            self.compared_weights = self._compare("weight after a step", self._weights(trainer, pl_module))
+            wait.clear()
+            self._began = time.perf_counter()
+        elif trainer.global_step >= STEPS:
+            self.waited += wait.read()
+            self.seconds = time.perf_counter() - self._began
+
+    def _weights(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+        strategy = StrategyMixin.find(trainer)
+        if strategy is None:
+            return dict(module.named_parameters())
+        return dict(strategy.weights()) if strategy.can_read_weights else {}
+
+    def _compare(self, what: str, tensors: dict[str, Any]) -> int:
+        """Compare this rank's tensors with the others'. Return how many tensors were compared."""
+        everyones = process_group.all_gather_object(replicas.prints(tensors))
+        self._add(list(replicas.difference(what, everyones, name=self.session.name)))
+        return len(tensors)
+
+    def _add(self, found: list[Finding]) -> None:
+        if self.session.rank == 0:  # every rank has found the same
+            self.found += found
+
+    def findings(self, run: worker.Run) -> list[Finding]:
+        """Return what was found, with the loss, the parameters without a gradient and the loader's speed."""
+        ranks, found = self.session.ranks, list(self.found)
+        losses = [float(loss) for loss in self.losses]
+        bad = next((loss for loss in losses if not math.isfinite(loss)), None)
+        if bad is not None:
+            what = f"The loss is {bad} in the first steps."
+            remedy = "Type debug=nan to see the operation that made it; look at the data and the learning rate."
+            found.append(failure(GROUP, what, remedy=remedy, where=self.session.name()))
+        if self.without_gradient:
+            names = ", ".join(self.without_gradient[:MOST_NAMES])
+            more = f" and {len(self.without_gradient) - MOST_NAMES} more" * (len(self.without_gradient) > MOST_NAMES)
+            what = f"{names}{more}: no gradient in the first step, so they do not train."
+            remedy = "Remove them, set requires_grad=False, or use them in the loss (ddp waits for each parameter)."
+            found.append(warning(GROUP, what, remedy=remedy))
+        if self.session.rank == 0:
+            if ranks > 1 and not any(each.group == GROUP and each.level == "failure" for each in found):
+                found.append(ok(GROUP, self._equal(ranks)))
+            elif ranks == 1:
+                found.append(ok(GROUP, f"{STEPS} steps ran; the loss is finite. One rank has no replicas to compare."))
+        found += self._loader(run)
+        return found
+
+    def _equal(self, ranks: int) -> str:
+        if not self.compared_weights:
+            return (
+                f"{STEPS} steps ran on {ranks} ranks. This strategy keeps no readable weights, so none were compared."
+            )
+        gradients = f"{self.compared_gradients} gradients and " if self.compared_gradients else ""
+        return (
+            f"After a step of the run's own model on {ranks} ranks, {gradients}{self.compared_weights} weights are "
+            "equal to the bit wherever ranks hold the same part."
+        )
+
+    def _loader(self, run: worker.Run) -> list[Finding]:
+        batches = (STEPS - 1) * run.trainer.accumulate_grad_batches
+        if not self.seconds:
+            return []
+        share, each = self.waited / self.seconds, self.waited / batches
+        if share > MAX_DATA_WAIT and each > timings.UNAVOIDABLE_SECONDS:
+            work = (self.seconds - self.waited) / batches
+            what = f"The loader needs {each * 1e3:.3g} ms per batch and the step {work * 1e3:.3g} ms: the model waits."
+            remedy = timings.remedy(run.trainer, wait=each, work=work)
+            return [warning("data", what, remedy=remedy, where=self.session.name())]
+        if self.session.rank:
+            return []
+        return [ok("data", f"The loader keeps up: the model waits {share:.0%} of the time for its batches.")]
+
+
+def _keeps_gradients(strategy: Any) -> bool:
+    """Return whether gradients are the engine's, and not in `param.grad` (DeepSpeed)."""
+    return hasattr(strategy, "deepspeed_engine")

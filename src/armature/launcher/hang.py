@@ -1,0 +1,106 @@
+"""The report about a hang: who waits where, and who never came. Torch-free."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+REQUEST = "hang"  # a file in the folder of heartbeats that asks the ranks
+ANSWER = "blocked.{rank}"
+SECONDS = 2.5  # that the ranks have to answer: they look once per second
+REPORT = "hang.txt"  # in the folder of logs
+FRAMES = 6
+Records = Mapping[int, Mapping[str, Any]]
+
+
+def ask(folder: Path, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return what each rank says that it is doing; one that does not answer is missing."""
+    (folder / REQUEST).touch()
+    answers = {rank: folder / ANSWER.format(rank=rank) for rank in ranks}
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end and not all(file.exists() for file in answers.values()):
+        time.sleep(0.05)
+    found = {}
+    for rank, file in answers.items():
+        with suppress(OSError, ValueError):
+            found[rank] = json.loads(file.read_text())
+    clear(folder)
+    return found
+
+
+def clear(folder: Path) -> None:
+    """Remove the question and the answers, which must not reach the next attempt."""
+    for file in [folder / REQUEST, *folder.glob(ANSWER.format(rank="*"))]:
+        file.unlink(missing_ok=True)
+
+
+def verdict(records: Records, *, ranks: Sequence[int]) -> str:
+    """Return one sentence: which ranks wait in which collective, and which never came to it; empty if unknown."""
+    waiting = {rank: each for rank, record in records.items() if (each := _pending(record)) is not None}
+    if not waiting:
+        return ""
+    group, number = min((each["group"], each["number"]) for each in waiting.values())
+    here = [rank for rank, each in waiting.items() if (each["group"], each["number"]) == (group, number)]
+    each = waiting[here[0]]
+    absent = [rank for rank in ranks if rank not in here and not _reached(records.get(rank), each)]
+    names = {_name(waiting[rank]) for rank in here}
+    if len(names) > 1:
+        called = ", ".join(f"rank {rank} {_name(waiting[rank])}" for rank in here)
+        return f"The ranks made different calls as collective {number} of {_group(each)}: {called}."
+    came = f"{_ranks(here)} wait{'s' * (len(here) == 1)} in {_name(each)}, collective {number} of {_group(each)}"
+    if not absent:
+        return f"{came}; all ranks came, so the network or a device hangs."
+    return f"{came}; {_ranks(absent)} never came{_places(records, absent)}."
+
+
+def report(records: Records, *, ranks: Sequence[int], seconds: float) -> str:
+    """Return the whole report: the verdict, then what each rank does."""
+    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"No step was made for {seconds:.0f} s."]
+    lines += [verdict(records, ranks=ranks) or "No rank is known to wait in a collective."]
+    for rank in ranks:
+        record = records.get(rank)
+        lines.append("")
+        if record is None:
+            lines.append(f"rank {rank} did not answer: it was stopped, or runs code that never lets other threads run.")
+            continue
+        pending = _pending(record)
+        waits = f", in {_name(pending)}, collective {pending['number']} of {_group(pending)}" if pending else ""
+        last = next((each for each in reversed(record["collectives"]) if each["done"]), None)
+        done = f"; its last finished one is {_name(last)}, {last['number']} of {_group(last)}" if last else ""
+        lines.append(f"rank {rank}: {record['place']}{waits}{done}")
+        lines += [f"    {frame}" for frame in record["stack"][:FRAMES]]
+    return "\n".join(lines) + "\n"
+
+
+def _pending(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the first collective that a rank has begun and not finished."""
+    return next((each for each in (record or {}).get("collectives", []) if not each["done"]), None)
+
+
+def _reached(record: Mapping[str, Any] | None, each: Mapping[str, Any]) -> bool:
+    """Return whether a rank has begun this collective, or is not in its group as far as it is known."""
+    if record is None:
+        return False
+    mine = [entry for entry in record["collectives"] if entry["group"] == each["group"]]
+    mine = [entry["number"] for entry in mine if entry["pairwise"] == each["pairwise"]]
+    return max(mine) >= each["number"] if mine else each["description"] != "default_pg"
+
+
+def _name(each: Mapping[str, Any]) -> str:
+    sizes = " + ".join("×".join(map(str, size)) for size in each["sizes"] if size)
+    return each["name"] + (f" of {sizes}" if sizes else "")
+
+
+def _group(each: Mapping[str, Any]) -> str:
+    return "all ranks" if each["description"] == "default_pg" else f"group {each['description']} ({each['group']})"
+
+
+def _places(records: Records, ranks: Sequence[int]) -> str:
+    record = records.get(ranks[0])
+    return f" (rank {ranks[0]} is at {record['stack'][0]})" if record and record["stack"] else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,65 @@
+"""What this rank is doing when it hangs: its stack, and the collectives that it has begun and not finished.
+
+The process that watches the ranks asks for it with a file (`armature.launcher.hang`). torch's flight recorder knows the
+collectives, of NCCL and of gloo alike; TORCH_FR_BUFFER_SIZE, set by the launcher, turns it on.
+"""
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from armature import files
+from armature.launcher import environment, hang
+
+POLL_SECONDS = 1.0
+FRAMES = 12
+
+
+def answer_requests(folder: Path, *, place: Callable[[], str]) -> None:
+    """Start a thread that answers requests in the folder of heartbeats; `place` says where the run is."""
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Thread(target=_wait, args=(folder, main, place, threading.Event()), daemon=True).start()
+
+
+def _wait(folder: Path, main: int, place: Callable[[], str], over: threading.Event) -> None:
+    while not (folder / hang.REQUEST).exists():
+        over.wait(POLL_SECONDS)
+    rank = environment.rank()
+    files.replace(folder / hang.ANSWER.format(rank=rank), json.dumps(_record(main, place=place())))
+
+
+def _record(thread: int, *, place: str) -> dict[str, Any]:
+    frame = sys._current_frames().get(thread)
+    frames = list(reversed(traceback.extract_stack(frame))) if frame is not None else []
+    own = [each for each in frames if "site-packages" not in each.filename]  # torch and Lightning say little here
+    shown = frames[:1] + [each for each in own if each is not frames[0]]
+    stack = [f"{each.filename}:{each.lineno} {each.name}" for each in shown[:FRAMES]]
+    return {"place": place, "stack": stack, "collectives": collectives()}
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return the recorded collectives, oldest first: group, its description, number in it, name, sizes, done."""
+    recorder: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(recorder, name, None)) is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return [
+        {
+            "group": entry["process_group"][0],
+            "description": entry["process_group"][1],
+            "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            "sizes": entry["input_sizes"],
+            "done": entry["retired"] or entry["state"] == "completed",
+            "pairwise": entry["is_p2p"],
+        }
+        for entry in entries
+    ]

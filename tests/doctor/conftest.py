@@ -1,0 +1,27 @@
+import pytest
+
+from tests import running
+
+
+@pytest.fixture(scope="session")
+def cfg(tmp_path_factory):
+    """The checked configuration of a tiny run on two ranks."""
+    from hydra import compose, initialize_config_dir
+
+    from armature import config
+    from armature.validation.checks import check
+
+    folder = tmp_path_factory.mktemp("doctor")
+    corpus = running.write_corpus(folder / "corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARMATURE_CACHE", str(folder / "cache"))
+        config.register()
+        with initialize_config_dir(str(config.CONFIGS), version_base="1.3"):
+            overrides = [
+                *running.TINY,
+                f"data.path={corpus}",
+                "strategy=ddp",
+                "trainer.devices=2",
+                f"run.root={folder}/out",
+            ]
+            yield check(compose("train", overrides=overrides))

@@ -1,0 +1,137 @@
+"""Break one rank of an examination in a given way. Imported by the ranks, which are forks of one server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import time
+from typing import Any
+
+from benchmarks.parity import harness
+
+PRELOAD = ["armature.worker", "armature.doctor.rank", "armature.doctor.training", "armature.strategies.ddp"]
+DEADLINES = {"meeting": 5.0, "collective": 4.0, "steps": 6.0}
+
+
+def examined(cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = None, **options: Any) -> list[Any]:
+    """Run an examination's ranks with a fault in the last one. Return the findings of the rank that reports.
+
+    Args:
+        absent: a rank that is never started.
+        options: `port` where the ranks meet, and the seconds of `deadlines`.
+    """
+    harness.PRELOAD += [name for name in PRELOAD if name not in harness.PRELOAD]
+    context = harness._server()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = context.Queue()
+    deadlines = DEADLINES | options.get("deadlines", {})
+    arguments = (cfg, ranks, fault, options.get("port", port), options.get("address", "127.0.0.1"), deadlines, results)
+    processes = [
+        context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks) if rank != absent
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return results.get(timeout=sum(deadlines.values()) * 2)
+    except queue.Empty:
+        raise AssertionError(f"{fault}: no report") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(
+    rank: int, cfg: Any, ranks: int, fault: str, port: int, address: str, deadlines: dict[str, float], results: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
+        MASTER_ADDR=address, MASTER_PORT=str(port),
+    )  # fmt: skip
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    from armature.doctor import rank as entry
+
+    if fault and rank == ranks - 1:
+        for name in fault.split("+"):
+            globals()[name]()
+
+    def report(found: list[Any]) -> None:
+        results.put(found)
+        time.sleep(0.5)  # the queue writes in a thread, and the process may end after this
+
+    with contextlib.suppress(BaseException):
+        entry.run(cfg, deadlines=deadlines, own=[], report=report)
+    os._exit(0)
+
+
+# ------------------------------------------------------------ faults
+def sleeps() -> None:
+    """Never come to the first collective."""
+    from armature.doctor import communication
+
+    usual = communication._init
+
+    def init(*args: Any) -> Any:
+        usual(*args)
+        time.sleep(600)
+
+    communication._init = init
+
+
+def skips_a_collective() -> None:
+    """Leave a gradient's all-reduce out, as code under `if rank == 0` does."""
+    from armature.doctor.training import Watch
+
+    usual = Watch.on_train_batch_start
+
+    def on_train_batch_start(self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        usual(self, trainer, module, batch, batch_idx)
+        if batch_idx == 1:
+            trainer.strategy.model.require_backward_grad_sync = False
+
+    Watch.on_train_batch_start = on_train_batch_start
+
+
+def parameter_left_out() -> None:
+    """Add to a gradient on this rank only, as a parameter does that DDP ignores."""
+    from armature.doctor.training import Watch
+
+    usual = Watch.on_before_optimizer_step
+
+    def on_before_optimizer_step(self: Any, trainer: Any, module: Any, optimizer: Any) -> None:
+        param = next(param for name, param in module.named_parameters() if ".1." in name)
+        param.grad.view(-1)[0] += 1e-7
+        usual(self, trainer, module, optimizer)
+
+    Watch.on_before_optimizer_step = on_before_optimizer_step
+
+
+def a_third_of_the_speed() -> None:
+    import torch
+
+    usual = torch.mm
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        usual(*args, **kwargs)
+        usual(*args, **kwargs)
+        return usual(*args, **kwargs)
+
+    torch.mm = slow
+
+
+def raises() -> None:
+    from armature.doctor import training
+
+    def check(*args: Any) -> None:
+        raise ArithmeticError("the deliberate mistake")
+
+    training.check = check

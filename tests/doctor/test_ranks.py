@@ -1,0 +1,58 @@
+"""The ranks of an examination, with one fault each: it is named within its deadline."""
+
+import re
+import socket
+import time
+
+import pytest
+
+from tests.doctor.faults import examined
+
+pytestmark = pytest.mark.slow
+HOST = re.escape(socket.gethostname())
+
+
+def failures(found):
+    return [each for each in found if each.level == "failure"]
+
+
+def test_a_healthy_run_has_no_failures(cfg):
+    found = examined(cfg, deadlines={"meeting": 60.0, "steps": 60.0, "collective": 20.0})
+    assert not failures(found)
+    said = " ".join(each.what for each in found)
+    assert "20 gradients and 20 weights are equal to the bit" in said
+    assert "All 2 ranks started" in said
+    assert "the right value" in said
+    assert "each once" in said
+
+
+def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
+    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    found = examined(cfg, fault="a_third_of_the_speed+parameter_left_out", deadlines=deadlines)
+    slow = [each.what for each in found if each.level == "warning"]
+    assert any(re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow), slow
+    assert re.fullmatch(
+        r"The gradient of model\.blocks\.1\.\S+ differs between replicas: rank 0 from rank 1\.", failures(found)[0].what
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("sleeps", rf"barrier: rank 1 on {HOST} .* never came within 4 s; rank 0 waited there"),
+        ("raises", r"ArithmeticError: the deliberate mistake \(faults.py:"),
+        ("skips_a_collective", "rank 1"),
+    ],
+)
+def test_a_rank_that_makes_the_others_wait_is_named(cfg, fault, words):
+    started = time.monotonic()
+    found = failures(examined(cfg, fault=fault))
+    assert time.monotonic() - started < 60
+    assert len(found) == 1
+    assert re.search(words, f"{found[0].what} {found[0].where}"), found
+
+
+def test_a_rank_that_never_starts_is_named(cfg):
+    found = failures(examined(cfg, absent=1))
+    assert [each.group for each in found] == ["launch"]
+    assert found[0].what.startswith("rank 1 of 2 never started within 5 s")
