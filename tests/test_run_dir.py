@@ -163,6 +163,7 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
     code = tmp_path / "code"
     code.mkdir()
     monkeypatch.setattr(run_dir.config, "CONFIGS", code / "configs")
+    run_dir._git.cache_clear()  # an earlier test has asked
     cfg = run_dir.decide(config(tmp_path), label="x", trial="lr/3")
     run = OmegaConf.load(run_dir.write(cfg, []) / "config.yaml").run
     assert run.git is None  # not a repository
