@@ -261,7 +261,7 @@ DEEPSPEED = [
     ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat", None),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
 ]
-OURS_OR_PYTHONS = {"_asdict", "_exit", "_target_"}
+OURS_OR_PYTHONS = {"_asdict", "_exit", "_getframe", "_target_"}
 
 
 def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:

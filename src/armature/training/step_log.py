@@ -46,8 +46,8 @@ class Monitor(Protocol):
 class StepLog(Callback):
     """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer step.
 
-    With fp16 also train/loss_scale, after the step, and train/skipped, 1 if the step was left out on all ranks because a
-    gradient overflowed. It counts as a step, but moves no learning-rate schedule.
+    With fp16 also train/loss_scale, after the step, and train/skipped: 1 if the step was left out on all ranks because
+    a gradient overflowed. It counts as a step, but moves no learning-rate schedule.
 
     Values that depend on the clock go to timings.csv and to the other loggers, once per write: samples and tokens per
     second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
