@@ -33,6 +33,8 @@ EXTRA = {  # what a file cannot do without
         "model.image_size=64",
     ],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],
+    "experiment/llama3_8b": ["data.path=text"],
+    "experiment/llama3_70b": ["data.path=text"],
     "logger/wandb": ["logger.wandb.offline=true"],
     "logger/many_loggers": ["logger.wandb.offline=true"],
     "model/vit_tiny": ["task=image_classification", "data=digits"],

@@ -102,21 +102,21 @@ def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, 
 class ScheduledLoss(torch.autograd.Function):
     """The loss of one step of the schedule, whose backward adds the gradients that the schedule computed.
 
-    `grads` are those of the loss multiplied by `target_count` (0-dim; None: 1).
+    `grads` are those of the loss multiplied by `factor` (0-dim; None: 1).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], target_count: Tensor | None
+        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], factor: Tensor | None
     ) -> Tensor:
         ctx.pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-        ctx.target_count = target_count
+        ctx.factor = factor
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
-        scale = scale if ctx.target_count is None else scale / ctx.target_count
+        scale = scale if ctx.factor is None else scale / ctx.factor
         for param, grad in ctx.pairs:
             local_part(grad).mul_(scale)
             if param.grad is None:
@@ -175,10 +175,12 @@ class Runner:
     microbatches: int
     unshard_outputs: Callable[[Tensor], Tensor]  # all-gathers the last stage's outputs if the tensor axis shards them
     target_weights: TargetWeights | None = None  # None: each batch's loss is the mean over its own targets
+    loss_scale: Callable[[], Tensor | None] = lambda: None  # returns fp16's factor of the loss, 0-dim, or None
     schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
     # shape and dtype of what a stage receives, by (stage, shape of the micro-batch)
     activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     # number of targets that divides a micro-batch's summed loss, 0-dim
+    step_scale: Tensor | None = None  # this step's `loss_scale`
     loss_divisor: Tensor | None = None  # None: the targets are no classes, and the mean over micro-batches is the loss
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -205,11 +207,13 @@ class Runner:
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
 
-        If `target_weights` counts targets, gradients are computed of the loss multiplied by their number.
+        If `target_weights` counts targets, gradients are computed of the loss multiplied by their number, and with
+        fp16 by `loss_scale`, since they pass through fp16 here.
         """
         schedule, losses = self._schedule(inputs), []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
         target_count = None if self.target_weights is None else self.target_weights.batch_targets
+        self.step_scale = self.loss_scale()
         if target_count is not None:
             self.loss_divisor = torch.full_like(target_count, TARGETS_PER_UNIT)
         elif targets.is_floating_point():
@@ -224,13 +228,16 @@ class Runner:
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
         loss = self._broadcast_from_last(mean, scalar=True)
-        if target_count is not None:
-            loss = loss / target_count
-        return ScheduledLoss.apply(loss.requires_grad_(), params, grads, target_count)  # pyright: ignore[reportReturnType]
+        factors = [factor for factor in (target_count, self.step_scale) if factor is not None]
+        factor = torch.stack(factors).prod() if factors else None
+        if factor is not None:
+            loss = loss / factor
+        return ScheduledLoss.apply(loss.requires_grad_(), params, grads, factor)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean over valid targets."""
         loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+        loss = loss if self.step_scale is None else loss * self.step_scale
         if self.loss_divisor is None:
             return loss
         return loss * ((targets != IGNORED).sum() * self.microbatches / self.loss_divisor)

@@ -174,7 +174,8 @@ def _simulate(
             run.trainer.num_sanity_val_steps = VALIDATED
             run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
             modes.enter_context(recorder)
-        probe = Probe(meter, logits=_logits_sizes(cfg, layout))
+        pipeline = layout.axes["pipe"] > 1
+        probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
         with suppress(StepEnded):

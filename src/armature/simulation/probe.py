@@ -41,7 +41,7 @@ def _bytes(values: Iterator[Any] | list[Any], device: str) -> int:
 class MeasuredStep(L.Callback):
     """Counts the collectives of one optimizer step of a real run.
 
-    That is the first step; of a pipeline the second, since stages announce the shapes of what they send in the first.
+    That is the first step; of a pipeline the second: see `Probe`.
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:
@@ -71,23 +71,25 @@ class MeasuredStep(L.Callback):
 
 
 class Probe(L.Callback):
-    """Tells the meter what is happening, and ends the run after the first optimizer step.
+    """Tells the meter what is happening, and ends the run after the measured step.
 
+    That is the first one; of a pipeline the second, since in the first torch runs each stage once more to learn shapes.
     The optimizer's state is created before that step: later steps have it from the start. The middle one of several
     micro-batches counts for all that are left out (`repeats`).
     """
 
-    def __init__(self, meter: Meter, *, logits: frozenset[int]) -> None:
+    def __init__(self, meter: Meter, *, logits: frozenset[int], steps_before: int) -> None:
         self.meter, self.logits = meter, logits
         self.result: dict[str, Any] | None = None
         self.held: dict[str, int] = {}
         self.batches: list[dict[str, Any]] = []
-        self.module: Any = None
+        self.first_batch: Any = None
+        self.steps_before = steps_before
+        self._begins = steps_before  # the measured step, counted from 0
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        meter, self.module = self.meter, pl_module
-        self.first_batch: Any = None
+        meter = self.meter
         for param in pl_module.parameters():
             meter.own(param.data, "parameters")
             if param.requires_grad:
@@ -98,7 +100,6 @@ class Probe(L.Callback):
                     state.create_state(optimizer)
             self._own_state(optimizer)
         meter.logits = self.logits
-        meter.restart()
 
     def _graded(self, param: torch.Tensor) -> None:
         if param.grad is not None and not (isinstance(param, DTensor) and not isinstance(param.grad, DTensor)):
@@ -115,7 +116,9 @@ class Probe(L.Callback):
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.first_batch = batch if self.first_batch is None else self.first_batch
+        if batch_idx == self._begins * trainer.accumulate_grad_batches:
+            self.first_batch, self.batches = batch, []
+            self.meter.restart()
         self._phase("forward")
 
     @override
@@ -138,6 +141,9 @@ class Probe(L.Callback):
         self.batches.append(counts(self.meter))
 
     def step_ended(self) -> None:
+        if self.steps_before:
+            self.steps_before -= 1
+            return
         self.result = counts(self.meter)
         raise StepEnded
 

@@ -14,7 +14,7 @@ import lightning.pytorch.trainer.connectors.data_connector as data_connector
 import torch
 import torch.distributed as dist
 from lightning.fabric.accelerators import cuda as fabric_cuda
-from lightning.fabric.utilities import device_dtype_mixin, device_parser
+from lightning.fabric.utilities import device_dtype_mixin
 from lightning.pytorch.accelerators import cuda as lightning_cuda
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.distributed.pipelining._utils import _TensorMeta
@@ -52,7 +52,6 @@ def _devices(count: int, capability: tuple[int, int]) -> None:
         module.num_cuda_devices = lambda: count
         module._clear_cuda_memory = lambda: None
         module._check_cuda_matmul_precision = lambda device: None
-    device_parser._get_all_available_cuda_gpus = lambda: list(range(count))
 
 
 def _objects() -> None:
