@@ -110,12 +110,10 @@ class Config:
     logger: Any = None
 
 
-def _model_size(name: str, otherwise: int, *, _root_: DictConfig) -> int | None:
-    """Return a size of the model, None if it has no such size, and `otherwise` if the size is a reference itself."""
+def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:
+    """Return a size of the model; `otherwise` if it has no such size, or takes it from the data."""
     model = _root_.model
-    if name not in model:
-        return None
-    return otherwise if OmegaConf.is_interpolation(model, name) else model[name]
+    return otherwise if name not in model or OmegaConf.is_interpolation(model, name) else model[name]
 
 
 OmegaConf.register_new_resolver("model_size", _model_size, replace=True)  # every config.yaml is read by this module

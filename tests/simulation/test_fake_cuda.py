@@ -45,7 +45,9 @@ def test_tensors_on_a_gpu_that_is_not_there():
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"CXX=no-such-compiler is not there\. Type apt-get install g\+\+.*Training needs"):
+    with pytest.raises(
+        ConfigError, match=r"CXX=no-such-compiler is not there\. Type apt-get install g\+\+.*Training needs"
+    ):
         fake_cuda.compiled()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -14,9 +14,9 @@ from armature.errors import ConfigError
 
 
 class Vocabulary:
-    """The number of different tokens; None: the data are images."""
+    """The number of different tokens."""
 
-    def __init__(self, *, vocab_size: int | None) -> None:
+    def __init__(self, *, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def prepare(self) -> None:
@@ -28,36 +28,34 @@ class SyntheticData(DataModule):
 
     Args:
         source: how many different tokens there are.
-        context: tokens per sample.
+        context: tokens per sample, unless image_size is given.
         image_size, channels, classes: of images (channels, image_size, image_size).
         samples: in the train split; val and test have a hundredth of it, and at least one batch of 64.
         loader: batch sizes and the other arguments of DataModule.
     """
 
     def __init__(
-        self, *, source: Vocabulary, context: int | None = None, image_size: int | None = None,
+        self, *, source: Vocabulary, context: int, image_size: int | None = None,
         channels: int | None = None, classes: int | None = None, samples: int = 1_000_000, **loader: Any,
     ) -> None:  # fmt: skip
         super().__init__(**loader)
-        vocab_size = source.vocab_size
-        if not (context and vocab_size) and not (image_size and channels and classes):
+        images = (image_size, channels, classes)
+        if any(images) and not all(images):
             raise ConfigError(
-                "data=synthetic makes tokens (data.context, data.source.vocab_size) or images (data.image_size, "
-                "data.channels, data.classes), and the model has neither group of sizes. Type them, or other data."
+                f"data.image_size={image_size}, data.channels={channels}, data.classes={classes}: data=synthetic makes "
+                "images if it has all three sizes, and tokens if it has none. Type all, or null for each."
             )
-        self.context, self.vocab_size, self.samples = context, vocab_size, samples
-        self.image_size, self.channels, self.classes = image_size, channels, classes
-        self.tokens_per_sample = context
+        self.tokens_per_sample = None if image_size else context
+        self.context, self.vocab_size, self.samples = context, source.vocab_size, samples
+        self.image_shape, self.classes = (channels or 0, image_size or 0, image_size or 0), classes or 0
 
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
         size = self.samples if split == "train" else max(64, self.samples // 100)
         seed = f"{self.seed}/{split}"
-        if self.context and self.vocab_size:
+        if self.tokens_per_sample:
             return RandomTokens(size, context=self.context, vocab_size=self.vocab_size, seed=hash_of(seed))
-        assert self.image_size and self.channels and self.classes
-        shape = (self.channels, self.image_size, self.image_size)
-        return RandomImages(size, shape=shape, classes=self.classes, seed=hash_of(seed))
+        return RandomImages(size, shape=self.image_shape, classes=self.classes, seed=hash_of(seed))
 
 
 def hash_of(text: str) -> int:

@@ -6,7 +6,18 @@
 Importing this package is cheap and changes nothing. What replaces functions of torch does so in processes of its own.
 """
 
-from armature.simulation.processes import Request, SimulationFailed, simulate, simulate_all
-from armature.simulation.report import Report, Volume, text
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from armature.simulation.processes import Request, SimulationFailed, simulate, simulate_all
+    from armature.simulation.report import Report, Volume, text
 
 __all__ = ["Report", "Request", "SimulationFailed", "Volume", "simulate", "simulate_all", "text"]
+
+
+def __getattr__(name: str) -> Any:  # the modules of this package are imported by one another, so not at once
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from armature.simulation import processes, report
+
+    return getattr(processes if hasattr(processes, name) else report, name)

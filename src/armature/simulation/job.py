@@ -9,7 +9,8 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, open_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from typing_extensions import override
 
 from armature import worker
-from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner.devices import Device
-from armature.simulation import deepspeed, fake_cuda, hooks, substitutes
+from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
 from armature.simulation.meter import Meter
+from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
 from armature.simulation.roofline import Roofline
 from armature.strategies.base import StrategyMixin
@@ -38,34 +37,43 @@ from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
 CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
-PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
+VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
 
 
-class StepEnded(BaseException):
-    """Ends the run after the measured step."""
+def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
+    """Return `processes.Recorded` as JSON."""
+    recorder = order.Recorder()
+    report = run(cfg, rank=rank, device=device, recorder=recorder)
+    issued = [asdict(each) for each in recorder.record]
+    return {"report": report.to_dict(), "record": issued, "validation_syncs": recorder.validation_syncs}
 
 
-def run(cfg: DictConfig, *, rank: int, device: Device) -> Report:
+def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder | None = None) -> Report:
     """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
     capability = CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
     substitutes.install(devices=cfg.trainer.devices, capability=capability)
-    fake_cuda.present(fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices))
+    fake_cuda.present(
+        fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
+    )
     notes = _simplify(cfg)
     cfg = checks.check(cfg)
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
     layout = Layout.of(cfg)
     if layout.kind == "deepspeed":
-        return deepspeed.report(cfg, layout, lambda single: _simulate(single, rank=0, device=device, notes=notes))
+        return deepspeed.report(
+            cfg, layout, rank=rank, device=device,
+            simulate=lambda single: _simulate(single, rank=0, device=device, notes=notes),
+        )  # fmt: skip
     if layout.axes["pipe"] > 1:
         stage_0 = rank % (world_size // layout.axes["pipe"])  # the pipe axis is the outermost
         boundary = _in_child(lambda: _boundary(cfg, rank=stage_0, device=device))
         substitutes.pipeline(boundary)
         notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
     _join(rank, world_size=world_size, devices=cfg.trainer.devices)
-    return _simulate(cfg, rank=rank, device=device, notes=notes)
+    return _simulate(cfg, rank=rank, device=device, notes=notes, recorder=recorder)
 
 
 def _join(rank: int, *, world_size: int, devices: int) -> None:
@@ -138,7 +146,9 @@ def _simplify(cfg: DictConfig) -> list[str]:
     return notes
 
 
-def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -> Report:
+def _simulate(
+    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None
+) -> Report:
     layout = Layout.of(cfg)
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
@@ -160,13 +170,16 @@ def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -
         modes.enter_context(meter)
         L.seed_everything(cfg.seed, workers=True, verbose=False)
         run = worker.build(cfg, stop)
-        probe = Probe(meter, logits=_logits_sizes(cfg, layout))
+        if recorder is not None:
+            run.trainer.num_sanity_val_steps = VALIDATED
+            run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
+            modes.enter_context(recorder)
+        pipeline = layout.axes["pipe"] > 1
+        probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
-        try:
+        with suppress(StepEnded):
             run.trainer.fit(run.task, datamodule=run.data)
-        except StepEnded:
-            pass
     if probe.result is None:
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
     return _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
@@ -185,87 +198,6 @@ def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
     """Return the sizes of the dimension along which a language model's vocabulary lies, whole and on one rank."""
     size = (cfg.model or {}).get("vocab_size")
     return frozenset() if not size else frozenset({size, math.ceil(size / layout.axes["tensor"])})
-
-
-class Probe(L.Callback):
-    """Tells the meter what is happening, and ends the run after the first optimizer step.
-
-    The optimizer's state is created before that step: later steps have it from the start. The middle one of several
-    micro-batches counts for all that are left out (`repeats`).
-    """
-
-    def __init__(self, meter: Meter, *, logits: frozenset[int]) -> None:
-        self.meter, self.logits = meter, logits
-        self.result: dict[str, Any] | None = None
-        self.held: dict[str, int] = {}
-        self.batches: list[dict[str, Any]] = []
-        self.module: Any = None
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        meter, self.module = self.meter, pl_module
-        self.first_batch: Any = None
-        for param in pl_module.parameters():
-            meter.own(param.data, "parameters")
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._graded)
-        for optimizer in trainer.optimizers:
-            if not state.needs_closure(optimizer):
-                with meter.during("setup", "optimizer state"):
-                    state.create_state(optimizer)
-            self._own_state(optimizer)
-        meter.logits = self.logits
-        meter.restart()
-
-    def _graded(self, param: torch.Tensor) -> None:
-        if param.grad is not None and not (isinstance(param, DTensor) and not isinstance(param.grad, DTensor)):
-            self.meter.own(param.grad, "gradients")
-
-    def _own_state(self, optimizer: Any) -> None:
-        for values in optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, torch.Tensor):
-                    self.meter.own(value, "optimizer state")
-
-    def _phase(self, name: str) -> None:
-        self.meter.phase, self.meter.kind = name, PHASES[name]
-
-    @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.first_batch = batch if self.first_batch is None else self.first_batch
-        self._phase("forward")
-
-    @override
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        self._phase("backward")
-
-    @override
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for param in pl_module.parameters():
-            if param.grad is not None:
-                self.meter.own(param.grad, "gradients")
-        self._phase("optimizer")
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        kinds = ("parameters", "gradients", "optimizer state")
-        self.held = {kind: self.meter.total[kind] for kind in kinds}
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(counts(self.meter))
-
-    def step_ended(self) -> None:
-        self.result = counts(self.meter)
-        raise StepEnded
-
-
-def counts(meter: Meter) -> dict[str, Any]:
-    """Return a copy of what has been counted so far."""
-    return {
-        "flops": dict(meter.flops), "seconds": dict(meter.seconds), "syncs": dict(meter.syncs),
-        "operators": meter.operators, "volumes": {key: tuple(value) for key, value in meter.volumes.items()},
-    }  # fmt: skip
 
 
 def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:
@@ -326,4 +258,3 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
     shapes = {key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch}
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
     return None if found is None else found * run.data.simulated_of
-

@@ -1,4 +1,4 @@
-"""Counts what passes through torch's dispatcher: live memory by kind, FLOPs, seconds, collectives, host synchronizations.
+"""Counts what passes through torch's dispatcher: live memory, FLOPs, seconds, collectives, host waits.
 
 `Collectives` alone also works in a real run, on real tensors; `Meter` is for fake ones.
 """
@@ -26,13 +26,12 @@ from torch.utils.flop_counter import flop_registry
 from armature.parallel import mesh
 from armature.simulation.roofline import Roofline
 
-aten = torch.ops.aten
 KINDS = {  # by the start of an operator's name
     "reduce_scatter": "reduce_scatter", "allgather": "all_gather", "all_gather": "all_gather",
     "allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast", "alltoall": "all_to_all",
     "all_to_all": "all_to_all", "shard_dim_alltoall": "all_to_all", "send": "send", "isend": "send",
 }  # fmt: skip
-COPIES = (aten._to_copy.default, aten.copy_.default)
+COPIES = ("aten::_to_copy", "aten::copy_")
 ROUNDING = 512  # bytes; the caching allocator rounds up to it
 LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 
@@ -117,7 +116,7 @@ class Meter(Collectives):
         self.peak, self.peak_by_kind, self.peak_at = self.now, dict(self.total), self.phase
         self.peak_by_phase: dict[str, int] = {}
         self.flops: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.syncs: Counter[str] = Counter()
         self.operators = 0
         self.volumes.clear()
@@ -188,7 +187,7 @@ class Meter(Collectives):
             return NotImplemented
         if self.paused:
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
+        if func.name() == "aten::_local_scalar_dense":
             (tensor,) = args
             if getattr(tensor, "constant", None) is not None or not isinstance(tensor, torch._subclasses.FakeTensor):
                 return func(*args, **kwargs)
@@ -201,7 +200,7 @@ class Meter(Collectives):
         outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         for tensor in outs:
             self._own_new(tensor)
-        if func in COPIES:
+        if func.name() in COPIES:
             self._copied(func, args, kwargs, ins, outs)
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             self.collective(func, args, ins + outs)
@@ -220,10 +219,11 @@ class Meter(Collectives):
 
     def _copied(self, func: Any, args: Any, kwargs: Any, ins: list[Any], outs: list[Any]) -> None:
         """Count copies between host and device for which the host waits: all but those from pinned memory."""
-        source, target = (ins[-1], ins[0]) if func is aten.copy_.default else (ins[0], outs[0])
+        in_place = func is torch.ops.aten.copy_.default
+        source, target = (ins[-1], ins[0]) if in_place else (ins[0], outs[0])
         if source.is_cuda == target.is_cuda:
             return
-        waits_not = kwargs.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2])
+        waits_not = kwargs.get("non_blocking") or (in_place and len(args) > 2 and args[2])
         if not waits_not:
             self.syncs[f"{'to host' if source.is_cuda else 'to device'}: {where()}"] += 1
 

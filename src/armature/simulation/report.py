@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GIB = 2**30
-ALLOWANCE = (0.5 * GIB, 1.5 * GIB)  # of a rank: CUDA's context and cuBLAS's workspace; NCCL's buffers if there are several
+ALLOWANCE = (
+    0.5 * GIB,
+    1.5 * GIB,
+)  # of a rank: CUDA's context and cuBLAS's workspace; NCCL's buffers if there are several
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 
 
@@ -127,7 +130,9 @@ def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth
     values: dict[str, Any] = {"volumes": []}
     for volume in large.volumes:
         before = volumes.get((volume.axis, volume.kind, volume.ranks))
-        numbers = {n: line(getattr(before, n) if before else 0, getattr(volume, n)) for n in ("calls", "bytes", "seconds")}
+        numbers = {
+            n: line(getattr(before, n) if before else 0, getattr(volume, n)) for n in ("calls", "bytes", "seconds")
+        }
         values["volumes"].append(dataclasses.replace(volume, **numbers))
     for name in (
         "held", "peak", "peak_by_kind", "peak_by_phase", "flops", "operators", "compute_seconds", "model_flops",
@@ -172,13 +177,15 @@ def _speed(report: Report) -> list[str]:
     hidden, exposed = report.step_seconds
     unit = "tokens" if report.tokens_per_sample else "samples"
     (low, high), compute = report.rate, sum(report.compute_seconds.values())
-    phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in report.compute_seconds.items())
+    phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in report.compute_seconds.items() if seconds)
     lines = [
-        f"step of {report.samples_per_step:,} samples: {hidden:.3f} to {exposed:.3f} s (all or no communication hidden)",
+        f"step of {report.samples_per_step:,} samples: {hidden:.3f} to {exposed:.3f} s "
+        "(all or no communication hidden)",
         f"  computation {compute:.3f} s ({phases}), communication {report.communication_seconds:.3f} s"
         + (f", idle in the pipeline {report.bubble_share:.0%}" if report.bubble_share else ""),
         f"  {sum(report.flops.values()):.4g} FLOPs of rank {report.rank}, {report.operators:,.0f} operators",
-        f"  {low:,.0f} to {high:,.0f} {unit}/s, {low / report.world_size:,.0f} to {high / report.world_size:,.0f} per GPU",
+        f"  {low:,.0f} to {high:,.0f} {unit}/s, "
+        f"{low / report.world_size:,.0f} to {high / report.world_size:,.0f} per GPU",
     ]
     return lines + ([f"  MFU {report.mfu[0]:.1%} to {report.mfu[1]:.1%}"] if report.mfu is not None else [])
 
@@ -189,7 +196,9 @@ def _communication(report: Report) -> list[str]:
     lines = [f"communication per step of rank {report.rank}, bytes of the gathered or reduced tensors:"]
     for v in sorted(report.volumes, key=lambda volume: -volume.bytes):
         size = f"{v.bytes / GIB:,.3f} GiB" if v.bytes >= 2**20 else f"{v.bytes:,.0f} B"
-        lines.append(f"  {v.axis:<18}{v.kind:<15}{v.ranks:5d} ranks {v.calls:8,.0f} calls {size:>16} {v.seconds:8.3f} s")
+        lines.append(
+            f"  {v.axis:<18}{v.kind:<15}{v.ranks:5d} ranks {v.calls:8,.0f} calls {size:>16} {v.seconds:8.3f} s"
+        )
     return lines
 
 
