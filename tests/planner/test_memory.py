@@ -72,6 +72,8 @@ SIMULATED = [
     ({**SINGLE_8B, "layers": 4, "recompute": "selective"}, 31.66),
     ({**SINGLE_8B, "layers": 2, "recompute": "every"}, 22.85),
     ({**SINGLE_8B, "layers": 4, "recompute": "every"}, 29.30),
+    ({"name": "llama3_8b", "layers": 8, **mesh(shard=8)}, 24.33),
+    ({"name": "llama3_8b", "layers": 8, "accumulate": 8, "recompute": "every", **mesh(shard=8)}, 12.38),
     ({"name": "llama3_1b", "kind": "single"}, 33.35),
     ({"name": "llama3_1b", **mesh(shard=2)}, 24.96),
     ({"name": "llama2_7b", "layers": 4, "micro": 2, **mesh(shard=2)}, 15.92),

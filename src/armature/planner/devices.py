@@ -63,7 +63,8 @@ def named(name: str) -> Device:
     if name == THIS:
         return this()
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
+        begin = [known for known in names() if known.startswith(name)]
+        near = begin or difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"Did you mean hardware={near[0]}? " if near else ""
         raise ConfigError(f"hardware={name}: there is no such file in {FOLDER}. {hint}Known: {', '.join(names())}.")
     return _read(FOLDER / f"{name}.yaml")

@@ -1,0 +1,95 @@
+"""scripts/plan.py, in this process and by formulas alone."""
+
+import contextlib
+import importlib.util
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
+RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def plan(script: ModuleType, monkeypatch, capsys):
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["plan.py", *words])
+        GlobalHydra.instance().clear()
+        with contextlib.suppress(SystemExit):
+            script.main()
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    return run
+
+
+def layouts(text: str) -> list[str]:
+    return re.findall(r"^(\S.*?) {2,}\d+ +\d+ (?:none|selective|every)", text, re.MULTILINE)
+
+
+def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) -> None:
+    out = plan(*RUN, "hardware=h100_80gb", "trainer.devices=8", "--quick", f"--svg={tmp_path / 'plan.svg'}")
+    found = layouts(out)
+    assert len(found) >= 10
+    assert found[0] == "fsdp 8"
+    assert found[-1] == "ddp"
+    assert "python train.py model=llama3_8b data=synthetic optimizer=adamw strategy=fsdp strategy.activation" in out
+    assert re.search(r"^ddp .* does not fit$", out, re.MULTILINE)
+    assert "ddp on 8: strategy=fsdp instead" in out
+    picture = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert len(picture) > 5 * len(found)
+
+
+@pytest.mark.slow
+def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_first(plan) -> None:
+    out = plan(
+        "experiment=llama3_70b", "data.path=x", "hardware=h100_80gb", "trainer.devices=8", "trainer.num_nodes=8",
+        "--quick",
+    )  # fmt: skip
+    assert re.match(r"fsdp \d+ × tensor \d+", layouts(out)[0])
+    assert "70,553,706,496 parameters on h100_80gb: 141.1 GB of weights in 16 bits" in out
+
+
+def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
+    words = ("model=gpt2_124m", "data=synthetic", "hardware=h100_80gb", "trainer.devices=1", "--quick")
+    assert "5.76e+23 FLOPs are best spent on 67.00 billion parameters" in plan(*words, "--budget=5.76e23")
+    assert "--budget a lot: type a number of FLOPs" in plan(*words, "--budget=a lot")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["hardware=h100"], "Did you mean hardware=h100_80gb?"),
+        ([], "Type hardware=… with one of a100_40gb"),
+        (["hardware=t4", "trainer.devices=8"], "hardware=t4 has 4. Type trainer.devices=4 trainer.num_nodes=2"),
+        (["hardware=t4", "trainer.devices=none"], "trainer.devices=none: type a whole number of at least 1"),
+        (["hardware=t4", "model=example", "task=example", "data=example"], "no file cost.py beside the model"),
+        (["hardware=t4", "strategie=fsdp"], "strategie"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: str) -> None:
+    out = plan(*(RUN if "model=example" not in words else []), *words, "--quick")
+    assert "problem" in out
+    assert answer in out
+
+
+@pytest.mark.slow
+def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
+    out = plan("experiment=llama3_70b", "data.path=x", "hardware=rtx4090", "trainer.devices=1", "--quick")
+    assert "Nothing of these fits." in out
+    assert re.search(r"It fits on \d+ GPUs\.", out)
