@@ -28,8 +28,11 @@ STOCK = "lightning.pytorch.callbacks.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
+SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
+    # ---------------------------------------------------------------- torch: communication
+    ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),
@@ -142,6 +145,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch", "_foreach_mul_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_min_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
+    ("torch", "_amp_foreach_non_finite_check_and_unscale_", None, "parallel/scaler.py"),
+    (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"), "parallel/scaler.py"),
+    (SCALER, "_per_optimizer_states", None, "parallel/scaler.py"),
     ("torch", "_foreach_lerp_", None, "callbacks/ema.py"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
@@ -153,6 +159,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),

@@ -72,6 +72,8 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
 def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
     """Train in this process if it is to be alone, else in ranks of its own."""
     several = cfg.trainer.num_nodes > 1  # then rank 0 holds the lock, on whichever machine it is
+    if several:
+        lock.check(cfg)
     with nullcontext() if several else lock.hold(cfg):
         run_dir.write(cfg, overrides)
         if alone:

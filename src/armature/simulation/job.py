@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from armature import worker
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner.devices import Device
-from armature.simulation import deepspeed, fake_cuda, hooks, substitutes
+from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
 from armature.simulation.meter import Meter
-from armature.simulation.probe import Probe, StepEnded
+from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
 from armature.simulation.roofline import Roofline
 from armature.strategies.base import StrategyMixin
@@ -36,9 +37,18 @@ from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
 CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
+VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
 
 
-def run(cfg: DictConfig, *, rank: int, device: Device) -> Report:
+def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
+    """Return `processes.Recorded` as JSON."""
+    recorder = order.Recorder()
+    report = run(cfg, rank=rank, device=device, recorder=recorder)
+    issued = [asdict(each) for each in recorder.record]
+    return {"report": report.to_dict(), "record": issued, "validation_syncs": recorder.validation_syncs}
+
+
+def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder | None = None) -> Report:
     """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
@@ -63,7 +73,7 @@ def run(cfg: DictConfig, *, rank: int, device: Device) -> Report:
         substitutes.pipeline(boundary)
         notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
     _join(rank, world_size=world_size, devices=cfg.trainer.devices)
-    return _simulate(cfg, rank=rank, device=device, notes=notes)
+    return _simulate(cfg, rank=rank, device=device, notes=notes, recorder=recorder)
 
 
 def _join(rank: int, *, world_size: int, devices: int) -> None:
@@ -136,7 +146,9 @@ def _simplify(cfg: DictConfig) -> list[str]:
     return notes
 
 
-def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -> Report:
+def _simulate(
+    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None
+) -> Report:
     layout = Layout.of(cfg)
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
@@ -158,6 +170,10 @@ def _simulate(cfg: DictConfig, *, rank: int, device: Device, notes: list[str]) -
         modes.enter_context(meter)
         L.seed_everything(cfg.seed, workers=True, verbose=False)
         run = worker.build(cfg, stop)
+        if recorder is not None:
+            run.trainer.num_sanity_val_steps = VALIDATED
+            run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
+            modes.enter_context(recorder)
         pipeline = layout.axes["pipe"] > 1
         probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from armature.checkpoint import state
 from armature.simulation.meter import Collectives, Meter
+from armature.simulation.order import Recorder
 
 PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 
@@ -145,6 +146,22 @@ class Probe(L.Callback):
             return
         self.result = counts(self.meter)
         raise StepEnded
+
+
+class Validation(L.Callback):
+    """Keeps the host synchronizations of a validation's batches, by line of code."""
+
+    def __init__(self, meter: Meter, recorder: Recorder) -> None:
+        self.meter, self.recorder = meter, recorder
+
+    @override
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
+        if batch_idx == 0:
+            self.meter.syncs.clear()
+
+    @override
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.recorder.validation_syncs = dict(self.meter.syncs)
 
 
 def counts(meter: Meter) -> dict[str, Any]:

@@ -49,6 +49,16 @@ class Request:
     rank: int
     device: Device
     depths: tuple[int, int] | None = None
+    record: bool = False  # return all communication too, and validate before the training step
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank issues to others in a validation and an optimizer step, as JSON (`order.issued_from`)."""
+
+    report: Report
+    record: list[dict[str, Any]]
+    validation_syncs: dict[str, int]  # host synchronizations of the validation's batches, by line of code
 
 
 def simulate(cfg: DictConfig, *, rank: int = 0, device: Device, depths: tuple[int, int] | None = None) -> Report:
@@ -99,7 +109,10 @@ def _job(request: Request, layers: int | None) -> dict[str, Any]:
             raise ConfigError("--depths: the model has no number of layers (model.layers). Leave out --depths.")
         cfg.model.layers = layers
     device = {**dataclasses.asdict(request.device), "peak_flops": dict(request.device.peak_flops)}
-    return {"cfg": OmegaConf.to_container(cfg, resolve=False), "rank": request.rank, "device": device}
+    return {
+        "cfg": OmegaConf.to_container(cfg, resolve=False), "rank": request.rank, "device": device,
+        "record": request.record,
+    }  # fmt: skip
 
 
 class _Server:
@@ -139,7 +152,9 @@ class _Server:
         self.process.wait()
 
 
-def _result(reply: dict[str, Any]) -> Report | ConfigError | SimulationFailed:
+def _result(reply: dict[str, Any]) -> Any:
+    if "record" in reply:
+        return Recorded(Report.from_dict(reply["report"]), reply["record"], reply["validation_syncs"])
     if "report" in reply:
         return Report.from_dict(reply["report"])
     return ConfigError(reply["problems"]) if "problems" in reply else SimulationFailed(reply["failure"])

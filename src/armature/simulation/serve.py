@@ -72,6 +72,8 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
     gc.enable()
     cfg, device = OmegaConf.create(each["cfg"]), Device(**each["device"])
     try:
+        if each["record"]:
+            return job.record(cfg, rank=each["rank"], device=device)  # pyright: ignore[reportArgumentType]
         return {"report": job.run(cfg, rank=each["rank"], device=device).to_dict()}  # pyright: ignore[reportArgumentType]
     except ConfigError as error:
         return {"problems": error.problems}

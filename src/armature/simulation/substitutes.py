@@ -23,6 +23,7 @@ from torch.utils.data import dataloader
 
 from armature import hardware
 from armature.parallel import initialization, mesh, randomness
+from armature.parallel.pipeline import Message, Runner
 from armature.simulation.hooks import with_values, wrap
 from armature.strategies.ddp import DDP
 
@@ -130,5 +131,17 @@ def pipeline(boundary: tuple[tuple[int, ...], torch.dtype] | None) -> None:
             return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
         return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
 
+    exchange = Runner._exchange_known
+
+    def exchange_known(self: Runner, sent: Message | None, received: Message | None) -> None:
+        if sent is not None and sent.content is not None:
+            self.activation_shapes[sent.key] = sent.content.shape, sent.content.dtype
+        if received is not None:
+            assert boundary is not None
+            shape, dtype = boundary
+            self.activation_shapes[received.key] = torch.Size([received.inputs[0], *shape[1:]]), dtype
+        exchange(self, sent, received)
+
+    Runner._exchange_known = exchange_known
     pipeline_stage.PipelineStage._send_meta = send
     pipeline_stage.PipelineStage._recv_meta = receive
