@@ -40,6 +40,9 @@ test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 parity: $(VENV)/.installed ## Compare every layout with one process, and resume checkpoints under every layout
 	$(BIN)/python -m benchmarks.parity --resume $(ARGS)
 
+simulate-check: $(VENV)/.installed ## Compare simulated ranks with real processes, and write the table in docs/simulator.md
+	PYTHONPATH=src $(BIN)/python -m benchmarks.simulate_check $(ARGS)
+
 habits: $(VENV)/.installed-dev .venv-bench/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
 	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
 
@@ -79,4 +82,4 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast test-gpu parity habits resume-proof bench faults checks format clean
+.PHONY: help setup train test test-fast test-gpu parity simulate-check habits resume-proof bench faults checks format clean
