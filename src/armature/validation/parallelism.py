@@ -33,6 +33,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("16-mixed", "shard"): LOSS_SCALER,
     ("16-mixed", "tensor"): LOSS_SCALER,
     ("16-mixed", "pipeline"): "gradients are made before the loss could be scaled. Type trainer.precision=bf16-mixed",
+    **dict.fromkeys(
+        [("64-true", method) for method in ("shard", "tensor", "pipeline", "deepspeed")],
+        "Lightning trains sharded models in at most fp32. Type trainer.precision=32-true, or strategy=ddp",
+    ),
     ("compile=model", "shard"): "sharding gathers weights block by block. Type strategy.compile=block",
     ("compile=model", "tensor"): "its collectives run between the blocks. Type strategy.compile=block",
     ("compile=model", "pipeline"): "a stage holds only some blocks. Type strategy.compile=block",
