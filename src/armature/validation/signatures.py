@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,16 +234,20 @@ def derives_from(target: str, base: str) -> bool:
 def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
     """Return those of `names` that a task's constructor takes and that its own node does not set.
 
-    All that it does not set, if the source of the constructor does not tell.
+    All that it does not set, if the source of the constructor does not tell. Of those that only `**kwargs` would take,
+    those that the class mentions as in `self.hparams.optimizer` or `kwargs["optimizer"]`.
     """
     target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
     if definition is None:
         return names
     signature = signature_of(*definition)
+    if signature.open and not derives(definition, ["LightningModule"]):
+        return names
     # LightningModule's own constructor takes any keyword, and fails with each
-    unknown = signature.open and (not derives(definition, ["LightningModule"]) or _keeps_keywords(definition))
-    return [name for name in names if unknown or name in signature.parameters]
+    source = "".join(ast.unparse(node) for _, node in lineage(definition)) if signature.open else ""
+    mentioned = re.findall(r"hparams\.(\w+)|[\"'](\w+)[\"']", source) if _keeps_keywords(definition) else []
+    return [name for name in names if name in signature.parameters or any(name in pair for pair in mentioned)]
 
 
 def _keeps_keywords(definition: Definition) -> bool:
