@@ -101,9 +101,13 @@ def count(workload: Workload, folder: Path) -> list[dict[str, Any]]:
 
 
 def sent_per_rank(collectives: Sequence[dict[str, Any]], ranks: int) -> float:
-    """Return the bytes that a rank sends in ring algorithms: twice a share for an all-reduce, once for the others."""
+    """Return the bytes that a rank sends in ring algorithms: twice a share for an all-reduce, once for the others.
+
+    What one rank sends to another it sends in full, whatever their number.
+    """
     share = (ranks - 1) / ranks
-    return sum(share * c["bytes"] * (2 if c["kind"] == "all_reduce" else 1) for c in collectives)
+    factors = {"all_reduce": 2 * share, "send": 1.0}
+    return sum(factors.get(c["kind"], share) * c["bytes"] for c in collectives)
 
 
 def project(

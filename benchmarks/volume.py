@@ -17,11 +17,21 @@ KINDS = {  # by the start of an operator's name
     "all_gather": "all_gather",
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "send": "send",
+    "isend": "send",
 }
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Record the kind and bytes of each collective: bytes of the reduced tensor, or of the gathered one."""
+    """Record the kind and bytes of each collective.
+
+    The bytes are those of the reduced or broadcast tensor, of the gathered one, of all that a rank puts into an
+    all-to-all, and of what it sends to another rank. Receives are not recorded: their senders count them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +41,15 @@ class CollectiveCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # dispatched again as its collectives
         result = func(*args, **(kwargs or {}))
-        if "c10d" in func.namespace:
+        if "c10d" in func.namespace or func.namespace == "_dtensor":
             name = func.__name__.lstrip("_")
             kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
             if kind is not None:
-                tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-                self.collectives.append({"kind": kind, "bytes": max(t.numel() * t.element_size() for t in tensors)})
+                # c10d writes an all-to-all's results to its first argument
+                given = args[1] if name.startswith("alltoall") else args[0] if kind == "all_to_all" else None
+                tensors = tree_leaves((args, kwargs, result) if given is None else given)
+                sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)]
+                self.collectives.append({"kind": kind, "bytes": max(sizes) if given is None else sum(sizes)})
         return result
 
     def save(self, file: Path) -> None:

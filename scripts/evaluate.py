@@ -34,11 +34,10 @@ def evaluate(args: argparse.Namespace) -> None:
     import lightning.pytorch as L
 
     from armature import worker
-    from armature.data import adapter
-    from armature.loading import load_task
+    from armature.loading import load_data, load_task
 
     worker.quiet()
-    task, data = load_task(cfg, checkpoint), adapter.build(cfg)
+    task, data = load_task(cfg, checkpoint), load_data(cfg)
     accelerator = cli.accelerator(args.accelerator)
     trainer = L.Trainer(
         accelerator=accelerator,

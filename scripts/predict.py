@@ -46,13 +46,15 @@ def run(args: argparse.Namespace) -> None:
     keys = {each.partition("=")[0]: each.partition("=")[2] for each in overrides}
     if (strategy := keys.get("strategy")) not in (None, "auto", "single", "ddp"):
         raise ConfigError(
-            f"strategy={strategy}: each process of this script holds the whole model. Type strategy=ddp, or nothing."
+            f"strategy={strategy}: each process of this script holds the whole model, whatever the run was trained "
+            "with. Leave it out; trainer.devices=2 divides the samples over two processes."
         )
-    cfg, checkpoint = open_run(args.path, best=args.best, overrides=overrides, trust=args.trust)
+    cfg, checkpoint = open_run(
+        args.path, best=args.best, overrides=overrides, trust=args.trust, verified=SHARE in os.environ
+    )
 
     from armature import worker
-    from armature.data import adapter
-    from armature.loading import load_task
+    from armature.loading import load_data, load_task
     from armature.training import predict
 
     predict.check_output(out)
@@ -68,16 +70,16 @@ def run(args: argparse.Namespace) -> None:
 
     if SHARE in os.environ:
         rank, _, name = os.environ[SHARE].partition("/")
-        data = adapter.build(cfg)
+        data = load_data(cfg)
         data.prepare_data = lambda: None  # the parent has
         write_share(Path(name), int(rank), data)
         return
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".predictions-") as name:
         folder = Path(name)
         if ranks == 1:
-            write_share(folder, 0, adapter.build(cfg))
+            write_share(folder, 0, load_data(cfg))
         else:
-            adapter.build(cfg).prepare_data()  # once, before the processes open it
+            load_data(cfg).prepare_data()  # once, before the processes open it
             start_ranks(ranks, folder, checkpoint, overrides, out=out, accelerator=accelerator, trust=args.trust)
         count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], out)
     print(f"{out}: {count} predictions of {checkpoint}")

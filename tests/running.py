@@ -7,7 +7,9 @@ from pathlib import Path
 
 import psutil
 
+from armature import hardware
 from benchmarks.faults.tiny_run import ROOT, TINY, environment, losses, rows, summary, wait_for, write_corpus
+from tests import forked
 
 __all__ = ["ROOT", "TINY", "environment", "losses", "rows", "summary", "wait_for", "write_corpus"]
 
@@ -28,16 +30,16 @@ def train(
     launcher: list[str] | None = None,
     timeout: float = 240,
     check: bool = True,
+    fork: bool = True,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        command(*overrides, corpus=corpus, launcher=launcher),
-        cwd=cwd,
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    """Run train.py to its end; where it trains in its own process, as a fork that has its imports, if `fork`."""
+    words, env = command(*overrides, corpus=corpus, launcher=launcher), environment(**extra)
+    starts_ranks = launcher is not None or any(word.startswith("trainer.devices=") for word in overrides)
+    if fork and not starts_ranks and not hardware.gpu_count():  # CUDA does not outlive a fork
+        result = forked.shared().run(words, cwd=cwd, env=env, timeout=timeout)
+    else:
+        result = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     if check:
         assert result.returncode == 0, result.stderr[-6000:]
     return result

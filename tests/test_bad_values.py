@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
@@ -247,3 +249,15 @@ def test_validation_that_is_switched_off_is_warned_of(caplog):
     assert problems_of("trainer.limit_val_batches=0") == []
     assert "checkpoint.monitor=val/loss is never known" in caplog.text
     assert "Type trainer.limit_val_batches=null" in caplog.text
+
+
+@pytest.mark.parametrize("typed", ["optimizer.eps=nan", "optimizer.betas=[0.9,nan]", "optimizer.lr=nan"])
+def test_a_value_is_named_once(typed):
+    assert len(problems_of(typed)) == 1
+
+
+def test_an_error_after_composing_is_not_taken_for_a_mistake_in_the_command(monkeypatch):
+    error = InstantiationException("Error in call to target 'mine.Model': RuntimeError('no table')")
+    arguments = SimpleNamespace(overrides=["model=of_a_config_dir"], multirun=False)
+    monkeypatch.setattr(cli, "_composed", SimpleNamespace(is_set=lambda: True))
+    assert cli._explained(error, arguments, CONFIGS) == [str(error)]

@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim", "loggers")
-DISTRIBUTED = ("parallel", "strategies", "checkpoint", "launcher", "training", "worker.py")
+DISTRIBUTED = ("parallel", "strategies", "checkpoint", "launcher", "training", "worker.py", "simulation")
 ALL = sorted(SOURCE.rglob("*.py"))
 
 
@@ -70,6 +70,13 @@ def test_models_are_plain_torch(file):
     ours = starting(imports(file), "armature") - starting(imports(file), "armature.models")
     assert not ours
     assert not starting(imports(file), "lightning", "hydra", "omegaconf")
+
+
+@pytest.mark.parametrize("file", [f for f in ALL if "simulation" not in f.parts], ids=relative)
+def test_nothing_that_trains_knows_the_simulator(file):
+    """It replaces functions of torch in its processes."""
+    if "planner" not in file.parts:
+        assert not starting(imports(file), "armature.simulation")
 
 
 def test_checks_before_launch_import_no_torch():

@@ -26,7 +26,7 @@ TRAIN = str(running.ROOT / "train.py")
 def single(tmp_path_factory, corpus):
     """The run that every other one is compared with."""
     folder = tmp_path_factory.mktemp("single")
-    running.train("run.name=run", "logger=tensorboard", cwd=folder, corpus=corpus)
+    running.train("run.name=run", "logger=tensorboard", cwd=folder, corpus=corpus, fork=False)
     return folder / "outputs" / "run"
 
 
@@ -322,6 +322,7 @@ def test_wandb_offline_can_be_read_back(corpus, tmp_path):
         "run.name=run",
         cwd=tmp_path,
         corpus=corpus,
+        fork=False,  # wandb writes the rest as the interpreter ends
         HOME=str(tmp_path),
     )
     from wandb.proto import wandb_internal_pb2

@@ -28,8 +28,11 @@ STOCK = "lightning.pytorch.callbacks.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
+SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
+    # ---------------------------------------------------------------- torch: communication
+    ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),
@@ -142,6 +145,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch", "_foreach_mul_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_min_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
+    ("torch", "_amp_foreach_non_finite_check_and_unscale_", None, "parallel/scaler.py"),
+    (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"), "parallel/scaler.py"),
+    (SCALER, "_per_optimizer_states", None, "parallel/scaler.py"),
     ("torch", "_foreach_lerp_", None, "callbacks/ema.py"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
@@ -153,6 +159,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
@@ -177,6 +185,70 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.utils.tensorboard.writer:FileWriter", "event_writer", None, "loggers/tensorboard.py"),
     ("tensorboard.summary.writer.event_file_writer:EventFileWriter", "_file_name", None, "loggers/tensorboard.py"),
     ("atexit", "_run_exitfuncs", None, "launcher/rank.py"),
+]
+TABLE += [  # ---------------------------------------------------------------- the simulator
+    ("torch.distributed._tools", "fake_collectives", None, "simulation/meter.py"),
+    ("torch.distributed._tools.fake_collectives:CollectiveOp", "get_process_group", None, "simulation/meter.py"),
+    ("torch.utils._python_dispatch", "TorchDispatchMode", None, "simulation/meter.py"),
+    ("torch.utils._python_dispatch", "_disable_current_modes", (), "simulation/hooks.py"),
+    ("torch._ops:OpOverload", "_overloadpacket", None, "simulation/meter.py"),
+    ("torch:UntypedStorage", "_cdata", None, "simulation/meter.py"),
+    ("torch:UntypedStorage", "resize_", None, "simulation/hooks.py"),
+    ("torch.distributed.tensor:DTensor", "_local_tensor", None, "simulation/meter.py"),
+    ("torch", "_subclasses", None, "simulation/meter.py"),
+    ("torch._subclasses", "fake_tensor", None, "simulation/fake_cuda.py"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode", None, "simulation/job.py"),
+    ("torch._subclasses.fake_tensor", "init_gpu_context", ("device",), "simulation/fake_cuda.py"),
+    ("torch._subclasses.fake_tensor:FakeTensorMode", "avoid_device_init", None, "simulation/fake_cuda.py"),
+    ("torch", "_C", None, "simulation/fake_cuda.py"),
+    ("torch._C", "_set_only_lift_cpu_tensors", None, "simulation/fake_cuda.py"),
+    ("torch.cuda", "_lazy_init", (), "simulation/fake_cuda.py"),
+    ("torch.cuda", "_lazy_call", ("callable", "kwargs"), "simulation/fake_cuda.py"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore", None, "simulation/job.py"),
+    ("torch.distributed._mesh_layout", "_MeshLayout", None, "simulation/hooks.py"),
+    ("torch.distributed._mesh_layout:_MeshLayout", "remap_to_tensor", None, "simulation/hooks.py"),
+    ("torch.distributed.fsdp._fully_shard", "_fsdp_param", None, "simulation/hooks.py"),
+    ("torch.distributed.fsdp._fully_shard", "_fsdp_param_group", None, "simulation/hooks.py"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_all_gather", None, "simulation/hooks.py"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_reduce", None, "simulation/hooks.py"),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+        "init_all_gather_outputs",
+        None,
+        "simulation/hooks.py",
+    ),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        "post_backward",
+        None,
+        "simulation/hooks.py",
+    ),
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator", None, "simulation/hooks.py"),
+    (
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator",
+        "_propagate_tensor_meta_non_cached",
+        ("self", "op_schema"),
+        "simulation/hooks.py",
+    ),
+    ("torch.distributed.pipelining._utils", "_TensorMeta", None, "simulation/substitutes.py"),
+    ("torch.distributed.pipelining.stage", "_StageForwardMeta", None, "simulation/substitutes.py"),
+    ("torch.distributed.pipelining.stage", "_StageBackwardMeta", None, "simulation/substitutes.py"),
+    ("torch.distributed.pipelining.stage:PipelineStage", "_send_meta", None, "simulation/substitutes.py"),
+    ("torch.distributed.pipelining.stage:PipelineStage", "_recv_meta", None, "simulation/substitutes.py"),
+    ("torch.nn.parallel.distributed", "_verify_param_shape_across_processes", None, "simulation/substitutes.py"),
+    ("torch.nn.parallel.distributed", "_sync_module_states", None, "simulation/substitutes.py"),
+    ("torch.utils.data.dataloader", "_SingleProcessDataLoaderIter", None, "simulation/substitutes.py"),
+    ("torch.utils.data.dataloader", "_BaseDataLoaderIter", None, "simulation/substitutes.py"),
+    ("lightning.fabric.accelerators.cuda", "num_cuda_devices", (), "simulation/substitutes.py"),
+    ("lightning.fabric.accelerators.cuda", "_clear_cuda_memory", (), "simulation/substitutes.py"),
+    ("lightning.pytorch.accelerators.cuda", "_check_cuda_matmul_precision", ("device",), "simulation/substitutes.py"),
+    (
+        "lightning.fabric.utilities.device_dtype_mixin",
+        "_DeviceDtypeModuleMixin",
+        None,
+        "simulation/substitutes.py",
+    ),
+    ("lightning.pytorch.trainer.connectors.data_connector", "_InfiniteBarrier", None, "simulation/substitutes.py"),
 ]
 DEEPSPEED = [
     ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "_lazy_init_hp_params_optimizer_state", ("self",)),

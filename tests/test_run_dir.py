@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -165,6 +166,7 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
     cfg = run_dir.decide(config(tmp_path), label="x", trial="lr/3")
     run = OmegaConf.load(run_dir.write(cfg, []) / "config.yaml").run
     assert run.git is None  # not a repository
+    run_dir._git.cache_clear()
     assert run.group == "lr"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (code / "file").write_text("before")
@@ -175,4 +177,19 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
     assert len(state["commit"]) == 40
     assert state["dirty"] is False
     (code / "file").write_text("after")
+    assert run_dir._git() == state  # asked once
+    run_dir._git.cache_clear()
     assert run_dir._git() == {**state, "dirty": True}
+    run_dir._git.cache_clear()
+
+
+def test_a_refused_command_leaves_a_folder_of_the_user_s(tmp_path):
+    for root in (tmp_path / "own", tmp_path / "new"):
+        if root.name == "own":
+            root.mkdir()
+        cfg = config(tmp_path)
+        cfg.run.root, cfg.run.name = str(root), None
+        cfg = run_dir.decide(cfg, label="x")
+        run_dir.release(cfg)
+        assert not Path(cfg.run.dir).exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["own"]

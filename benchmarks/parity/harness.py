@@ -269,8 +269,11 @@ def _fit(job: Job) -> Run:
     callbacks: list[Any] = [record]
     if job.ema is not None:
         callbacks.append(import_object("armature.callbacks.ema.EMA")(decay=job.ema))
+    precision: dict[str, Any] = {"precision": job.precision}
+    if job.precision == "16-mixed":  # from which Lightning would make bf16-mixed on a CPU
+        precision = {"plugins": [import_object("lightning.pytorch.plugins.MixedPrecision")("16-mixed", device="cpu")]}
     trainer = L.Trainer(
-        accelerator="cpu", devices=job.ranks, strategy=strategy, max_steps=job.steps, precision=job.precision,
+        accelerator="cpu", devices=job.ranks, strategy=strategy, max_steps=job.steps, **precision,
         accumulate_grad_batches=job.accumulate, gradient_clip_val=job.clip, gradient_clip_algorithm=job.clip_algorithm,
         callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, use_distributed_sampler=False, num_sanity_val_steps=0,
@@ -290,6 +293,7 @@ def _fit(job: Job) -> Run:
         ),
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
+        "scaler": strategy.precision_plugin.state_dict(),
     }
     if job.save is not None:
         trainer.save_checkpoint(job.save)

@@ -29,7 +29,7 @@ from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.validation import foreign_keys
-from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep
+from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
@@ -66,7 +66,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
                 refuse(problems)
             main()
     except CONFIG_ERRORS as error:
-        refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
+        refuse(_explained(error, arguments, config_dir))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
@@ -76,6 +76,12 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
+
+
+def _explained(error: Exception, arguments: argparse.Namespace, config_dir: Path) -> list[str]:
+    if _composed.is_set() and not arguments.multirun:
+        return [plain_text(error)]  # the overrides are sound, options of a --config-dir included
+    return explain(error, arguments.overrides, config_dir, sweep=arguments.multirun)
 
 
 @contextmanager

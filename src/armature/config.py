@@ -110,6 +110,15 @@ class Config:
     logger: Any = None
 
 
+def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:
+    """Return a size of the model; `otherwise` if it has no such size, or takes it from the data."""
+    model = _root_.model
+    return otherwise if name not in model or OmegaConf.is_interpolation(model, name) else model[name]
+
+
+OmegaConf.register_new_resolver("model_size", _model_size, replace=True)  # every config.yaml is read by this module
+
+
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)

@@ -56,14 +56,37 @@ def default_accelerator() -> str:
 
 def compute_capability() -> tuple[int, int] | None:
     """Return (major, minor) of the first NVIDIA GPU, or None if there is none."""
-    if (driver := _cuda_driver()) is None or not gpu_count():
+    if (first := _first_gpu()) is None:
         return None
-    device, found = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
-    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
-        return None
+    (driver, device), found = first, (ctypes.c_int(), ctypes.c_int())
     for value, attribute in zip(found, (75, 76), strict=True):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     return found[0].value, found[1].value
+
+
+def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+    device = ctypes.c_int()
+    if (driver := _cuda_driver()) is None or not gpu_count() or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+        return None
+    return driver, device
+
+
+def gpu_name() -> str | None:
+    """Return the driver's name of the first NVIDIA GPU, or None if there is none."""
+    if (first := _first_gpu()) is None:
+        return None
+    driver, device = first
+    text = ctypes.create_string_buffer(256)
+    return text.value.decode() if driver.cuDeviceGetName(text, len(text), device) == 0 else None
+
+
+def gpu_memory_bytes() -> int | None:
+    """Return the memory of the first NVIDIA GPU, or None if there is none."""
+    if (first := _first_gpu()) is None:
+        return None
+    driver, device = first
+    size = ctypes.c_size_t()
+    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else None
 
 
 def bf16_is_fast(accelerator: str) -> bool:
@@ -87,6 +110,24 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.processor() or platform.machine()}, {cpu_count()} cores"
+
+
+def cpu_cycles_per_second() -> float:
+    """Return the clock of the first CPU; 2.5 GHz where the system does not report it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", info.read_text(), re.MULTILINE) if info.exists() else None
+    return float(found[1]) * 1e6 if found else 2.5e9
+
+
+def ram_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or the container's limit if that is lower."""
+    if sys.platform == "win32":
+        return 2**34  # not reported without further packages
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if file.exists() and (limit := file.read_text().strip()).isdigit():
+            return min(whole, int(limit))
+    return whole
 
 
 def peak_resident_memory() -> int:

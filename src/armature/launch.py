@@ -19,8 +19,9 @@ from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
+from armature.planner import auto
 from armature.training.limits import Limits
-from armature.validation import resize
+from armature.validation import memory, resize
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         _check_world(cfg)
     layout = Layout.of(cfg)
     _check_built(cfg, layout)
+    if environment.rank() == 0:
+        _warn_of_memory(cfg, layout)
     if joined:
         if cfg.launch.min_ranks is not None:
             log.warning("launch.min_ranks=%s is not used: another launcher started these ranks.", cfg.launch.min_ranks)
@@ -69,6 +72,8 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
 def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
     """Train in this process if it is to be alone, else in ranks of its own."""
     several = cfg.trainer.num_nodes > 1  # then rank 0 holds the lock, on whichever machine it is
+    if several:
+        lock.check(cfg)
     with nullcontext() if several else lock.hold(cfg):
         run_dir.write(cfg, overrides)
         if alone:
@@ -89,6 +94,15 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
 
     if found := plan_check.problems(instantiate(cfg.model), layout.plan, layout.axes):
         raise ConfigError(found)
+
+
+def _warn_of_memory(cfg: DictConfig, layout: Layout) -> None:
+    found = auto.warning(cfg, layout, memory_bytes=auto.device_memory_bytes(cfg))
+    if found is not None:
+        line, peak = found
+        kinds = {name: peak.bytes_by_kind.get(name, 0.0) for name in ("parameters", "gradients", "optimizer state")}
+        kinds["activations and other"] = peak.total_bytes - sum(kinds.values())
+        log.warning("%s%s", line, memory.remedy(cfg, kinds=kinds))
 
 
 def _check_fewer(cfg: DictConfig) -> None:

@@ -11,6 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import directory, lightning_file, resume, state, storage
+from armature.data import adapter
+from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
@@ -24,6 +26,7 @@ def open_run(
     overrides: list[str] | None = None,
     trust: bool = False,
     packages: Sequence[str] = (),
+    verified: bool = False,
 ) -> tuple[DictConfig, Path]:
     """Return the configuration of a run, with run.dir set to where it is now, and one of its checkpoints, verified.
 
@@ -32,6 +35,7 @@ def open_run(
         overrides: `key=value`, applied to the run's configuration.
         trust: accept a checkpoint without a manifest.
         packages: that the run's configuration may name besides those of this installation (launch.allowed_packages).
+        verified: the path is a checkpoint whose files another process has just compared with their checksums.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
@@ -51,7 +55,7 @@ def open_run(
         named = [resume.folder(run_path, cfg) / Path(name).name] if name else []
     else:
         named = resume.checkpoints_at(path, cfg)
-    checkpoint = storage.first_intact(named, trust=trust)
+    checkpoint = named[0] if verified else storage.first_intact(named, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
     return cfg, checkpoint
@@ -96,6 +100,13 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     """
     factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
     return instantiate(cfg.task, **factories | arguments)
+
+
+def load_data(cfg: DictConfig) -> DataModule:
+    """Return the data module of a run's configuration, with the tokens and classes that the run was trained with."""
+    data = adapter.build(cfg)
+    data.load_assets(Path(cfg.run.dir))
+    return data
 
 
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:

@@ -8,9 +8,11 @@ outputs/<run.name>/
   summary.json     written when the run ends
   logs/            one file per rank
   tokenizer.json   for a language model
+  classes.json     for classes with names: in the order of their numbers
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -32,6 +34,7 @@ from armature.launcher import environment
 from armature.validation.overrides import keep_references
 
 log = logging.getLogger(__name__)
+_new_roots: set[Path] = set()  # values of run.root that did not exist when this process decided on a run directory
 
 
 def default_name(label: str) -> str:
@@ -53,6 +56,8 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         trial: `<sweep>/<number>` for a trial of a sweep, which has its own directory.
     """
     cfg, root = cfg.copy(), Path(cfg.run.root)
+    if not root.exists():
+        _new_roots.add(root)
     named = trial or cfg.run.name
     name = named or default_name(label)
     if not named and "SLURM_JOB_ID" not in os.environ and not environment.is_joined():
@@ -77,8 +82,9 @@ def _claim(folder: Path) -> bool:
 
 
 def release(cfg: DictConfig) -> None:
-    """Remove the directories that `decide` created for a command that is refused, if nothing is in them."""
-    for folder in (Path(cfg.run.dir), Path(cfg.run.root)):
+    """Remove the directories that this command created, if it is refused and nothing is in them."""
+    root = Path(cfg.run.root)
+    for folder in (Path(cfg.run.dir), *([root] if root in _new_roots else [])):
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -122,8 +128,12 @@ def _id(run_dir: Path) -> str:
     return known or secrets.token_hex(6)
 
 
+@functools.cache
 def _git() -> dict[str, Any] | None:
-    """Return the commit of the code, and whether a tracked file was changed since; None outside of a repository."""
+    """Return the commit of the code, and whether a tracked file was changed since; None outside of a repository.
+
+    Asked once: a sweep's later trials run the code that this process has imported.
+    """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         text = subprocess.run(command, cwd=config.CONFIGS.parent, capture_output=True, text=True, timeout=5, check=True)

@@ -53,7 +53,7 @@ from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
-from armature.validation import manual, resize
+from armature.validation import manual, relations, resize
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     data = adapter.build(cfg)
     _prepare(data)
     data.setup("fit")
+    _check_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
@@ -135,7 +136,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
         max_epochs=limits.epochs,
-        before_training=[step_log.resume, progress.begin, checkpointing.begin],
+        before_training=[partial(_save_assets, data, directory), step_log.resume, progress.begin, checkpointing.begin],
         step_ended=[checkpointing.step_ended, stop.step_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),
@@ -144,6 +145,16 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
         checkpointing=checkpointing, stop=stop, display=display, limits=limits,
     )  # fmt: skip
+
+
+def _check_sizes(model: Any, needed: dict[str, int]) -> None:
+    """Raise ConfigError if the model's sizes do not fit what the data turned out to hold."""
+    if not isinstance(model, DictConfig):
+        return
+    ours = str(model.get("_target_")).partition(".")[0] in ("armature", "example")
+    # `features` of another model may be anything
+    if found := relations.size_problems(model, {k: v for k, v in needed.items() if ours or k == "classes"}):
+        raise ConfigError(found)
 
 
 def _prepare(data: DataModule) -> None:
@@ -156,11 +167,16 @@ def _prepare(data: DataModule) -> None:
     process_group.on_all_ranks(data.prepare_data if chosen else lambda: None)
 
 
+def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
+    """Save what using the model needs: once a checkpoint that does not fit the data has been refused."""
+    if trainer.is_global_zero:
+        data.save_assets(directory)
+
+
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
     if process_group.rank() == 0:
-        run.data.save_assets(Path(cfg.run.dir))
         log_hyperparameters(trainer.loggers, run_dir.without_secrets(cfg))
     started = time.monotonic()
     _collect_garbage_again()

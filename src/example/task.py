@@ -67,6 +67,12 @@ class PointClassification(L.LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self.log_metrics(batch, "test")
 
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return what scripts/predict.py writes of each point: a column for each entry."""
+        probability, index = self.model(batch["inputs"]).float().softmax(dim=-1).max(dim=-1)
+        return {"class": index, "probability": probability}
+
     def log_metrics(self, batch: Batch, split: str) -> None:
         """Log the means over the targets that count, of all batches and ranks together."""
         outputs, targets = self.model(batch["inputs"]), batch["targets"]

@@ -24,7 +24,8 @@ from armature.training.metrics_csv import MetricsCSV, read
 from armature.training.step_log import StepLog
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Window
 from armature.training.trainer import Trainer
-from tests.running import ROOT, rows, summary, train, write_corpus
+from tests.forked import Forks
+from tests.running import ROOT, TINY, rows, summary, write_corpus
 
 torch.set_num_threads(1)
 
@@ -392,8 +393,10 @@ def test_norms_do_not_depend_on_the_layout_and_rates_count_all_ranks(tmp_path):
         "single": [], "ddp": ["trainer.devices=2", "data.micro_batch_size=2"], "fsdp": ["trainer.devices=2"],
         "pipeline": ["trainer.devices=2"],
     }  # fmt: skip
-    for name, extra in layouts.items():
-        train(*common, f"strategy={name}", f"run.name={name}", *extra, cwd=tmp_path, corpus=corpus)
+    with Forks(tmp_path) as forks:
+        for name, extra in layouts.items():
+            overrides = [*TINY, f"data.path={corpus}", *common, f"strategy={name}", f"run.name={name}", *extra]
+            forks.train(*overrides, ranks=1 if name == "single" else 2)
     runs = {name: rows(tmp_path / "outputs" / name) for name in layouts}
     columns = [
         name for name in runs["single"][1] if "_norm/" in name or name in ("train/weight_norm", "train/update_ratio")

@@ -96,7 +96,7 @@ def test_images_with_folders_of_splits(tmp_path):
     data = build("image_folder", path=str(tmp_path), size=8, margin=0, num_workers=0)
     assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [12, 4, 6, 6]
     (tmp_path / "val" / "cow").mkdir()
-    with pytest.raises(ConfigError, match="has the class cow, which the training images lack"):
+    with pytest.raises(ConfigError, match="has the class cow, which the training data lack"):
         build("image_folder", path=str(tmp_path), num_workers=0).dataset("train")
     with pytest.raises(ConfigError, match="no images in class folders"):
         build("image_folder", path=str(tmp_path / "val" / "cow"), num_workers=0).dataset("train")

@@ -287,3 +287,19 @@ def test_the_same_command_typed_twice_trains_once(corpus, tmp_path):
     assert f"is taken over from process {first.pid}" in third.stderr
     assert [row["step"] for row in running.rows(tmp_path / "outputs/mine")][-1] == "3"
     assert not (tmp_path / "outputs/mine/.lock").exists()
+
+
+def test_agents_on_several_machines_write_to_no_run_directory_of_another_job(run_dir):
+    def check(job: str):
+        cfg = config(run_dir)
+        cfg.launch.rdzv_endpoint = job
+        lock.check(cfg)
+
+    check("a:1")  # there is no lock yet
+    file = write(run_dir, job="a:1")
+    check("a:1")  # rank 0 of this job has started already
+    with pytest.raises(ConfigError, match=r"in use by process .* another run.name"):
+        check("b:1")
+    write(run_dir, job="a:1", pid=dead())
+    check("b:1")
+    assert file.exists()

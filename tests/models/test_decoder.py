@@ -303,3 +303,10 @@ def test_a_subclass_that_replaces_the_loss_trains_on_it():
     doubled.load_state_dict(model.state_dict())
     inputs = torch.randint(0, 32, (2, 8))
     torch.testing.assert_close(doubled(inputs, inputs), 2 * model(inputs, inputs))
+
+
+def test_a_decoder_on_the_meta_device_has_a_loss():
+    with torch.device("meta"):
+        model = Decoder(vocab_size=97, context=16, width=32, layers=1, heads=4)
+        ids = torch.zeros(2, 8, dtype=torch.long)
+    assert model(ids, ids).shape == ()

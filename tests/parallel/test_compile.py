@@ -127,8 +127,8 @@ def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(tmp
 @pytest.mark.slow
 def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
     train = partial(
-        running.train, "strategy.compile=block", cwd=tmp_path, corpus=running.write_corpus(tmp_path / "text"),
-        ARMATURE_CACHE=str(tmp_path / "cache"),
+        running.train, "strategy.compile=block", fork=False, cwd=tmp_path,
+        corpus=running.write_corpus(tmp_path / "text"), ARMATURE_CACHE=str(tmp_path / "cache"),
     )  # fmt: skip
     train("run.name=cold")
     kept = sorted((tmp_path / "cache" / "inductor").rglob("*"))

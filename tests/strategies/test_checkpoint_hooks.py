@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature import errors
 from armature.checkpoint import convert, lightning_file, plain, state, storage
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
@@ -123,6 +124,13 @@ def test_a_value_comes_back_plain(value, expected):
     found = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     assert found == expected
     assert type(found) is type(expected)
+
+
+def test_hyperparameters_hold_no_secret_of_the_environment(monkeypatch):
+    monkeypatch.setattr(errors, "_hidden", {"s3cr3t-token"})
+    given = {"token": "s3cr3t-token", "urls": ["http://s3cr3t-token@host"], "width": 5}
+    found = plain.plain_checkpoint({"hyper_parameters": given, "epoch": 1})
+    assert found == {"hyper_parameters": {"token": "***", "urls": ["http://***@host"], "width": 5}, "epoch": 1}
 
 
 def test_numpys_random_state_can_be_kept(tmp_path):

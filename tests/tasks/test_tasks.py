@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from armature.optim import schedules
 from armature.optim.muon import Muon
 from armature.parallel.initialization import initialize_by_name, materialize
-from armature.tasks.base import Task, inputs_and_targets
+from armature.tasks.base import Task, inputs_and_targets, mean_metric
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
 
@@ -88,6 +89,19 @@ def test_image_metrics_are_exact_for_any_batch_size(batch_size):
         outputs = task.model(data.inputs[:8])
     assert val["val/accuracy"] == pytest.approx((outputs.argmax(-1) == data.targets[:8]).float().mean().item())
     assert val["val/loss"] == pytest.approx(task.model.loss(outputs, data.targets[:8]).item(), rel=1e-6)
+
+
+def test_a_weighted_mean_equals_torchmetrics_bit_for_bit():
+    ours, theirs = mean_metric(), MeanMetric(nan_strategy=float("nan"))
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        value, weight = torch.randn(7, generator=generator), torch.randint(0, 9, (7,), generator=generator)
+        for metric in (ours, theirs):
+            metric.update(value, weight)
+            metric.update(value[0].bfloat16(), weight=weight[0])
+            metric.update(0.5)
+    assert ours.compute() == theirs.compute()
+    assert list(ours.metric_state) == list(theirs.metric_state), "saved in the middle of an epoch"
 
 
 def test_a_loss_that_is_not_a_number_is_not_hidden():

@@ -24,7 +24,7 @@ from omegaconf import Container, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armature.errors import ConfigError
+from armature.errors import ConfigError, masked
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +140,19 @@ def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
     result = {}
     for key, value in parameters.items():
         try:
-            result[plain(key)] = plain(value, str(key))
+            result[plain(key)] = _without_secrets(plain(value, str(key)))
         except NotPlain as error:
             _warn_of_dropped(error.path, error.type)
     return result
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return plain hyperparameters in which the values of secret environment variables are masked."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_secrets, value))
+    return masked(value) if type(value) is str else value
 
 
 @functools.cache

@@ -76,7 +76,8 @@ class DataModule(L.LightningDataModule):
         "targets"}`, which serves a whole batch at once and must draw no random numbers. It may define `augment(sample,
         generator) -> sample`, which is called on training samples. The generator depends on (seed, epoch, index) alone,
         so augmentation is the same under any number of ranks and workers, and after any resume. The same holds for what
-        `__getitem__` draws from the global generators.
+        `__getitem__` draws from the global generators. It may define `describe(index)`, a dict that a row of
+        predictions begins with, such as the sample's file.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
 
@@ -89,6 +90,14 @@ class DataModule(L.LightningDataModule):
 
     def save_assets(self, run_dir: Path) -> None:
         """Copy to the run directory the files that using the trained model needs, such as a tokenizer."""
+
+    def load_assets(self, run_dir: Path) -> None:
+        """Use what `save_assets` has saved: called before other data are read for a trained model."""
+
+    @property
+    def found_sizes(self) -> dict[str, int]:
+        """Sizes that the training data ask of the model, by its argument, as far as only the data tell them."""
+        return {}
 
     @property
     def train_size(self) -> int:

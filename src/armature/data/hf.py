@@ -9,12 +9,15 @@ from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from armature.data import extras
-from armature.data.base import DataModule, Split
-from armature.errors import ConfigError
+from armature.data.base import Split
+from armature.data.labels import LabeledData
+from armature.errors import ConfigError, error_line
 
 
-class HFData(DataModule):
-    """Samples {"inputs", "targets"} of two columns.
+class HFData(LabeledData):
+    """Samples {"inputs", "targets"} of two columns. Texts as targets are classes, numbered in sorted order.
+
+    Predictions are of the test split, or another one if there is none, and need no column of targets.
 
     Args:
         path: a name on the hub; or csv, json, parquet, text, imagefolder … with data_files or data_dir.
@@ -25,6 +28,8 @@ class HFData(DataModule):
         streaming: read the samples one after the other, without downloading all of them first.
         loader: batch sizes and the other arguments of DataModule.
     """
+
+    predict_split = "predict"
 
     def __init__(
         self, *, path: str, name: str | None = None, data_files: Any = None, data_dir: str | None = None,
@@ -39,58 +44,111 @@ class HFData(DataModule):
 
     @override
     def dataset(self, split: Split) -> Any:
-        name = self.splits.get(split)
-        if name is None:
+        of = next((s for s in ("test", "val", "train") if self.splits.get(s)), "test") if split == "predict" else split
+        if self.splits.get(of) is None:
             return None
-        datasets = extras.load("datasets", needed_by="data=hf")
-        try:
-            made = datasets.load_dataset(split=name, **self.source)
-        except (OSError, ValueError) as error:
+        rows, columns = self._load(of), dict(self.columns)
+        known = rows.column_names
+        if split == "predict" and known is not None and columns["targets"] not in known:
+            del columns["targets"]
+        self._check(rows, list(columns.values()))
+        names = self._class_names(rows) if "targets" in columns else None
+        numbers = None
+        if names is not None and split == "predict" and not set(names) <= set(self.classes or []):
+            del columns["targets"]  # they are not needed, and have no numbers
+        elif names is not None:
+            where = f"data.path={self.source['path']}, split {self.splits[of]}, column {columns['targets']},"
+            keys = names if _is_text(rows, columns["targets"]) else range(len(names))
+            numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}  # -1: not labeled
+        kind = StreamedColumns if self.source["streaming"] else Columns
+        return kind(rows.with_format("torch"), columns, numbers)
+
+    @override
+    def names(self) -> dict[str, list[str]]:
+        classes = self._class_names(self._load("train")) if self.splits.get("train") else None
+        return {} if classes is None else {"classes": classes}
+
+    def _class_names(self, rows: Any) -> list[str] | None:
+        """Return the names of the classes in the column of targets, or None if it holds numbers."""
+        column = self.columns["targets"]
+        feature: Any = (rows.features or {}).get(column)
+        if hasattr(feature, "names"):
+            return list(feature.names)
+        if not _is_text(rows, column):
+            return None
+        if self.source["streaming"]:
             raise ConfigError(
-                f"data.path={self.source['path']}, split {name}: {str(error).splitlines()[0]} Type "
-                f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)."
-            ) from error
-        known = made.column_names
-        if known is not None and (missing := [column for column in self.columns.values() if column not in known]):
+                f"data.targets={column} holds texts, which a stream cannot number. Type data.streaming=false."
+            )
+        return sorted(rows.unique(column))
+
+    def _check(self, rows: Any, columns: list[str]) -> None:
+        known = rows.column_names
+        if known is not None and (missing := [column for column in columns if column not in known]):
             raise ConfigError(
                 f"data.path={self.source['path']} has no column {', '.join(missing)}. Its columns: {', '.join(known)}. "
                 "Type data.inputs=… data.targets=…"
             )
-        return (StreamedColumns if self.source["streaming"] else Columns)(made.with_format("torch"), self.columns)
+        for column in () if self.source["streaming"] else columns:
+            if empty := rows.data.column(column).null_count:
+                raise ConfigError(
+                    f"data.path={self.source['path']}: column {column} has {empty} empty cells. Fill them in, or leave "
+                    "out these rows."
+                )
+
+    def _load(self, split: str) -> Any:
+        name = self.splits[split]
+        datasets = extras.load("datasets", needed_by="data=hf")
+        try:
+            return datasets.load_dataset(split=name, **self.source)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else error
+            raise ConfigError(
+                f"data.path={self.source['path']}, split {name}: {error_line(cause or error)} Type "
+                f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)."
+            ) from error
 
 
 class Columns(Dataset[dict[str, Any]]):
     """Two columns of a map-style data set."""
 
-    def __init__(self, rows: Any, columns: dict[str, str]) -> None:
-        self.rows, self.columns = rows, columns
+    def __init__(self, rows: Any, columns: dict[str, str], numbers: dict[Any, int] | None = None) -> None:
+        self.rows, self.columns, self.numbers = rows, columns, numbers
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @override
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _sample(self.rows[index], self.columns)
+        return _sample(self.rows[index], self.columns, self.numbers)
 
 
 class StreamedColumns(IterableDataset[dict[str, Any]]):
     """Two columns of a streamed data set, read as data/iterable.py says."""
 
-    def __init__(self, rows: Any, columns: dict[str, str]) -> None:
-        self.rows, self.columns = rows, columns
+    def __init__(self, rows: Any, columns: dict[str, str], numbers: dict[Any, int] | None = None) -> None:
+        self.rows, self.columns, self.numbers = rows, columns, numbers
 
     def set_epoch(self, epoch: int) -> None:
         self.rows.set_epoch(epoch)
 
     @override
     def __iter__(self) -> Any:
-        return (_sample(row, self.columns) for row in self.rows)
+        return (_sample(row, self.columns, self.numbers) for row in self.rows)
 
 
-def _sample(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _sample(row: dict[str, Any], columns: dict[str, str], numbers: dict[Any, int] | None) -> dict[str, Any]:
+    """Return a sample. `numbers`: of targets that are classes, by their text or their number in the data set."""
     sample = {name: row[column] for name, column in columns.items()}
+    if numbers is not None and "targets" in sample:
+        target = sample["targets"]
+        sample["targets"] = torch.tensor(numbers[target if isinstance(target, str) else int(target)])
     images = isinstance(sample["inputs"], torch.Tensor) and sample["inputs"].dtype == torch.uint8
     return {**sample, "inputs": sample["inputs"].float() / 255} if images else sample
+
+
+def _is_text(rows: Any, column: str) -> bool:
+    return getattr((rows.features or {}).get(column), "dtype", None) in ("string", "large_string")
 
 
 def _plain(files: Any) -> Any:

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data import extras
-from armature.data.base import Batch, DataModule, Split
+from armature.data.base import Batch, Split
+from armature.data.labels import LabeledData
 from armature.data.splits import split_indices
 from armature.errors import ConfigError
 
@@ -20,11 +21,14 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 class ImageFiles(Dataset[Batch]):
-    """Images (3, S, S), normalized, and classes. In training a random crop is taken, and flipped half of the time."""
+    """Images (3, S, S), normalized, and classes, where they are known.
+
+    In training a random crop is taken, and flipped half of the time.
+    """
 
     def __init__(
         self,
-        files: list[tuple[Path, int]],
+        files: list[tuple[Path, int | None]],
         *,
         size: int,
         mean: list[float],
@@ -47,7 +51,7 @@ class ImageFiles(Dataset[Batch]):
         try:
             with Image.open(path) as opened:
                 image = opened.convert("RGB")
-        except OSError as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # as Pillow's formats raise
             raise ConfigError(f"data.path: {path} cannot be read as an image ({error}). Remove it.") from error
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
@@ -55,7 +59,12 @@ class ImageFiles(Dataset[Batch]):
         left, top = (width - side) // 2, (height - side) // 2
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + side, top + side))
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
-        return {"inputs": (pixels - self.mean) / self.std, "targets": torch.tensor(target)}
+        targets = {} if target is None else {"targets": torch.tensor(target)}
+        return {"inputs": (pixels - self.mean) / self.std, **targets}
+
+    def describe(self, index: int) -> dict[str, str]:
+        """Return what a row of predictions says of the sample."""
+        return {"file": str(self.files[index][0])}
 
     def augment(self, sample: Batch, generator: torch.Generator) -> Batch:
         inputs = sample["inputs"]
@@ -67,8 +76,10 @@ class ImageFiles(Dataset[Batch]):
         return {"inputs": inputs.flip(-1) if self.flip and flipped else inputs, "targets": sample["targets"]}
 
 
-class ImageFolderData(DataModule):
+class ImageFolderData(LabeledData):
     """Images (B, 3, S, S) and classes (B,), which are the folders' names in alphabetical order, numbered from 0.
+
+    A trained model's classes keep their numbers. Predictions need no class folders.
 
     Args:
         path: a folder of class folders; or of `train`, `val` and `test`, each with class folders.
@@ -96,41 +107,73 @@ class ImageFolderData(DataModule):
     def dataset(self, split: Split) -> ImageFiles:
         extras.load("PIL.Image", needed_by="data=image_folder")
         training = split == "train"
+        files = self._to_predict if split == "predict" else self._files[split]
         return ImageFiles(
-            self._files[split], size=self.size, mean=self.mean, std=self.std, flip=self.flip,
+            files, size=self.size, mean=self.mean, std=self.std, flip=self.flip,
             margin=self.margin if training else 0.0,
         )  # fmt: skip
 
+    @override
+    def names(self) -> dict[str, list[str]]:
+        train = self.path / "train"
+        return {"classes": _classes(train if train.is_dir() else self.path)}
+
     @cached_property
-    def _files(self) -> dict[str, list[tuple[Path, int]]]:
+    def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
         """The images of each split, with their classes."""
-        if not self.path.is_dir():
-            raise ConfigError(f"data.path={self.path}: there is no such folder. Name one with a folder per class.")
-        if (self.path / "train").is_dir():
-            names = _classes(self.path / "train")
-            found = {s: _images(self.path / s, names) for s in ("train", "val", "test") if (self.path / s).is_dir()}
-            found = {"val": [], "test": [], **found}
-            return {"predict": found["test"] or found["val"], **found}
-        every = _images(self.path, _classes(self.path))
+        folders = self._split_folders()
+        if folders:
+            found = {split: self._images(folder) for split, folder in folders.items()}
+            return {"train": [], "val": [], "test": [], **found}
+        every = self._images(self.path)
         parts = split_indices(len(every), **self.fractions)
         return {split: [every[i] for i in indices.tolist()] for split, indices in parts.items()}
 
+    def _split_folders(self) -> dict[str, Path]:
+        """Return the folders train, val and test; none if the class folders lie in the path itself."""
+        if not self.path.is_dir():
+            raise ConfigError(f"data.path={self.path}: there is no such folder. Name one with a folder per class.")
+        found = {split: self.path / split for split in ("train", "val", "test") if (self.path / split).is_dir()}
+        is_class = self.saved is not None and any(split in (self.classes or []) for split in found)
+        return {} if is_class or ("train" not in found and self.saved is None) else found
+
+    def _images(self, folder: Path) -> list[tuple[Path, int | None]]:
+        present = _classes(folder)
+        numbers = self.numbers(present, where=f"data.path: {folder}")
+        found: list[tuple[Path, int | None]] = [
+            (file, number)
+            for name, number in sorted(zip(present, numbers, strict=True), key=lambda pair: pair[1])
+            for file in _files_below(folder / name)
+        ]
+        if not found:
+            raise ConfigError(f"data.path={folder}: no images in class folders, as in {folder}/cat/1.jpg ({_KINDS}).")
+        return found
+
+    @cached_property
+    def _to_predict(self) -> list[tuple[Path, int | None]]:
+        """All images below the path, of its test or val folder if it has one: with classes if all are known."""
+        folders = self._split_folders()
+        folder = folders.get("test") or folders.get("val") or folders.get("train") or self.path
+        known, every = self.classes or [], _files_below(folder)
+        if not every:
+            raise ConfigError(f"data.path={folder}: there are no images below it ({_KINDS}).")
+        names = [file.relative_to(folder).parts[0] for file in every]
+        if all(name in known for name in names):
+            return [(file, known.index(name)) for file, name in zip(every, names, strict=True)]
+        return [(file, None) for file in every]
+
+
+_KINDS = ", ".join(sorted(SUFFIXES))
+
 
 def _classes(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    """Return the names of the folders in a folder, except hidden ones."""
+    if not folder.is_dir():
+        return []
+    below = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    return sorted(each.name for each in below)
 
 
-def _images(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    if unknown := [name for name in _classes(folder) if name not in names]:
-        raise ConfigError(f"data.path: {folder} has the class {unknown[0]}, which the training images lack: {names}.")
-    found = [
-        (file, number)
-        for number, name in enumerate(names)
-        for file in sorted((folder / name).rglob("*"))
-        if file.suffix.lower() in SUFFIXES
-    ]
-    if not found:
-        raise ConfigError(
-            f"data.path={folder}: no images in class folders, as in {folder}/cat/1.jpg ({', '.join(sorted(SUFFIXES))})."
-        )
-    return found
+def _files_below(folder: Path) -> list[Path]:
+    hidden = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    return sorted(file for file in hidden if not any(part.startswith(".") for part in file.relative_to(folder).parts))

@@ -46,6 +46,7 @@ class Samples(Dataset[Batch]):
         self.seed = f"{seed}" if training else f"{seed}/evaluation"
         augment = getattr(dataset, "augment", None) if training and not foreign else None
         self.augment = augment if callable(augment) else None
+        self.describe = None if foreign else getattr(dataset, "describe", None)
         self.batch = None if foreign or self.augment or self.collate_fn else getattr(dataset, "batch", None)
         shuffle_seed = seed if training else None
         self.reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None

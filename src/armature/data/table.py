@@ -14,30 +14,34 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data import extras, sources
-from armature.data.base import DataModule, Split
+from armature.data.base import Split
+from armature.data.labels import LabeledData, unique
 from armature.data.splits import split_indices
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows in memory: inputs (F,), and a class or number."""
+    """Rows in memory: inputs (F,), and a class or number; without targets the inputs alone."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, inputs: Tensor, targets: Tensor | None) -> None:
         self.inputs, self.targets = inputs, targets
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.inputs)
 
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+        return self.batch(index)
 
-    def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        return {"inputs": self.inputs[indices], "targets": self.targets[indices]}
+    def batch(self, indices: Any) -> dict[str, Tensor]:
+        targets = {} if self.targets is None else {"targets": self.targets[indices]}
+        return {"inputs": self.inputs[indices], **targets}
 
 
-class TableData(DataModule):
+class TableData(LabeledData):
     """Rows of numbers (B, F), and classes (B,) int64 or numbers (B,) float32. All rows are held in memory.
+
+    Predictions need no target column.
 
     Args:
         path: a file, folder, pattern or list of .csv files (with a header) or .parquet files.
@@ -56,46 +60,109 @@ class TableData(DataModule):
     ) -> None:  # fmt: skip
         super().__init__(**loader)
         self.path = path if isinstance(path, str) else list(path)
-        self.target, self.features, self.classes = target, None if features is None else list(features), classes
+        self.target, self.features = target, None if features is None else list(features)
+        self.classes_are_targets = classes
         self.fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
 
     @override
     def dataset(self, split: Split) -> Rows:
-        inputs, targets = self._table
-        indices = torch.from_numpy(split_indices(len(targets), **self.fractions)[split])
-        return Rows(inputs[indices], targets[indices])
+        if split == "predict":
+            return Rows(self._inputs, self._targets if self.target in self._table else None)
+        if self._targets is None:
+            raise ConfigError(self._lacks([self.target]))
+        indices = torch.from_numpy(split_indices(len(self._targets), **self.fractions)[split])
+        return Rows(self._inputs[indices], self._targets[indices])
+
+    @override
+    def names(self) -> dict[str, list[str]]:
+        own = {"features": self._features}
+        return {**own, "classes": unique(self._column(self.target))} if self.classes_are_targets else own
 
     @cached_property
-    def _table(self) -> tuple[Tensor, Tensor]:
-        tables = [read(file.path) for file in sources.find(self.path)]
-        names = list(tables[0])
-        if other := next((list(table) for table in tables if list(table) != names), None):
-            raise ConfigError(f"data.path={self.path}: the files differ in their columns: {names} and {other}.")
-        features = self.features or [name for name in names if name != self.target]
-        if missing := [name for name in [self.target, *features] if name not in names]:
+    def _table(self) -> dict[str, np.ndarray]:
+        """The columns by name."""
+        tables = [(file.path, read(file.path)) for file in sources.find(self.path)]
+        first, names = tables[0][0], sorted(tables[0][1])
+        if other := next(((file, sorted(table)) for file, table in tables if sorted(table) != names), None):
             raise ConfigError(
-                f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(names)}."
+                f"data.path={self.path}: the files differ in their columns: {first} has {', '.join(names)}, and "
+                f"{other[0]} {', '.join(other[1])}."
             )
-        columns = {name: np.concatenate([table[name] for table in tables]) for name in [*features, self.target]}
-        if not len(columns[self.target]):
+        columns = {name: np.concatenate([table[name] for _, table in tables]) for name in tables[0][1]}
+        if not len(next(iter(columns.values()), ())):
             raise ConfigError(f"data.path={self.path}: the files have no rows.")
-        inputs = np.stack([_numbers(columns[name], name, "features") for name in features], axis=1)
-        if self.classes:
-            _, targets = np.unique(columns[self.target].astype(str), return_inverse=True)
-            return torch.from_numpy(inputs), torch.from_numpy(targets.astype(np.int64))
-        return torch.from_numpy(inputs), torch.from_numpy(_numbers(columns[self.target], self.target, "target"))
+        return columns
+
+    @cached_property
+    def _features(self) -> list[str]:
+        """The columns to learn from, in the order in which the model gets them."""
+        typed = self.features
+        known = (self.saved or {}).get("features")
+        if known is not None and typed is not None and typed != known:
+            raise ConfigError(
+                f"data.features={typed}, but the model was trained with {known}. Leave data.features out."
+            )
+        features = known or typed or [name for name in self._table if name != self.target]
+        if not features:
+            raise ConfigError(f"data.path={self.path} has no column but the target {self.target} to learn from.")
+        if self.target in features:
+            raise ConfigError(f"data.features={features} holds the target {self.target}. Leave it out.")
+        return features
+
+    def _lacks(self, missing: list[str]) -> str:
+        key = "data.target" if missing == [self.target] else "data.features"
+        return (
+            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(self._table)}. "
+            f"Type {key}=…, or name the columns in the file so."
+        )
+
+    def _column(self, name: str) -> np.ndarray:
+        if name not in self._table:
+            raise ConfigError(self._lacks([name]))
+        return self._table[name]
+
+    @cached_property
+    def _inputs(self) -> Tensor:
+        if missing := [name for name in self._features if name not in self._table]:
+            raise ConfigError(self._lacks(missing))
+        columns = [_numbers(self._table[name], name, "features") for name in self._features]
+        return torch.from_numpy(np.stack(columns, axis=1))
+
+    @cached_property
+    def _targets(self) -> Tensor | None:
+        """Classes or numbers; None if there is no column of them."""
+        if self.target not in self._table:
+            return None
+        column = self._table[self.target]
+        if not self.classes_are_targets:
+            return torch.from_numpy(_numbers(column, self.target, "target"))
+        if (empty := _first_empty(column)) is not None:
+            raise ConfigError(f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in.")
+        values, index = np.unique(column.astype(str), return_inverse=True)
+        numbers = self.numbers(values.tolist(), where=f"data.path={self.path}, column {self.target},")
+        return torch.from_numpy(np.array(numbers, dtype=np.int64)[index])
 
 
 def read(file: Path) -> dict[str, np.ndarray]:
     """Return the columns of a file by name. Raises ConfigError."""
     if file.suffix == ".parquet":
         parquet = extras.load("pyarrow.parquet", needed_by=f"data.path={file}")
-        table = parquet.read_table(file)
+        try:
+            table = parquet.read_table(file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.path={file}: this is no Parquet file ({error_line(error)[:200]}).") from error
         return {name: table[name].to_numpy() for name in table.column_names}
     if file.suffix != ".csv":
         raise ConfigError(f"data.path={file}: name .csv or .parquet files.")
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        header, *lines = [row for row in csv.reader(stream) if row] or [[]]
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            header, *lines = [row for row in csv.reader(stream) if row] or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"data.path={file} cannot be read as CSV in UTF-8 ({error_line(error)[:200]}). Convert or remove it."
+        ) from error
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
+        raise ConfigError(f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them.")
     if uneven := next((i for i, row in enumerate(lines, start=2) if len(row) != len(header)), None):
         raise ConfigError(f"data.path={file}: row {uneven} has not as many cells as the header ({len(header)}).")
     return {name: np.array([row[i] for row in lines], dtype=str) for i, name in enumerate(header)}
@@ -114,6 +181,15 @@ def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
         row = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise ConfigError(f"data.{key}: column {name} holds {column[row].item()!r} in data row {row + 1}. Fill it in.")
     return numbers
+
+
+def _first_empty(column: np.ndarray) -> int | None:
+    """Return the index of the first value that is missing, or None."""
+    texts = np.char.strip(column.astype(str))
+    missing = np.isin(texts, ["", "None", "nan", "NaN", "<NA>", "NaT"])
+    if column.dtype.kind in "US":
+        missing = texts == ""
+    return int(np.flatnonzero(missing)[0]) if missing.any() else None
 
 
 def _is_number(value: Any) -> bool:

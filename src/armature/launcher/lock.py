@@ -41,7 +41,7 @@ SILENCE_SECONDS = 60.0
 WAIT_SECONDS = 1.0  # between two looks at another machine's lock
 SETTLE_SECONDS = 0.5  # after which the winner of a takeover makes sure that it has won
 EXIT_LOST = 1
-FILES_TO_RESTORE = {"config.yaml", "overrides.txt", "tokenizer.json"}
+FILES_TO_RESTORE = {"config.yaml", "overrides.txt", "tokenizer.json", "classes.json"}
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # file systems without hard links
 
 
@@ -308,6 +308,20 @@ class Lock:
     def release(self) -> None:
         with suppress(OSError):
             self.store.remove(self.text)
+
+
+def check(cfg: DictConfig) -> None:
+    """Raise ConfigError if another job holds the run directory; this one's rank 0 may hold it already.
+
+    For agents on several machines, which write to it before the rank that holds the lock has started.
+    """
+    lock = Lock(Path(cfg.run.dir), own=Holder.this_process(cfg))
+    if (found := lock.store.read()) is None:
+        return
+    holder = Holder.parse(found[0])
+    same_job = holder is not None and holder.job and holder.job == lock.own.job
+    if not same_job and lock._why_stale(holder, found[1]) is None:
+        lock._refuse(holder)
 
 
 @contextmanager

@@ -1,6 +1,10 @@
-"""The mean loss over the targets that count, shared by models, tasks and data."""
+"""The mean loss over the targets that count, shared by models, tasks and data, and how a tensor axis shards it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,3 +17,17 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: floa
     logits = logits.float()  # the sum is in fp32
     total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
     return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """The part of the vocabulary that a rank's head holds, if a tensor axis shards it.
+
+    Attributes:
+        start: the first word of this rank.
+        all_max, all_sum: replace a tensor by its maximum or sum over the ranks that hold the other parts.
+    """
+
+    start: int
+    all_max: Callable[[Tensor], Any]
+    all_sum: Callable[[Tensor], Any]

@@ -63,7 +63,7 @@ def parallelize(
         device: where the weights go, unless they are offloaded to the CPU.
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
     """
-    styles = tensor.match_styles(model, plan) if plan is not None else {}
+    styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
     pipe, parts, stages, unshard = mesh["pipe"], [model], None, None
     # 1. pipeline split: each rank keeps the blocks and ends of its stages
     if pipe.size() > 1:
@@ -92,6 +92,8 @@ def parallelize(
     if data_mesh.size() > 1:
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
+    for head, ids in _head_hooks(model).items():
+        head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 7. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
     # 8. initialize by name
@@ -108,6 +110,11 @@ def parallelize(
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)
     return ParallelizedModel(parts=parts, bubble_share=share, runner=runner)
+
+
+def _head_hooks(model: nn.Module) -> dict[nn.Module, list[int]]:
+    """Return the ids of the hooks of each module that must know its strategy's from others (`decoder.loss.Head`)."""
+    return {module: module.hook_ids for module in model.modules() if hasattr(module, "layout_hooks")}  # pyright: ignore[reportReturnType]
 
 
 def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from armature.data import cache
 
-# operators whose results cost more to recompute than to store: matrix products, attention and communication
+# operators whose results cost more to recompute than to store: matrix products, attention, and sums over ranks.
+# A gather over the tensor axis is repeated in backward: its result holds the positions of all ranks
 EXPENSIVE_OPERATORS = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu", "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
+    "_c10d_functional.all_reduce",
     "flex_attention", "inductor_compiled_code",  # inside a compiled block, and compiled on its own
 )  # fmt: skip
 
@@ -45,7 +46,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> N
     """Store less of the forward pass, and compute it again in backward.
 
     That is for `every` block, or every n-th if the mode is a number. `selective` stores the results of matrix products,
-    attention and communication in every block, and recomputes the rest.
+    attention and sums over ranks in every block, and recomputes the rest.
     """
     if mode == "none":
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def norms(
     """
     pieces = [(piece, group) for part, group in zip(parts, groups, strict=True) for piece in _pieces(*part)]
     squares = torch.zeros(count, dtype=torch.float32, device=device)
-    index = torch.tensor([group for _, group in pieces], dtype=torch.long, device=device)
+    index = _copy_of([group for _, group in pieces], dtype=torch.long, device=device)
     added = _squares([piece for piece, _ in pieces], ranks=ranks, sharded=sharded, device=device)
     squares.index_add_(0, index, added)
     if sharded:
@@ -92,10 +93,20 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
         return torch.zeros(0, dtype=torch.float32, device=device)
     own = [piece for piece, _ in pieces]
     each = torch._foreach_norm(own, 2, dtype=torch.promote_types(own[0].dtype, torch.float32))
-    squares = torch.stack([norm.to(device, torch.float32) for norm in each]).square()
+    # one copy for all norms of offloaded gradients
+    alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
+    squares = torch.cat([norms.to(device, torch.float32) for norms in alike]).square()
     if sharded:
-        squares *= torch.tensor([parts / ranks for _, parts in pieces], device=device)
+        shares = [parts / ranks for _, parts in pieces]
+        same = shares.count(shares[0]) == len(shares)
+        squares *= shares[0] if same else _copy_of(shares, dtype=torch.float32, device=device)
     return squares
+
+
+def _copy_of(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers on a device. torch.tensor(…, device=…) would wait for all that the device still has to compute."""
+    values_on_host = torch.tensor(values, dtype=dtype)
+    return values_on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values_on_host
 
 
 def _pieces(part: Tensor, parts: int) -> list[Part]:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
 from armature.parallel.gradients import local_part
-from armature.parallel.split import SCHEDULES, balance_blocks, stage_ownership_problems, stages_of_rank
+from armature.parallel.split import (
+    SCHEDULES,
+    balance_blocks,
+    evaluation_slot,
+    stage_ownership_problems,
+    stages_of_rank,
+)
 from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights
 
 SCHEDULE_CLASSES = {
@@ -31,6 +38,7 @@ SCHEDULE_CLASSES = {
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
+HEADER_BYTES = 256
 
 
 @dataclass
@@ -94,21 +102,21 @@ def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, 
 class ScheduledLoss(torch.autograd.Function):
     """The loss of one step of the schedule, whose backward adds the gradients that the schedule computed.
 
-    `grads` are those of the loss multiplied by `target_count` (0-dim; None: 1).
+    `grads` are those of the loss multiplied by `factor` (0-dim; None: 1).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], target_count: Tensor | None
+        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], factor: Tensor | None
     ) -> Tensor:
         ctx.pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-        ctx.target_count = target_count
+        ctx.factor = factor
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
-        scale = scale if ctx.target_count is None else scale / ctx.target_count
+        scale = scale if ctx.factor is None else scale / ctx.factor
         for param, grad in ctx.pairs:
             local_part(grad).mul_(scale)
             if param.grad is None:
@@ -132,6 +140,30 @@ def without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
 
 
 @dataclass
+class Message:
+    """A stage's output on its way to the rank of the next stage."""
+
+    stage: int  # which receives it
+    inputs: torch.Size  # shape of the micro-batch that it was computed from
+    content: Tensor | None = None  # None: not yet received
+
+    @property
+    def key(self) -> tuple[int, torch.Size]:
+        return self.stage, self.inputs
+
+
+def encode_shape(tensor: Tensor) -> Tensor:
+    """Return a tensor's shape and dtype as (HEADER_BYTES,) of uint8, for a rank that has to allocate it."""
+    text = " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)])
+    return torch.frombuffer(bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def decode_shape(header: Tensor) -> tuple[torch.Size, torch.dtype]:
+    dtype, *shape = bytes(header.tolist()).decode().split()
+    return torch.Size(map(int, shape)), getattr(torch, dtype)
+
+
+@dataclass
 class Runner:
     """Runs this rank's stages. A call with inputs and targets returns the loss, one with inputs alone the outputs."""
 
@@ -143,10 +175,12 @@ class Runner:
     microbatches: int
     unshard_outputs: Callable[[Tensor], Tensor]  # all-gathers the last stage's outputs if the tensor axis shards them
     target_weights: TargetWeights | None = None  # None: each batch's loss is the mean over its own targets
+    loss_scale: Callable[[], Tensor | None] = lambda: None  # returns fp16's factor of the loss, 0-dim, or None
     schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
     # shape and dtype of what a stage receives, by (stage, shape of the micro-batch)
     activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     # number of targets that divides a micro-batch's summed loss, 0-dim
+    step_scale: Tensor | None = None  # this step's `loss_scale`
     loss_divisor: Tensor | None = None  # None: the targets are no classes, and the mean over micro-batches is the loss
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -173,11 +207,13 @@ class Runner:
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
 
-        If `target_weights` counts targets, gradients are computed of the loss multiplied by their number.
+        If `target_weights` counts targets, gradients are computed of the loss multiplied by their number, and with
+        fp16 by `loss_scale`, since they pass through fp16 here.
         """
         schedule, losses = self._schedule(inputs), []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
         target_count = None if self.target_weights is None else self.target_weights.batch_targets
+        self.step_scale = self.loss_scale()
         if target_count is not None:
             self.loss_divisor = torch.full_like(target_count, TARGETS_PER_UNIT)
         elif targets.is_floating_point():
@@ -192,13 +228,16 @@ class Runner:
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
         loss = self._broadcast_from_last(mean, scalar=True)
-        if target_count is not None:
-            loss = loss / target_count
-        return ScheduledLoss.apply(loss.requires_grad_(), params, grads, target_count)  # pyright: ignore[reportReturnType]
+        factors = [factor for factor in (target_count, self.step_scale) if factor is not None]
+        factor = torch.stack(factors).prod() if factors else None
+        if factor is not None:
+            loss = loss / factor
+        return ScheduledLoss.apply(loss.requires_grad_(), params, grads, factor)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean over valid targets."""
         loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+        loss = loss if self.step_scale is None else loss * self.step_scale
         if self.loss_divisor is None:
             return loss
         return loss * ((targets != IGNORED).sum() * self.microbatches / self.loss_divisor)
@@ -219,48 +258,70 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
-        """Return the outputs on the ranks of the last stage, None on others. A small batch has fewer micro-batches."""
+        """Return the outputs on the ranks of the last stage, None on others. A small batch has fewer micro-batches.
+
+        Every output is sent between the slot in which it is computed and the next one, and a rank starts all that it
+        sends and receives there together. NCCL works through a rank's operations in order, and a send waits for its
+        receive: ranks that start them in different orders would wait for each other forever.
+        """
         chunks = inputs.chunk(min(self.microbatches, len(inputs)))
+        parts = dict(zip(self.stages.indices, self.stages.parts, strict=True))
+        slot_of = partial(evaluation_slot, ranks=self.group.size(), schedule=self.schedule)
+        units = {slot_of(stage, i): (stage, i) for stage in parts for i in range(len(chunks))}
+        ready = {(0, i): chunk for i, chunk in enumerate(chunks)}  # inputs by stage and micro-batch
         outputs: list[Tensor] = []
-        sent: list[tuple[dist.Work, Tensor]] = []
-        for stage, part in zip(self.stages.indices, self.stages.parts, strict=True):
-            previous, outputs = (outputs if stage - 1 in self.stages.indices else None), []
-            for i, chunk in enumerate(chunks):
-                if stage > 0:
-                    chunk = previous[i] if previous is not None else self._receive(stage, key=(stage, chunk.shape))
-                y = part(chunk)
-                outputs.append(y)
-                if stage + 1 < self.stages.count and stage + 1 not in self.stages.indices:
-                    sent += self._send(y, stage, key=(stage + 1, chunks[i].shape))
-        for work, _ in sent:
-            work.wait()
+        for slot in range(min(units) - 1, max(units) + 1):
+            sent = received = None
+            if slot in units:
+                stage, i = units[slot]
+                y = parts[stage](ready.pop((stage, i)))
+                if stage == self.stages.count - 1:
+                    outputs.append(y)
+                elif stage + 1 in parts:
+                    ready[stage + 1, i] = y
+                else:
+                    sent = Message(stage + 1, chunks[i].shape, y.contiguous())
+            stage, i = units.get(slot + 1, (0, 0))
+            if stage > 0 and stage - 1 not in parts:
+                received = Message(stage, chunks[i].shape)
+            self._exchange_known(sent, received)
+            if received is not None and received.content is not None:
+                ready[stage, i] = received.content
         return torch.cat(outputs) if self.holds_last else None
+
+    def _exchange_known(self, sent: Message | None, received: Message | None) -> None:
+        """Send one message and receive another. Their shape and dtype go first if the inputs' shape is new."""
+        shapes = self.activation_shapes
+        new_sent, new_received = (
+            None if message is None or message.key in shapes else message for message in (sent, received)
+        )
+        if new_sent is not None and new_sent.content is not None:
+            shapes[new_sent.key] = new_sent.content.shape, new_sent.content.dtype
+            new_sent = Message(new_sent.stage, new_sent.inputs, encode_shape(new_sent.content).to(self.device))
+        if new_received is not None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
+            new_received = Message(new_received.stage, new_received.inputs, header)
+        self._exchange(new_sent, new_received)
+        if new_received is not None and new_received.content is not None:
+            shapes[new_received.key] = decode_shape(new_received.content)
+        if received is not None:
+            shape, dtype = shapes[received.key]
+            received.content = torch.empty(shape, dtype=dtype, device=self.device)
+        self._exchange(sent, received)
+
+    def _exchange(self, sent: Message | None, received: Message | None) -> None:
+        operations = [
+            dist.P2POp(function, message.content, self._rank_of(message.stage - back), group=self.group)
+            for function, message, back in ((dist.isend, sent, 0), (dist.irecv, received, 1))
+            if message is not None and message.content is not None
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
     def _rank_of(self, stage: int) -> int:
         ranks = self.group.size()
         holder = next(r for r in range(ranks) if stage in stages_of_rank(r, ranks=ranks, schedule=self.schedule))
         return dist.get_global_rank(self.group, holder)
-
-    def _send(self, y: Tensor, stage: int, *, key: Any) -> list[tuple[dist.Work, Tensor]]:
-        """Start to send a stage's output to the next stage. Shape and dtype go first if the inputs' shape is new."""
-        y, destination = y.contiguous(), self._rank_of(stage + 1)
-        if key not in self.activation_shapes:
-            self.activation_shapes[key] = (y.shape, y.dtype)
-            dist.send_object_list([(tuple(y.shape), y.dtype)], dst=destination, group=self.group, device=self.device)
-        work = dist.isend(y, dst=destination, group=self.group)
-        assert work is not None
-        return [(work, y)]
-
-    def _receive(self, stage: int, *, key: Any) -> Tensor:
-        source = self._rank_of(stage - 1)
-        if key not in self.activation_shapes:
-            box: list[Any] = [None]
-            dist.recv_object_list(box, src=source, group=self.group, device=self.device)
-            self.activation_shapes[key] = box[0]
-        shape, dtype = self.activation_shapes[key]
-        x = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(x, src=source, group=self.group)
-        return x
 
     def _broadcast_from_last(self, value: Tensor | None, *, scalar: bool) -> Tensor:
         """Return the last stage's value (None elsewhere) on all stages, in fp32. A scalar's shape is not sent."""

@@ -59,6 +59,19 @@ def stages_of_rank(rank: int, *, ranks: int, schedule: str) -> list[int]:
     return [rank, 2 * ranks - 1 - rank] if v_shaped else [rank + ranks * i for i in range(stages_per_rank)]
 
 
+def evaluation_slot(stage: int, micro_batch: int, *, ranks: int, schedule: str) -> int:
+    """Return when a stage computes a micro-batch of an evaluation, as a position in an order that all ranks share.
+
+    A stage follows the one before it by exactly one slot, and no rank has two units of work in one slot. Interleaved
+    stages take as many micro-batches in turn as there are ranks.
+    """
+    stages_per_rank, v_shaped = SCHEDULES[schedule]
+    if v_shaped:  # a rank's two stages differ by an odd number, so one works in even slots and the other one in odd
+        return stage + 2 * micro_batch
+    rounds, place = divmod(micro_batch, ranks)
+    return stage + rounds * ranks * stages_per_rank + place
+
+
 def stage_ownership_problems(model: nn.Module) -> list[str]:
     """Return the problem that a model holds parameters itself: stages are made of submodules, so none owns them."""
     names = ", ".join(name for name, _ in model.named_parameters(recurse=False))

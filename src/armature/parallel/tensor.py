@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial, wraps
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from typing_extensions import override
 
 from armature.errors import ConfigError
+from armature.models.autocast import to_compute_dtype
+from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
 from armature.parallel import ties
 
@@ -29,7 +34,7 @@ class GatherInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = args[0]
+            x = to_compute_dtype(args[0])  # the Linears inside would, after the gather
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, device_mesh, [self.layout], run_check=False)
             return (x.redistribute(placements=[Replicate()]), *args[1:])
@@ -46,26 +51,61 @@ class ReplicatedParameters(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        params = {name: param for name, param in module._parameters.items() if param is not None}
-        names = list(params)
-        for name, param in params.items():
-            replicated = distribute_tensor(param, device_mesh, [Replicate()], src_data_rank=None)
-            module._parameters[name] = nn.Parameter(replicated, requires_grad=param.requires_grad)
-        replaced: list[dict[str, nn.Parameter]] = []
-
-        def show_plain_tensors(_: nn.Module, args: tuple[Any, ...]) -> None:
-            replaced.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
-            for name, param in replaced[-1].items():
-                module.__dict__[name] = param.to_local(grad_placements=[Replicate()])  # pyright: ignore[reportAttributeAccessIssue]
-
-        def restore_parameters(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            for name, param in replaced.pop().items():
-                del module.__dict__[name]
-                module._parameters[name] = param
-
-        module.register_forward_pre_hook(show_plain_tensors)
-        module.register_forward_hook(restore_parameters, always_call=True)
+        compute_with_parts(module, device_mesh, Replicate())
         return module
+
+
+class Logits(ColwiseParallel):
+    """Shards the classes. A head that computes its loss from its own part of the classes is called with all positions.
+
+    It says so by an attribute `vocabulary` (`models.decoder.loss.Head`).
+    """
+
+    def __init__(self, layout: Shard | Replicate) -> None:
+        super().__init__(input_layouts=layout, output_layouts=Shard(-1))
+        self.layout = layout
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not hasattr(module, "vocabulary"):
+            return super()._apply(module, device_mesh)
+        group, own = device_mesh.get_group(), module.weight.shape[0] // device_mesh.size()  # pyright: ignore[reportIndexIssue]
+        module.vocabulary = VocabularyShard(  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+            start=device_mesh.get_local_rank() * own,  # pyright: ignore[reportArgumentType]
+            all_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group),
+            all_sum=partial(dist.all_reduce, group=group),
+        )
+
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = DTensor.from_local(to_compute_dtype(args[0]), device_mesh, [self.layout], run_check=False)
+            return (x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *args[1:])
+
+        module.register_forward_pre_hook(gather)
+        compute_with_parts(module, device_mesh, Shard(0))
+        return module
+
+
+def compute_with_parts(module: nn.Module, device_mesh: DeviceMesh, placement: Placement) -> None:
+    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts as plain tensors."""
+    params = {name: param for name, param in module._parameters.items() if param is not None}
+    names = list(params)
+    for name, param in params.items():
+        distributed = distribute_tensor(param, device_mesh, [placement], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
+    replaced: list[dict[str, nn.Parameter]] = []
+
+    def show_plain_tensors(_: nn.Module, args: tuple[Any, ...]) -> None:
+        replaced.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
+        for name, param in replaced[-1].items():
+            module.__dict__[name] = param.to_local(grad_placements=[placement])  # pyright: ignore[reportAttributeAccessIssue]
+
+    def restore_parameters(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for name, param in replaced.pop().items():
+            del module.__dict__[name]
+            module._parameters[name] = param
+
+    module.register_forward_pre_hook(show_plain_tensors)
+    module.register_forward_hook(restore_parameters, always_call=True)
 
 
 def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -75,7 +115,7 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=between_blocks),
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
-        "logits": ColwiseParallel(input_layouts=between_blocks, output_layouts=Shard(-1)),
+        "logits": Logits(between_blocks),
         "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
         "gather": GatherInput(between_blocks),
     }
@@ -119,6 +159,7 @@ def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tens
     def as_dtensor(outputs: Tensor) -> DTensor:
         return DTensor.from_local(outputs, mesh, [Shard(-1)], run_check=False)
 
+    @wraps(loss)
     def sharded_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         value = loss(as_dtensor(outputs), targets)
         return value.full_tensor() if isinstance(value, DTensor) else value

@@ -84,6 +84,13 @@ class DDP(StrategyMixin, DDPStrategy):
             assert isinstance(self.model, DistributedDataParallel)
             self.model.register_comm_hook(state=None, hook=COMM_HOOKS[self.comm_hook])
 
+    @override
+    def reduce_unfrozen(self) -> None:
+        wrapped, self.model = self.model, self.module
+        assert isinstance(wrapped, DistributedDataParallel)
+        del wrapped.logger, wrapped.reducer  # with the last reference, its hooks on the weights are removed
+        self.configure_ddp()
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:

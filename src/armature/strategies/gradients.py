@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.parallel import gradients
+from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies import hooks
 from armature.strategies.hooks import call_callbacks, call_module
@@ -47,6 +50,7 @@ class GradientMixin(LayoutMixin):
     _data_ranks: int
     _weighs_targets: bool
     _hooks_read_gradients: bool = False
+    _frozen: Sequence[Tensor] = ()  # weights that were not trained when gradients were arranged to be reduced
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -55,7 +59,10 @@ class GradientMixin(LayoutMixin):
         plugin: Any = self.precision_plugin
         plugin.clip_gradients = self.clip_gradients
         plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))
+        if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
+            plugin.scaler = SharedScaler.replacing(plugin.scaler, device=self.root_device, ranks=self.world_size)
         self._trainer, self._data_ranks = trainer, self.data_size
+        self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
         self.target_weights.reset()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
@@ -70,6 +77,9 @@ class GradientMixin(LayoutMixin):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's, after counting the batch's targets if it is one of several of an optimizer step."""
+        if self._frozen and any(param.requires_grad for param in self._frozen):
+            self.reduce_unfrozen()
+            self._frozen = [param for param in self._frozen if not param.requires_grad]
         weights = self.target_weights
         if self._weighs_targets and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
             weights.count_batch(args[0])
@@ -80,6 +90,8 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._frozen and self.world_size > 1 and any(param.requires_grad for param in self._frozen):
+            raise ConfigError(self._unfrozen_problem("inside training_step", "unfreeze them in on_train_batch_start"))
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
@@ -96,6 +108,21 @@ class GradientMixin(LayoutMixin):
         self.post_backward(loss)
         return loss
 
+    # ------------------------------------------------------------ weights that are unfrozen while the run trains
+    def reduce_unfrozen(self) -> None:
+        """Reduce the gradients of weights that were frozen until now, or raise ConfigError if that is impossible."""
+        if self.world_size > 1:
+            raise ConfigError(self._unfrozen_problem("during training", "type strategy=ddp"))
+
+    def _unfrozen_problem(self, when: str, remedy: str) -> str:
+        names = [name for name, param in self.module.named_parameters() if any(param is p for p in self._frozen)]
+        trained = [name for name in names if self.module.get_parameter(name).requires_grad]
+        return (
+            f"{type(self.module).__name__}: {', '.join(trained[:3])}{' …' if len(trained) > 3 else ''} was frozen when "
+            f"training began and is unfrozen {when}. With {self.layout} its gradients would not be reduced over the "
+            f"ranks: {remedy}, or train it from the first step on in a group with learning rate 0."
+        )
+
     def gradient_scale(self) -> Tensor | None:
         """Return the factor to apply to this step's gradients before clipping (0-dim tensor), or None.
 
@@ -103,6 +130,21 @@ class GradientMixin(LayoutMixin):
         """
         micro_batches = self._trainer.accumulate_grad_batches
         return self.target_weights.gradient_scale(micro_batches=micro_batches, ranks=self.world_size)
+
+    # ------------------------------------------------------------ fp16's loss scaler
+    @property
+    def scaler(self) -> SharedScaler | None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return scaler if isinstance(scaler, SharedScaler) else None
+
+    def loss_scale(self) -> Tensor | None:
+        """Return the factor that the next loss is multiplied by before backward (0-dim), or None without a scaler."""
+        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.root_device))  # pyright: ignore[reportReturnType]
+
+    @property
+    def skipped_step(self) -> bool:
+        """Whether the newest optimizer step was left out on all ranks, because a gradient overflowed in fp16."""
+        return self.scaler is not None and self.scaler.skipped
 
     # ------------------------------------------------------------ scaling and clipping
     def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:

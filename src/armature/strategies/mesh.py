@@ -123,7 +123,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}."
             )
             if applied.runner is not None:
-                applied.runner.target_weights = self.target_weights
+                applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)

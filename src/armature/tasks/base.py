@@ -22,9 +22,22 @@ from armature.optim.groups import parameter_groups
 Batch = dict[str, Tensor]
 
 
-def mean_metric() -> MeanMetric:
-    """Return a weighted mean over samples and ranks. NaN stays NaN; "disable" would drop the weights as well."""
-    return MeanMetric(nan_strategy=float("nan"))
+class WeightedMean(MeanMetric):
+    """A weighted mean over samples and ranks. NaN stays NaN, without the checks that wait for the device."""
+
+    @override
+    def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
+        """Add values and their weights, which are broadcast to the values' shape; None: 1."""
+        value = torch.as_tensor(value, device=self.device)
+        weight = torch.ones_like(value) if weight is None else torch.as_tensor(weight, device=self.device)
+        weight = weight.broadcast_to(value.shape)
+        value, weight = value.to(self.dtype), weight.to(self.dtype)
+        self.mean_value += (value * weight).sum()
+        self.weight += weight.sum()
+
+
+def mean_metric() -> WeightedMean:
+    return WeightedMean()
 
 
 def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:

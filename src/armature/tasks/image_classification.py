@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -16,6 +17,13 @@ class ImageClassification(Task):
     """
 
     modality = "images"
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return each image's likeliest class, and the probability of it: columns of scripts/predict.py."""
+        assert self.model is not None
+        probability, index = self.model(batch["inputs"]).float().softmax(dim=-1).max(dim=-1)
+        return {"class": index, "probability": probability}
 
     @override
     def metrics(self) -> dict[str, Metric]:

@@ -83,11 +83,15 @@ class OneOf(SingleDeviceStrategy):
 
 
 class RowWriter(L.Callback):
-    """Write a line of JSON per sample: [place, row]. The place orders the samples of all loaders and ranks."""
+    """Write a line of JSON per sample: [place, row]. The place orders the samples of all loaders and ranks.
+
+    An integer in the column `class` becomes the name of the class, where the data have names.
+    """
 
     def __init__(self, file: Any) -> None:
         self.file = file
         self._batches: dict[int, list[list[int]]] = {}  # samples of each batch, by loader
+        self._describe: dict[int, Any] = {}  # a method of the dataset that says what a sample is, by loader
 
     @override
     def on_predict_batch_end(
@@ -102,11 +106,19 @@ class RowWriter(L.Callback):
             while hasattr(loader, "loader"):  # UnchangedLoader, PrefetchLoader
                 loader = loader.loader
             self._batches[dataloader_idx] = list(loader.batch_sampler)
+            self._describe[dataloader_idx] = loader.dataset.describe
         indices = self._batches[dataloader_idx][batch_idx]
         if indices == [PADDING]:
             return
+        names = getattr(trainer.datamodule, "classes", None)  # pyright: ignore[reportAttributeAccessIssue]
+        describe = self._describe[dataloader_idx]
         for index, row in zip(indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True):
             own = {"loader": dataloader_idx, "index": index} if several and len(loaders) > 1 else {"index": index}
+            if describe is not None:
+                own |= describe(index)
+            number = row.get("class")
+            if isinstance(names, list) and type(number) is int and 0 <= number < len(names):
+                row["class"] = str(names[number])
             self.file.write(json.dumps([[dataloader_idx, index], {**own, **row}]) + "\n")
 
 

@@ -46,6 +46,9 @@ class Monitor(Protocol):
 class StepLog(Callback):
     """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer step.
 
+    With fp16 also train/loss_scale, after the step, and train/skipped, 1 if the step was left out on all ranks because a
+    gradient overflowed. It counts as a step, but moves no learning-rate schedule.
+
     Values that depend on the clock go to timings.csv and to the other loggers, once per write: samples and tokens per
     second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
 
@@ -63,7 +66,9 @@ class StepLog(Callback):
         monitors: further sources of columns.
     """
 
-    COLUMNS = frozenset({"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"})
+    COLUMNS = frozenset(
+        {"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm", "train/loss_scale", "train/skipped"}
+    )
     MONITORED = ("epoch", "lr", "train/loss", "train/grad_norm")  # callbacks find them in callback_metrics
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
@@ -166,6 +171,8 @@ class StepLog(Callback):
             norm, strategy.grad_norm = strategy.grad_norm, None
             if norm is not None:  # a module's optimizer_step may leave steps out
                 row["train/grad_norm"] = norm
+            if strategy.scaler is not None:
+                row["train/loss_scale"], row["train/skipped"] = strategy.loss_scale(), int(strategy.skipped_step)
         for column in columns:
             row.update(column)
         self._pending.append(row)

@@ -22,6 +22,7 @@ from armature.data import batching
 from armature.errors import ConfigError, error_line
 from armature.layout import Layout
 from armature.models.plan import module_beside
+from armature.planner import auto
 from armature.validation import (
     foreign_keys,
     lightning_parts,
@@ -50,13 +51,15 @@ def check(cfg: DictConfig, *, prepare: bool = True, overrides: Sequence[str] = (
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
-    problems = values.problems(cfg, plain(cfg))
+    problems, chosen = values.problems(cfg, plain(cfg)), None
     unsound = _target_problems(cfg) + _device_problems(cfg)
     sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
     problems += unsound
     if not unsound:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
+        if not problems and not sizes:
+            cfg, chosen = auto.decide(cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems)
         problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
@@ -68,6 +71,8 @@ def check(cfg: DictConfig, *, prepare: bool = True, overrides: Sequence[str] = (
         problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    if chosen is not None and prepare:
+        log.info(chosen)
     return cfg
 
 

@@ -33,7 +33,7 @@ def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: 
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
     with _hydra(config_dir):
         if (problem := _try([])) is not None:
-            return [f"The configuration files do not compose: {_plain(problem)}"]
+            return [f"The configuration files do not compose: {plain_text(problem)}"]
         groups = _groups(config_dir)
         chooses = {each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides}
         problems, sound = [], []
@@ -44,7 +44,7 @@ def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: 
                 sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
-    return problems or [_plain(error)]
+    return problems or [plain_text(error)]
 
 
 def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]) -> list[str]:
@@ -135,7 +135,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         remedy = f"Type {of_task}={value}."
     if isinstance(error, MissingConfigException) or key in groups:
         if key not in groups:  # Hydra's own
-            return f"{override}: {remedy or _plain(error)}"
+            return f"{override}: {remedy or plain_text(error)}"
         options = groups[key]
         if value in options:
             return f"{override}: {_inside(error, config_dir / key / f'{value}.yaml', sound)}"
@@ -159,7 +159,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
 def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.YAMLError):
-        return f"{where}: {_plain(error)}."
+        return f"{where}: {plain_text(error)}."
     first, *_ = [*filter(None, map(str.strip, file.read_text(encoding="utf-8").splitlines())), ""]
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
@@ -170,7 +170,7 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     said = str(error.__cause__ or error)
     unknown = re.search(r"full_key: (\S+)", said)
     if unknown is None or "not in" not in said:
-        return f"{where}: {_plain(error)}."
+        return f"{where}: {plain_text(error)}."
     return f"{where}: there is no key '{unknown[1]}'.{_nearest(unknown[1], _known(sound))}"
 
 
@@ -195,6 +195,6 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
                 yield from _keys(child, f"{prefix}{key}.")
 
 
-def _plain(error: Exception) -> str:
+def plain_text(error: Exception) -> str:
     lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
     return "; ".join(dict.fromkeys(lines[:4]))

@@ -26,13 +26,9 @@ FEATURES = (
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 FLOAT8_CAPABILITY = (8, 9)
-LOSS_SCALER = "torch's loss scaler does not see the other ranks' overflows. Type trainer.precision=bf16-mixed"
 
 # (feature, kind of strategy) → why not, and what to type instead. All other pairs work and are tested.
 REFUSED: dict[tuple[str, str], str] = {
-    ("16-mixed", "shard"): LOSS_SCALER,
-    ("16-mixed", "tensor"): LOSS_SCALER,
-    ("16-mixed", "pipeline"): "gradients are made before the loss could be scaled. Type trainer.precision=bf16-mixed",
     **dict.fromkeys(
         [("64-true", method) for method in ("shard", "tensor", "pipeline", "deepspeed")],
         "Lightning trains sharded models in at most fp32. Type trainer.precision=32-true, or strategy=ddp",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from armature.validation import signatures
@@ -86,16 +86,25 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
 
 def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
     """Yield sizes of the model that do not fit the data."""
-    model, data = cfg["model"], cfg["data"]
+    data = cfg["data"]
     needed = signatures.class_attribute(data["_target_"], "model_sizes") or {}
     if isinstance(source := data.get("source"), dict) and "vocab_size" in source:
         needed |= {"vocab_size": source["vocab_size"], "context": data.get("context")}
+    sizes = {key: data.get(value) if isinstance(value, str) else value for key, value in needed.items()}
+    yield from size_problems(cfg["model"], sizes)
+
+
+def size_problems(model: Any, needed: Mapping[str, Any]) -> list[str]:
+    """Return the sizes of a model's configuration that are not those that the data need."""
+    found = []
     for key, value in needed.items():
-        value = data.get(value) if isinstance(value, str) else value
         given = model.get(key)
         least = key in ("classes", "vocab_size", "context")  # more than needed is no mistake
         if isinstance(given, int) and isinstance(value, int) and (given < value if least else given != value):
-            yield f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type model.{key}={value}."
+            found.append(
+                f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type model.{key}={value}."
+            )
+    return found
 
 
 def _schedule(cfg: dict[str, Any]) -> Iterator[str]:

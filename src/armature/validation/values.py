@@ -124,6 +124,18 @@ def _paths(value: Any) -> str | None:
     return None if good else "must be a path, a pattern, or a list of them"
 
 
+def _time(value: Any) -> str | None:
+    found = re.fullmatch(r"(\d{1,5}):(\d{2}):(\d{2}):(\d{2})", str(value))
+    days, hours, minutes, seconds = map(int, found.groups()) if found else (0, 0, 0, 0)
+    good = hours <= 23 and minutes <= 59 and seconds <= 59 and any((days, hours, minutes, seconds))
+    return None if good or value is None else "must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00"
+
+
+def _checkpointing(value: Any) -> str | None:
+    good = value in ("none", "every", "selective") or (type(value) is int and value >= 1)
+    return None if good else "must be none, every, selective, or n for every n-th block"
+
+
 def _packages(value: Any) -> str | None:
     good = isinstance(value, list) and value and all(isinstance(name, str) and _is_dotted(name) for name in value)
     return None if good else "must be a list of packages, as in [armature,torch.nn,torch.optim,lightning.pytorch]"
@@ -144,6 +156,7 @@ RANGES: dict[str, Rule] = {
     "trainer.num_nodes": _count,
     "trainer.max_steps": _number(least=1, most=10**12, whole=True, null="no limit"),
     "trainer.max_epochs": _number(least=1, most=10**9, whole=True, null="no limit"),
+    "trainer.max_time": _time,
     "trainer.gradient_clip_val": lambda value: None if value == "auto" else _clip(value),
     "trainer.val_every_n_steps": _number(least=1, whole=True, null="the end of each epoch"),
     "trainer.log_every_n_steps": _count,
@@ -171,6 +184,7 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "scheduler.decay": _length,
     "scheduler.final": _number(least=0),
     "strategy.seed": _number(least=0, most=2**32 - 1, whole=True),
+    "strategy.activation_checkpointing": _checkpointing,
     "strategy.prefetch": _number(least=0, whole=True),
     "strategy.min_num_params": _number(least=0, whole=True),
     "strategy.microbatches": _count,
@@ -190,6 +204,14 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.source.block": _count,
     "data.source.val_fraction": _number(above=0, below=0.9),
     "data.source.test_fraction": _number(above=0, below=0.9),
+}
+OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's would refuse the values in the rank
+    "optimizer.lr": _number(above=0),
+    "optimizer.weight_decay": _number(least=0),
+    "optimizer.eps": _number(least=0),
+    "optimizer.momentum": _number(least=0, below=1),
+    "optimizer.newton_schulz_steps": _count,
+    "optimizer.base_width": _number(least=1, whole=True, null="no scaling"),
 }
 _UNSET = object()
 
@@ -238,36 +260,21 @@ def _trainer(plain: dict[str, Any]) -> Iterator[str]:
             "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
             "Type trainer.max_steps=… or trainer.max_epochs=…."
         )
-    if (limit := trainer["max_time"]) is not None:
-        found = re.fullmatch(r"(\d{1,5}):(\d{2}):(\d{2}):(\d{2})", str(limit))
-        days, hours, minutes, seconds = map(int, found.groups()) if found else (0, 0, 0, 0)
-        if hours > 23 or minutes > 59 or seconds > 59 or not any((days, hours, minutes, seconds)):
-            yield f"trainer.max_time={limit}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00."
     monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
     if trainer["limit_val_batches"] == 0 and monitored:
         log.warning(
             "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never known, so no "
             "checkpoint is kept as best. Type trainer.limit_val_batches=null for all batches.", checkpoint["monitor"],
         )  # fmt: skip
-    scale = _select(plain, "strategy.activation_checkpointing")
-    words = scale is _UNSET or scale in ("none", "every", "selective")
-    if not words and (not isinstance(scale, int) or isinstance(scale, bool) or scale < 1):
-        key = f"strategy.activation_checkpointing={_shown(scale)}"
-        yield f"{key}: must be none, every, selective, or n for every n-th block."
 
 
 def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
     """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
-    known = {*RANGES, *OWN_RANGES}
+    known = {*RANGES, *OWN_RANGES, *OPTIMIZER, "optimizer.betas"}
     for group, node in plain.items():
         if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
             for path, value in walk(node, f"{group}."):
-                if (
-                    isinstance(value, float)
-                    and not math.isfinite(value)
-                    and path not in known
-                    and path != "optimizer.lr"
-                ):
+                if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in known:
                     yield f"{path}={value}: must be a finite number."
 
 
@@ -275,14 +282,10 @@ def _optimizer(node: Any) -> Iterator[str]:
     """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers share."""
     if not isinstance(node, dict):
         return
-    for key, rule in (
-        ("lr", _number(above=0)), ("weight_decay", _number(least=0)), ("eps", _number(least=0)),
-        ("momentum", _number(least=0, below=1)), ("newton_schulz_steps", _number(least=1, whole=True)),
-        ("base_width", _number(least=1, whole=True, null="no scaling")),
-    ):  # fmt: skip
-        value = node.get(key)
+    for key, rule in OPTIMIZER.items():
+        value = node.get(key.removeprefix("optimizer."))
         if value is not None and not isinstance(value, list | dict) and (wrong := rule(value)) is not None:
-            yield f"optimizer.{key}={_shown(value)}: {wrong}."
+            yield f"{key}={_shown(value)}: {wrong}."
     if node.get("nesterov") is True and not node.get("momentum"):
         yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
     betas, share = node.get("betas"), _number(least=0, below=1)

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from armature.models.autocast import to_compute_dtype
 from armature.models.decoder import documents
 from armature.models.decoder.check import problems
-from armature.models.decoder.loss import ChunkedCrossEntropy, is_plain_linear
+from armature.models.decoder.loss import Head, computes_loss
 from armature.models.loss import mean_cross_entropy
 
 
@@ -46,6 +47,18 @@ def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
     cos_TK, sin_TK = rotary_C2K[: x_BHTK.shape[2]].unbind(1)
     x, y = x_BHTK.float().chunk(2, dim=-1)
     return torch.cat([x * cos_TK - y * sin_TK, y * cos_TK + x * sin_TK], dim=-1).to(x_BHTK.dtype)
+
+
+def takes_groups(v_BGTK: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a kernel that does not hold all the scores takes fewer key-value heads than query heads.
+
+    Of CUDA's, only flash attention does before torch 2.14: in 16 bits, without a mask, from compute capability 8.0
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). The memory-efficient one takes equally many heads.
+    """
+    if v_BGTK.device.type != "cuda":
+        return True
+    flash = mask is None and v_BGTK.dtype in (torch.bfloat16, torch.float16) and v_BGTK.shape[-1] <= 256
+    return flash and torch.cuda.get_device_properties(v_BGTK.device).major >= 8
 
 
 class Attention(nn.Module):
@@ -81,6 +94,9 @@ class Attention(nn.Module):
         if isinstance(mask, BlockMask):
             a_BHTK = documents.attend(q_BHTK, k_BGTK, v_BGTK, mask)
         else:
+            if q_BHTK.shape[1] != k_BGTK.shape[1] and not takes_groups(v_BGTK, mask):
+                groups = q_BHTK.shape[1] // k_BGTK.shape[1]
+                k_BGTK, v_BGTK = (x.repeat_interleave(groups, dim=1) for x in (k_BGTK, v_BGTK))
             a_BHTK = F.scaled_dot_product_attention(
                 q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
                 is_causal=mask is None and q_BHTK.shape[2] == k_BGTK.shape[2],
@@ -118,9 +134,9 @@ class Block(nn.Module):
         self, x_BTD: Tensor, rotary_C2K: Tensor, mask: Tensor | BlockMask | None = None,
         cache: KeyValueCache | None = None, name: str = "",
     ) -> Tensor:  # fmt: skip
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_C2K, mask, cache, name)
+        attended_BTD = self.attention(to_compute_dtype(self.attention_norm(x_BTD)), rotary_C2K, mask, cache, name)
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
-        return x_BTD + F.dropout(self.ffn(self.ffn_norm(x_BTD)), self.dropout, self.training)
+        return x_BTD + F.dropout(self.ffn(to_compute_dtype(self.ffn_norm(x_BTD))), self.dropout, self.training)
 
 
 class Decoder(nn.Module):
@@ -153,7 +169,7 @@ class Decoder(nn.Module):
         )  # fmt: skip
         self.blocks = nn.ModuleDict({str(i): block() for i in range(layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(width, eps=norm_eps)
-        self.head: nn.Linear | None = nn.Linear(width, vocab_size, bias=False)
+        self.head: Head | None = Head(width, vocab_size)
         self._tie()
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
@@ -173,11 +189,9 @@ class Decoder(nn.Module):
             cache.length += inputs.shape[1]
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        if targets is not None and self.loss is Decoder.loss and is_plain_linear(self.head):
-            # `self.loss` of the head's outputs, without holding all of them
-            return ChunkedCrossEntropy.apply(
-                x_BTD.flatten(0, 1), self.head.weight, targets.flatten(), torch.is_grad_enabled()
-            )
+        own_loss = getattr(self.loss, "__wrapped__", self.loss) is Decoder.loss  # a tensor axis wraps it
+        if targets is not None and own_loss and computes_loss(self.head):
+            return self.head(x_BTD, targets)  # `self.loss` of the head's outputs, without holding all of them
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
         return outputs if targets is None else self.loss(outputs, targets)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from armature.models.autocast import to_compute_dtype
 from armature.models.loss import mean_cross_entropy
 from armature.models.vit.check import problems
 
@@ -64,8 +65,9 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = nn.LayerNorm(width), FeedForward(width, hidden=ffn_hidden)
 
     def forward(self, x_BPD: Tensor) -> Tensor:
-        x_BPD = x_BPD + F.dropout(self.attention(self.attention_norm(x_BPD)), self.dropout, self.training)
-        return x_BPD + F.dropout(self.ffn(self.ffn_norm(x_BPD)), self.dropout, self.training)
+        attended_BPD = self.attention(to_compute_dtype(self.attention_norm(x_BPD)))
+        x_BPD = x_BPD + F.dropout(attended_BPD, self.dropout, self.training)
+        return x_BPD + F.dropout(self.ffn(to_compute_dtype(self.ffn_norm(x_BPD))), self.dropout, self.training)
 
 
 class VisionTransformer(nn.Module):

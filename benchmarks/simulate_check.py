@@ -1,0 +1,88 @@
+"""Predicted against measured: simulated ranks beside real processes on gloo, as a table in docs/simulator.md.
+
+python -m benchmarks.simulate_check [NAME …]
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from armature import simulation
+from armature.errors import ConfigError
+from armature.simulation import measured
+from scripts import simulate as command
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "simulator.md"
+MODEL = (
+    "model=gpt_nano model.layers=4 model.width=128 model.tied=false data=synthetic data.context=64 optimizer=adamw "
+    "data.global_batch_size=16 data.micro_batch_size=2 trainer.precision=32-true hardware=h100_80gb"
+)
+PIPELINE = "strategy=pipeline data.micro_batch_size=8"
+UNITS = "strategy.min_num_params=200000"  # several units, although the model is small
+CASES = {  # name → (rank, overrides)
+    "single": (0, "strategy=single data.micro_batch_size=8"),
+    "ddp 2": (1, "strategy=ddp trainer.devices=2 data.micro_batch_size=4"),
+    "fsdp 2": (1, f"strategy=fsdp trainer.devices=2 {UNITS} data.micro_batch_size=4"),
+    "fsdp 2, Muon": (1, f"strategy=fsdp trainer.devices=2 {UNITS} data.micro_batch_size=4 optimizer=muon"),
+    "fsdp 2, bf16-mixed": (0, f"strategy=fsdp trainer.devices=2 {UNITS} trainer.precision=bf16-mixed"),
+    "fsdp 4, blocks recomputed": (
+        3,
+        f"strategy=fsdp trainer.devices=4 {UNITS} strategy.activation_checkpointing=every",
+    ),
+    "hsdp 2 × 2": (3, f"strategy=hsdp trainer.devices=4 {UNITS}"),
+    "tensor 2": (1, "strategy=tensor trainer.devices=2 data.micro_batch_size=8"),
+    "fsdp 2 × tensor 2": (2, f"strategy=fsdp_tensor trainer.devices=4 {UNITS} data.micro_batch_size=4"),
+    "pipeline 2, first": (0, f"{PIPELINE} trainer.devices=2"),
+    "pipeline 2, last": (1, f"{PIPELINE} trainer.devices=2"),
+    "pipeline 2, interleaved": (1, f"{PIPELINE} trainer.devices=2 strategy.schedule=interleaved_1f1b"),
+    "fsdp 2 × pipeline 2": (3, f"strategy=fsdp_pipeline trainer.devices=4 {UNITS} data.micro_batch_size=8"),
+    "3d: 2 × 2 × 2": (7, f"strategy=3d trainer.devices=8 {UNITS} data.micro_batch_size=8"),
+}
+
+
+def compare(names: list[str]) -> list[tuple[str, str, str]]:
+    """Return (name, held, volume) of each case: "equal", or what differs."""
+    composed = [command.composed(f"{MODEL} {CASES[name][1]}".split()) for name in names]
+    ranks = [CASES[name][0] for name in names]
+    requests = [
+        simulation.Request(cfg=cfg, rank=rank, device=device)
+        for (cfg, device), rank in zip(composed, ranks, strict=True)
+    ]
+    reports = simulation.simulate_all(requests)
+    real = measured.measure([(cfg, rank) for (cfg, _), rank in zip(composed, ranks, strict=True)])
+    rows = []
+    for name, report, found in zip(names, reports, real, strict=True):
+        if isinstance(report, Exception):
+            raise report
+        held = {kind: (found["held"][kind], size) for kind, size in report.held.items()}
+        volumes = {(v.axis, v.kind, v.ranks): (v.calls, v.bytes) for v in report.volumes}
+        sent = {(axis, kind, ranks): (calls, size) for axis, kind, ranks, calls, size in found["volumes"]}
+        volume = {" ".join(map(str, key)): (sent.get(key), volumes.get(key)) for key in {**sent, **volumes}}
+        rows.append((name, _verdict(held), _verdict(volume)))
+    return rows
+
+
+def _verdict(pairs: dict[str, tuple[object, object]]) -> str:
+    wrong = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    return "; ".join(f"{key}: measured {real}, predicted {found}" for key, (real, found) in wrong.items()) or "equal"
+
+
+def main() -> None:
+    if unknown := [name for name in sys.argv[1:] if name not in CASES]:
+        raise SystemExit(f"{unknown[0]}: there is no such case. Known: {', '.join(CASES)}")
+    try:
+        rows = compare(sys.argv[1:] or list(CASES))
+    except ConfigError as error:
+        raise SystemExit("\n".join(error.problems)) from error
+    lines = ["| layout | parameters, gradients, optimizer state | collectives of a step |", "| --- | --- | --- |"]
+    table = "\n".join(lines + [f"| {name} | {held} | {volume} |" for name, held, volume in rows])
+    print(table)
+    if not sys.argv[1:]:
+        text = DOCUMENT.read_text()
+        marked = re.compile(r"(<!-- simulate-check -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        DOCUMENT.write_text(marked.sub(lambda match: match[1] + table + match[2], text))
+    sys.exit(any("measured" in cell for row in rows for cell in row))
+
+
+if __name__ == "__main__":
+    main()

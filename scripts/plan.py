@@ -1,0 +1,128 @@
+"""Which strategy, how many GPUs, will it fit, how long will it take? Needs no GPU and no data.
+
+python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb  # tries 1, 2, 4 … 64 GPUs
+python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb trainer.devices=8 --svg plan.svg
+python scripts/plan.py experiment=llama3_70b data.path=tokens hardware=h200 trainer.devices=8 trainer.num_nodes=8
+python scripts/plan.py model=llama3_1b data=synthetic hardware=a100_40gb trainer.devices=8 --budget 5000h
+
+Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. The micro-batch and
+recomputation are chosen, unless they are typed. docs/planner.md explains the result.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from armature import cli, config
+from armature.data import batching
+from armature.errors import ConfigError
+from armature.planner import budget, devices, ranking, refine, seconds, text
+from armature.planner.setup import cost_of
+from armature.training.limits import prefer_typed
+from armature.validation import checks
+from armature.validation.compose import CONFIG_ERRORS, explain
+
+CHOSEN = ("strategy", "trainer.devices", "trainer.num_nodes", "hardware")  # keys that the plan's command replaces
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="closed formulas alone: do not simulate the best layouts")
+    parser.add_argument("--tokens", type=float, help="tokens (or samples) to train on, instead of the configuration's")
+    parser.add_argument("--budget", help="FLOPs as in 1e22, or GPU hours as in 5000h: the compute-optimal sizes for it")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw memory and throughput of the layouts")
+    arguments, typed = parser.parse_known_args()
+    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py, or an option")
+    try:
+        plan(arguments, typed)
+    except ConfigError as error:
+        cli.refuse(error.problems)
+
+
+def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
+    cfg, device = composed(typed)
+    cost = cost_of(cfg)
+    if cost is None:
+        raise ConfigError(
+            f"model={cfg.model._target_}: no file cost.py beside the model says what it costs. Write one, as "
+            "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command line."
+        )
+    values = dict(each.split("=", 1) for each in typed)
+    fixed = ranking.Fixed(
+        micro=number(values, "data.micro_batch_size"), recompute=values.get("strategy.activation_checkpointing")
+    )
+    pairs = ranking.counts(
+        device, devices=number(values, "trainer.devices"), num_nodes=number(values, "trainer.num_nodes")
+    )
+    runs, refused = ranking.rank(cfg, device, pairs, fixed=fixed)
+    if not arguments.quick:
+        runs = refine.simulated(cfg, device, runs)
+    units = arguments.tokens or configured_units(cfg, cost.units_per_sample)
+    kept = " ".join(each for each in typed if not each.startswith(CHOSEN))
+    print(f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of weights in 16 bits")
+    if units:
+        print(f"Run: {units:,.0f} {cost.unit}")
+    print()
+    print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
+    if not any(each.fits for each in runs):
+        needed = ranking.devices_needed(cfg, device, fixed=fixed)
+        print(f"It fits on {needed} GPUs." if needed else "It does not fit on 4,096 GPUs either: take a smaller model.")
+    if arguments.budget:
+        best = runs[0]
+        rate = sum(best.units_per_second) / 2 * cost.flops_per_sample / cost.units_per_sample / best.world_size
+        flops = budget.flops_of(arguments.budget, flops_per_device_second=rate)
+        print("", *text.optimum_lines(
+            budget.optimum(flops), parameters=cost.parameters, matching=budget.optimal_tokens(cost.parameters)
+        ), f"At the best layout's rate, {rate / seconds.peak_flops(best.setup, device):.0%} of the peak, that takes "
+        f"{flops / rate / 3600:,.0f} GPU hours.", sep="\n")  # fmt: skip
+    if arguments.svg:
+        title = f"{cost.parameters / 1e9:.2f} billion parameters on {device.name}"
+        arguments.svg.write_text(text.svg(runs, title=title, unit=cost.unit))
+        print(f"\n{arguments.svg} shows the layouts.")
+
+
+def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
+    """Return the configuration of a command line, with `auto` values decided for the device, and the device."""
+    chosen = [each.partition("=")[2] for each in typed if each.startswith("hardware=")]
+    if not chosen:
+        raise ConfigError(f"hardware: a value is required. Type hardware=… with one of {', '.join(devices.names())}.")
+    device = devices.named(chosen[-1])
+    overrides = [cli.addable(cli.quoted(each)) for each in typed if not each.startswith("hardware=")]
+    config.register()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+            cfg = prefer_typed(compose("train", overrides), overrides)
+    except CONFIG_ERRORS as error:
+        raise ConfigError(explain(error, overrides, ROOT / "configs", sweep=False)) from error
+    cfg.trainer.accelerator = device.accelerator
+    if cfg.trainer.precision == "auto":
+        cfg.trainer.precision = "bf16-mixed" if "bfloat16" in device.peak_flops else "32-true"
+    cfg.trainer.devices, cfg.trainer.num_nodes = 1, 1  # the layouts decide them
+    return checks.decide(cfg), device
+
+
+def number(values: dict[str, str], key: str) -> int | None:
+    """Return a typed whole number; None if it was not typed, or as auto."""
+    typed = values.get(key, "auto")
+    if typed == "auto":
+        return None
+    if not typed.isdigit() or typed == "0":
+        raise ConfigError(f"{key}={typed}: type a whole number of at least 1, or leave it out.")
+    return int(typed)
+
+
+def configured_units(cfg: DictConfig, units_per_sample: int) -> float | None:
+    """Return the tokens or samples of the configured steps; None if epochs or time end the run."""
+    size = batching.configured_batch_size(cfg.data)
+    return cfg.trainer.max_steps * size * units_per_sample if cfg.trainer.max_steps and size else None
+
+
+if __name__ == "__main__":
+    main()

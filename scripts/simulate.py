@@ -1,0 +1,97 @@
+"""Simulate one step of a GPU run on this machine, without a GPU and without data: memory, communication, tokens/s.
+
+python scripts/simulate.py model=llama3_8b data=synthetic strategy=fsdp_tensor trainer.devices=8 trainer.num_nodes=8 \
+    hardware=h100_80gb
+python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp trainer.devices=8 trainer.num_nodes=64 \
+    hardware=h200 --depths 2,4 --ranks 0
+python scripts/simulate.py model=gpt_nano data=synthetic strategy=pipeline trainer.devices=4 --order
+
+Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. docs/simulator.md says how well
+predictions agree with measured runs.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from armature import cli, config, hardware, simulation
+from armature.errors import ConfigError
+from armature.planner import devices
+from armature.validation.compose import CONFIG_ERRORS, explain
+
+DEFAULT = "h100_80gb"  # on a machine without a GPU
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", help="ranks to simulate, such as 0,63; without it the first, a middle and the last")
+    parser.add_argument("--depths", help="two numbers of layers, such as 2,4: simulate these and extrapolate (faster)")
+    parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
+    parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    arguments, typed = parser.parse_known_args()
+    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py, or an option")
+    try:
+        run(arguments, typed)
+    except ConfigError as error:
+        cli.refuse(error.problems)
+    except simulation.SimulationFailed as error:
+        print(f"The run raises this error, simulated or not:\n{error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def run(arguments: argparse.Namespace, typed: list[str]) -> None:
+    cfg, device = composed(typed)
+    if arguments.order:
+        from armature.simulation import order
+
+        problems = order.check(cfg)
+        print("\n".join(problems) if problems else "The collectives of all ranks meet.")
+        sys.exit(bool(problems))
+    world_size = cfg.trainer.devices * cfg.trainer.num_nodes
+    ranks = numbers("--ranks", arguments.ranks) or sorted({0, world_size // 2, world_size - 1})
+    depths = numbers("--depths", arguments.depths)
+    if depths and (len(depths) != 2 or depths[0] >= depths[1]):
+        raise ConfigError(f"--depths {arguments.depths}: type two numbers of layers, the smaller one first.")
+    pair = (depths[0], depths[1]) if depths else None
+    requests = [simulation.Request(cfg=cfg, rank=rank, device=device, depths=pair) for rank in ranks]
+    reports = []
+    for result in simulation.simulate_all(requests):
+        if isinstance(result, Exception):
+            raise result
+        reports.append(result)
+    print(json.dumps([report.to_dict() for report in reports]) if arguments.json else simulation.text(reports))
+
+
+def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
+    """Return the configuration of a command line, with the number of devices decided, and the device."""
+    chosen = [each.partition("=")[2] for each in typed if each.startswith("hardware=")]
+    device = devices.named(chosen[-1] if chosen else devices.THIS if hardware.gpu_count() else DEFAULT)
+    overrides = [cli.addable(cli.quoted(each)) for each in typed if not each.startswith("hardware=")]
+    config.register()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+            cfg = compose("train", overrides)
+    except CONFIG_ERRORS as error:
+        raise ConfigError(explain(error, overrides, ROOT / "configs", sweep=False)) from error
+    if cfg.trainer.devices == "auto":
+        cfg.trainer.devices = 1
+    return cfg, device
+
+
+def numbers(option: str, text: str | None) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"{option} {text}: type whole numbers with commas between them.") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Names that numbers stand for: classes, and the columns of a table. They are kept beside the run (classes.json).
+
+Numbered anew from other data, in which a class is missing or columns are in another order, they would mean something
+else to the trained model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from armature import files
+from armature.data.base import DataModule
+from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CLASSES_FILE = "classes.json"
+_NAMED = 5  # names that a message shows of each kind
+
+
+class LabeledData(DataModule):
+    """Base class of data whose targets are classes with names.
+
+    Attributes:
+        saved: the names that the trained model knows, by their kind, as `names` returned them for the training data;
+            None: number those of these data.
+    """
+
+    saved: dict[str, list[str]] | None = None
+
+    def names(self) -> dict[str, list[str]]:
+        """Return the names of these data in the order of their numbers: of "classes", or also of "features"."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method names().")
+
+    @cached_property
+    def _own_names(self) -> dict[str, list[str]]:
+        return self.names()
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The classes in the order of their numbers; None if the targets are no classes with names."""
+        return (self._own_names if self.saved is None else self.saved).get("classes")
+
+    @property
+    @override
+    def found_sizes(self) -> dict[str, int]:
+        return {key: len(names) for key, names in self._own_names.items()}
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and len(classes := self._own_names.get("classes", ["", ""])) < 2:
+            raise ConfigError(
+                f"data.path={getattr(self, 'path', '')}: the training data have "
+                f"{f'the class {classes[0]} alone' if classes else 'no classes'}. Name data of at least two."
+            )
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        if names := self._own_names:
+            files.replace(run_dir / CLASSES_FILE, json.dumps(names, indent=2) + "\n")
+
+    @override
+    def load_assets(self, run_dir: Path) -> None:
+        self.saved = read(run_dir / CLASSES_FILE)
+        if self.saved is None:
+            log.warning(
+                "%s has no %s, as runs of older versions: classes are numbered from data.path=%s, which must have the "
+                "same ones as the training data.", run_dir, CLASSES_FILE, getattr(self, "path", ""),
+            )  # fmt: skip
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "names": self._own_names}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        then, now = state_dict.get("names"), self._own_names
+        if then is None:  # of an older version
+            then = now
+        for key in sorted(then.keys() | now.keys()):
+            if (difference := _difference(then.get(key, []), now.get(key, []))) is not None:
+                raise ConfigError(
+                    f"data: the {key} are no longer those that the checkpoint was trained with: {difference}. Restore "
+                    "the data, or train on these from step 0: type another run.name, or resume=never."
+                )
+        super().load_state_dict(state_dict)
+
+    def numbers(self, found: Sequence[str], *, where: str) -> list[int]:
+        """Return the numbers of classes. Raises ConfigError for one that the trained model does not know."""
+        number = {name: i for i, name in enumerate(self.classes or [])}
+        if unknown := sorted({name for name in found if name not in number}):
+            raise ConfigError(
+                f"{where} has the class{'es' * (len(unknown) > 1)} {_shown(unknown)}, which the training data lack. "
+                f"They have {len(number)}: {_shown([*number])}. Remove or rename what is of another class; to predict "
+                "samples of unknown classes, leave the classes out."
+            )
+        return [number[name] for name in found]
+
+
+def _difference(then: list[str], now: list[str]) -> str | None:
+    lost, new = [name for name in then if name not in now], [name for name in now if name not in then]
+    parts = [f"{_shown(names)} {what}" for names, what in ((lost, "is missing"), (new, "is new")) if names]
+    if not parts and then != now:
+        parts = [f"their order was {_shown(then)}, and is {_shown(now)}"]
+    return " and ".join(parts) or None
+
+
+def _shown(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(str, names[:_NAMED])) + rest
+
+
+def read(file: Path) -> dict[str, list[str]] | None:
+    """Return the names beside a run, or None if there are none. Raises ConfigError for a damaged file."""
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in found.values()):
+            return found
+    except (OSError, ValueError, AttributeError, RecursionError):
+        pass
+    raise ConfigError(f"{file} is damaged. Copy it from another run on the same data, or type rm {file}.")
+
+
+def unique(values: np.ndarray) -> list[str]:
+    """Return the sorted texts of a column's values."""
+    return np.unique(values.astype(str)).tolist()

@@ -1,0 +1,65 @@
+"""fp16's loss scaler under any layout: all ranks agree whether a gradient overflowed, and skip the step together."""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from armature.parallel.gradients import local_gradients
+
+
+class SharedScaler(torch.amp.GradScaler):
+    """torch's scaler for gradients that are sharded over any mesh, fused optimizers included.
+
+    Each rank looks for infinities in the parts that it holds, and one all-reduce tells all others.
+
+    Attributes:
+        skipped: whether the newest step was left out because of an overflow; the same on every rank.
+    """
+
+    skipped: bool = False
+
+    @classmethod
+    def replacing(cls, scaler: torch.amp.GradScaler, *, device: torch.device, ranks: int) -> SharedScaler:
+        """Return one with the state of `scaler`, which has made no step."""
+        shared = cls(device=device.type)
+        shared.load_state_dict(scaler.state_dict())
+        shared._ranks = ranks
+        return shared
+
+    _ranks: int
+
+    @override
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        with torch.no_grad():
+            for part, _ in local_gradients(param for group in optimizer.param_groups for param in group["params"]):
+                parts.setdefault((part.device, part.dtype), []).append(part)
+            for (device, dtype), grads in parts.items():
+                if dtype == torch.float16 and not allow_fp16:
+                    raise ValueError("A loss scaler needs weights in fp32: their fp16 gradients cannot be unscaled.")
+                found = torch.zeros_like(found_inf, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
+                found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+            if self._ranks > 1:
+                dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+    @override
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step unless a rank has found an infinity or NaN. Reading that is the step's only host synchronization."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        self.skipped = any(found.item() for found in state["found_inf_per_device"].values())
+        state["stage"] = OptState.STEPPED
+        return None if self.skipped else optimizer.step(*args, **kwargs)

@@ -1,0 +1,178 @@
+"""strategy=auto: the simplest strategy that fits, by closed formulas; and the warning before a launch that will not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature import hardware
+from armature.data import batching
+from armature.errors import ConfigError
+from armature.layout import STRATEGIES, Layout
+from armature.parallel import mesh
+from armature.planner import memory
+from armature.planner.setup import Setup, setup_of
+
+GIB = 2**30
+AUTO = "armature.strategies.auto.auto"
+TENSOR = 8  # ranks of one machine that may share each matrix
+WIDE_BLOCK = 500_000_000  # parameters from which on an eighth of a block's matrices still fills a GPU (width 8,192)
+LARGE_WORLD = 64  # ranks from which on gathering weights within a machine pays
+HEADROOM = 0.1  # share of the device left free: a test holds the formulas within this of the simulator
+PLAN_COMMAND = "python scripts/plan.py with this command's overrides and hardware=this lists what fits."
+Problems = Callable[[DictConfig], list[str]]
+
+
+@dataclass(frozen=True)
+class Try:
+    """One strategy that auto may choose, and its predicted peak. `options` of the mesh; None: single or ddp."""
+
+    name: str
+    options: dict[str, int | str] | None
+    recompute: bool
+    peak: memory.Peak
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}{' with activation_checkpointing=every' if self.recompute else ''}"
+
+
+def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> tuple[DictConfig, str | None]:
+    """Return the configuration with auto's choice, and a line that says what was chosen and why.
+
+    The line is None, and the configuration as it was, if the strategy is another. `single` and `ddp` stay `auto`, so
+    that a run may go on with more or fewer processes.
+
+    Args:
+        memory_bytes: of one device; None: unknown.
+        problems: returns what is wrong with a layout.
+
+    Raises ConfigError if weights, gradients and optimizer state alone do not fit under any strategy.
+    """
+    if OmegaConf.select(cfg, "strategy._target_") != AUTO:
+        return cfg, None
+    try:
+        layout = Layout.of(cfg)
+        setup = setup_of(cfg, layout)
+    except ConfigError:  # the batch does not divide: reported by its own check
+        return cfg, None
+    if setup is None or memory_bytes is None:
+        why = "the model has no formula for its memory" if setup is None else "the memory of the device is unknown"
+        return cfg, f"strategy=auto: {layout.kind}, since {why}."
+    tried: list[Try] = []
+    for each in _tries(cfg, setup):
+        if each.peak.total_bytes <= (1 - HEADROOM) * memory_bytes:
+            changed = _with(cfg, each)
+            if each.options is None or not problems(changed):
+                return changed, _line(each, tried, memory_bytes)
+        else:
+            tried.append(each)
+    _refuse(setup, tried, memory_bytes)
+    best = min(tried, key=lambda each: each.peak.total_bytes)
+    needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    return _with(cfg, best), f"strategy=auto: {best.words}, which needs least of all: {needs}. {PLAN_COMMAND}"
+
+
+def _tries(cfg: DictConfig, setup: Setup) -> Iterator[Try]:
+    """Yield the strategies from the simplest on, each first as typed and then, all of them, with recomputation."""
+    world, devices = setup.world_size, cfg.trainer.devices
+    plain: list[tuple[str, dict[str, int | str] | None]] = [("single" if world == 1 else "ddp", None)]
+    if world > 1:
+        wide = setup.cost.block >= WIDE_BLOCK and 1 < devices < world
+        plain += [("fsdp_tensor", {"shard": "auto", "tensor": min(TENSOR, devices)})] if wide else []
+        plain += [("hsdp", {"replicate": "auto", "shard": devices})] if world >= LARGE_WORLD and devices > 1 else []
+        plain += [("fsdp", {"shard": "auto"})]
+    for recompute in (False, True) if setup.recompute == "none" else (False,):
+        for name, options in plain:
+            if (tried := _setup(cfg, setup, options, recompute=recompute)) is not None:
+                yield Try(name, options, recompute, memory.peak(tried))
+
+
+def _setup(cfg: DictConfig, setup: Setup, options: Mapping[str, int | str] | None, *, recompute: bool) -> Setup | None:
+    """Return the run under mesh axes (None: as it is), or None if the axes or the batch do not divide."""
+    if recompute:
+        setup = setup.with_(recompute="every")
+    if options is None:
+        return setup
+    try:
+        axes = mesh.resolve({**dict.fromkeys(mesh.AXES, 1), **options}, world_size=setup.world_size)
+        changed = setup.with_(kind="mesh", axes=axes)
+        size, micro = setup.global_batch_size, cfg.data.micro_batch_size
+        batches = batching.plan_batches(size, micro, changed.data_ranks)
+    except ValueError:  # ConfigError is one
+        return None
+    return changed.with_(micro=batches.micro_batch_size, accumulate=batches.accumulate)
+
+
+def _with(cfg: DictConfig, each: Try) -> DictConfig:
+    changed = cfg.copy()
+    OmegaConf.set_struct(changed, False)
+    if each.options is not None:
+        kept = OmegaConf.to_container(cfg.strategy, resolve=False)
+        assert isinstance(kept, dict)
+        changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **each.options}
+    if each.recompute:
+        changed.strategy.activation_checkpointing = "every"
+    OmegaConf.set_struct(changed, True)
+    return changed
+
+
+def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
+    needs = f"{_size(chosen.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    line = f"strategy=auto: {chosen.words}, which needs {needs}"
+    if not tried:
+        return f"{line}."
+    before = next((each for each in tried if each.name == chosen.name), tried[0])
+    return f"{line}; {before.name}{' without' if before.name == chosen.name else ''} would need " + (
+        f"{_size(before.peak.total_bytes)}."
+    )
+
+
+def _refuse(setup: Setup, tried: Sequence[Try], memory_bytes: int) -> None:
+    """Raise ConfigError if the least state is more than a device has: that much is certain."""
+    least = min(each.peak.state_bytes for each in tried)
+    if least <= memory_bytes:
+        return
+    whole = least * (setup.world_size if setup.world_size > 1 else 1)
+    enough = next((n for n in (2**exponent for exponent in range(1, 11)) if 1.25 * whole / n < memory_bytes), None)
+    advice = f"{enough} such devices hold it under strategy=fsdp" if enough else "1,024 devices would not either"
+    offload = f"strategy={'deepspeed_zero3_offload' if setup.world_size == 1 else 'fsdp strategy.cpu_offload=true'}"
+    raise ConfigError(
+        f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} parameters take at least "
+        f"{_size(least)} per device, and one has {_size(memory_bytes)}. {advice}; {offload} keeps them in the host's "
+        f"memory. {PLAN_COMMAND}"
+    )
+
+
+def warning(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tuple[str, memory.Peak] | None:
+    """Return a line if a run's predicted peak exceeds the device, with the peak; None if it fits or is unknown."""
+    try:
+        setup = setup_of(cfg, layout)
+    except ConfigError:
+        return None
+    if setup is None or memory_bytes is None:
+        return None
+    peak = memory.peak(setup)
+    if peak.total_bytes <= memory_bytes:
+        return None
+    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peak.bytes_by_kind.items())
+    line = (
+        f"Memory will probably run out: a rank needs {_size(peak.total_bytes)}, and its device has "
+        f"{_size(memory_bytes)} (predicted, in GiB: {kinds}, allowance {peak.allowance_bytes / GIB:.1f})."
+    )
+    return line, peak
+
+
+def device_memory_bytes(cfg: DictConfig) -> int | None:
+    """Return the memory of one device of this machine, None if unknown; CPU processes share the machine's."""
+    if cfg.trainer.accelerator == "gpu":
+        return hardware.gpu_memory_bytes()
+    if cfg.trainer.accelerator == "cpu":
+        return hardware.ram_bytes() // cfg.trainer.devices
+    return None
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,114 @@
+"""The device that a plan is for: a file of configs/hardware/, or what this machine has."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from armature import hardware
+from armature.config import CONFIGS
+from armature.errors import ConfigError
+
+FOLDER = CONFIGS / "hardware"
+GIB = 2**30
+THIS = "this"  # the name of the machine that asks
+FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
+CPU_BYTES_PER_SECOND = 20e9  # of one core; no file of the system has the rate of its memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device and its links. Rates are per device and, for links, in one direction.
+
+    Attributes:
+        peak_flops: FLOP/s of dense matrix products by type (float8, bfloat16, float16, tf32, float32).
+        link_bytes_per_second: to the other devices of its machine; `network_…`: to other machines.
+    """
+
+    name: str
+    accelerator: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float]
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    devices_per_machine: int
+
+    def shared_by(self, processes: int) -> Device:
+        """Return one process's part of a CPU machine on which `processes` run; a GPU is never shared."""
+        if self.accelerator != "cpu" or processes <= self.devices_per_machine:
+            return self
+        part = self.devices_per_machine / processes
+        return replace(
+            self,
+            memory_bytes=int(self.memory_bytes * part),
+            peak_flops={kind: rate * part for kind, rate in self.peak_flops.items()},
+            memory_bytes_per_second=self.memory_bytes_per_second * part,
+            devices_per_machine=processes,
+        )
+
+
+def names() -> list[str]:
+    """Return what may be typed as hardware=…"""
+    return [*sorted(file.stem for file in FOLDER.glob("*.yaml")), THIS]
+
+
+def named(name: str) -> Device:
+    """Return a device by the name of its file, or `this`. Raises ConfigError for an unknown name, with the known."""
+    if name == THIS:
+        return this()
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f"Did you mean hardware={near[0]}? " if near else ""
+        raise ConfigError(f"hardware={name}: there is no such file in {FOLDER}. {hint}Known: {', '.join(names())}.")
+    return _read(FOLDER / f"{name}.yaml")
+
+
+def _read(file: Path) -> Device:
+    values = yaml.safe_load(file.read_text())
+    return Device(
+        name=file.stem, accelerator=values["accelerator"], memory_bytes=int(values["memory_gib"] * GIB),
+        peak_flops={kind: rate * 1e12 for kind, rate in values["peak_tflops"].items()},
+        memory_bytes_per_second=values["memory_gb_per_second"] * 1e9,
+        link_bytes_per_second=values["link_gb_per_second"] * 1e9,
+        network_bytes_per_second=values["network_gb_per_second"] * 1e9,
+        devices_per_machine=values["devices_per_machine"],
+    )  # fmt: skip
+
+
+def this() -> Device:
+    """Return this machine's devices, the first GPU for all. ConfigError: a GPU that no file describes."""
+    count = hardware.gpu_count()
+    return _this_gpu(count) if count else _this_cpu()
+
+
+def _this_gpu(count: int) -> Device:
+    name, memory = hardware.gpu_name() or "a GPU without a name", hardware.gpu_memory_bytes()
+    found = [_read(file) for file in sorted(FOLDER.glob("*.yaml")) if _describes(file, name)]
+    if not found:
+        raise ConfigError(
+            f"hardware=this: no file in {FOLDER} describes {name}. Copy one, correct its numbers and names, "
+            f"and type hardware=NAME. There are: {', '.join(names()[:-1])}."
+        )
+    nearest = min(found, key=lambda device: abs(device.memory_bytes - (memory or device.memory_bytes)))
+    return replace(nearest, memory_bytes=memory or nearest.memory_bytes, devices_per_machine=count)
+
+
+def _describes(file: Path, device_name: str) -> bool:
+    return any(re.search(rf"\b{words}\b", device_name) for words in yaml.safe_load(file.read_text())["names"])
+
+
+def _this_cpu() -> Device:
+    cores, cycles = hardware.cpu_count(), hardware.cpu_cycles_per_second()
+    fp32 = cores * cycles * FP32_FLOPS_PER_CYCLE
+    peaks = {"float32": fp32, **({"bfloat16": 2 * fp32} if hardware.bf16_is_fast("cpu") else {})}
+    rate = cores * CPU_BYTES_PER_SECOND
+    return Device(
+        name=THIS, accelerator="cpu", memory_bytes=hardware.ram_bytes(), peak_flops=peaks, memory_bytes_per_second=rate,
+        link_bytes_per_second=rate / 2, network_bytes_per_second=1.25e9, devices_per_machine=1,
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""Peak memory of one rank, by closed formulas. A test holds them near the simulator.
+
+A step's memory peaks at one of four moments: when the loss is computed, when backward begins with the last block, when
+it ends with the first, and in the optimizer's step. What each holds is added up here by kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from armature.planner.setup import Setup
+
+GIB = 2**30
+CONTEXT_BYTES = GIB // 2  # CUDA's context and cuBLAS's workspace
+COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
+FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
+CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
+LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
+DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed reduces or gathers at once, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most that one rank holds at once.
+
+    Attributes:
+        bytes_by_kind: allocated at the peak: parameters, gradients, optimizer state, activations, gathered, temporary.
+        allowance_bytes: what comes on top: context, communication buffers, fragmentation.
+        state_bytes: parameters, gradients and optimizer state alone, which no smaller micro-batch changes.
+    """
+
+    bytes_by_kind: Mapping[str, float]
+    allowance_bytes: float
+    state_bytes: float
+
+    @property
+    def allocated_bytes(self) -> float:
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def total_bytes(self) -> float:
+        return self.allocated_bytes + self.allowance_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of one pipeline stage, before sharding: of the ends and of `blocks` blocks."""
+
+    first: float
+    blocks: int
+    block: float
+    last: float
+
+    @property
+    def total(self) -> float:
+        return self.first + self.blocks * self.block + self.last
+
+
+def peak(setup: Setup) -> Peak:
+    """Return the peak of the rank that needs most."""
+    stages = [_stage_peak(setup, stage) for stage in range(setup.axes["pipe"])]
+    kinds, state = max(stages, key=lambda found: sum(found[0].values()))
+    several = COMMUNICATION_BYTES if setup.world_size > 1 else 0
+    fixed = 0 if setup.on_cpu else CONTEXT_BYTES + several
+    return Peak(bytes_by_kind=kinds, allowance_bytes=fixed + FRAGMENTATION * sum(kinds.values()), state_bytes=state)
+
+
+def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
+    """Return bytes by kind of one pipeline stage at its highest moment, and of weights, gradients and state alone."""
+    part = _part(setup, stage)
+    state = _state(setup, part)
+    moments = _moments(setup, part, stage, state)
+    highest = max(moments, key=lambda kinds: sum(kinds.values()))
+    return {kind: size for kind, size in highest.items() if size}, sum(state.values())
+
+
+def _part(setup: Setup, stage: int) -> Part:
+    cost, pipe, tensor = setup.cost, setup.axes["pipe"], setup.axes["tensor"]
+    blocks, first, last = setup.blocks_by_stage[stage], stage == 0, stage == pipe - 1
+    return Part(cost.first / tensor * first, blocks, cost.block / tensor, cost.last / tensor * last)
+
+
+def _state(setup: Setup, part: Part) -> dict[str, float]:
+    """Return resting bytes of parameters, gradients and optimizer state."""
+    ends, matrices = part.first + part.last, part.blocks * part.block
+    optimizer = matrices * setup.matrix_state + ends * setup.other_state
+    optimizer *= setup.weight_bytes / 4 if setup.kind != "deepspeed" else 1
+    if setup.kind == "deepspeed":
+        return _deepspeed_state(setup, part.total, optimizer)
+    share = setup.axes["shard"] if setup.kind == "mesh" else 1
+    on_device = 0 if setup.offload else 1 / share
+    weights = part.total * setup.weight_bytes * on_device
+    return {"parameters": weights, "gradients": weights, "optimizer state": optimizer * on_device}
+
+
+def _deepspeed_state(setup: Setup, total: float, optimizer: float) -> dict[str, float]:
+    """Return ZeRO's formula (arXiv:1910.02054, 3.1): 16-bit weights and gradients, fp32 masters and state sharded."""
+    ranks, low = setup.world_size, setup.compute_bytes
+    master = 4 * total if low == 2 else 0
+    return {
+        "parameters": 0 if setup.offload else low * total / (ranks if setup.stage >= 3 else 1),
+        "gradients": 0 if setup.offload_optimizer else low * total / (ranks if setup.stage >= 2 else 1),
+        "optimizer state": 0 if setup.offload_optimizer else (optimizer + master) / ranks,
+    }
+
+
+# ---------------------------------------------------------------- activations
+def kept_by_block(setup: Setup, recompute: str | int) -> float:
+    """Return bytes that one block keeps of one sample's forward pass for backward."""
+    cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
+    between = tensor if setup.sequence_parallel else 1  # ranks that share the positions between blocks
+    if recompute == "none":
+        norms = cost.norms * cost.norm_bytes * cost.width / between
+        return cost.positions * (norms + c * cost.shared_inputs + c * cost.inner / tensor)
+    stream = residual_bytes(setup) * cost.width / between
+    if recompute == "selective":
+        products = (cost.products - cost.outputs) / tensor + cost.outputs
+        return cost.positions * (stream + c * products)
+    return cost.positions * stream
+
+
+def residual_bytes(setup: Setup) -> int:
+    """Return bytes of an element of the residual stream: of the embedding's output."""
+    return setup.compute_bytes if setup.kind in ("mesh", "deepspeed") else setup.weight_bytes
+
+
+def _kept(setup: Setup, blocks: int) -> float:
+    """Return bytes that the blocks keep of one sample."""
+    if isinstance(setup.recompute, int) or str(setup.recompute).isdigit():
+        n = int(setup.recompute)
+        recomputed = -(-blocks // n)
+        return recomputed * kept_by_block(setup, "every") + (blocks - recomputed) * kept_by_block(setup, "none")
+    return blocks * kept_by_block(setup, setup.recompute)
+
+
+def samples_in_flight(setup: Setup, stage: int) -> float:
+    """Return samples whose activations a stage holds at once."""
+    pipe = setup.axes["pipe"]
+    if pipe == 1:
+        return setup.micro
+    piece = setup.micro / setup.microbatches
+    waiting = setup.microbatches if setup.schedule == "gpipe" else min(pipe - stage, setup.microbatches)
+    return piece * waiting
+
+
+# ---------------------------------------------------------------- moments
+def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -> list[dict[str, float]]:
+    cost, c = setup.cost, setup.compute_bytes
+    tensor, pipe = setup.axes["tensor"], setup.axes["pipe"]
+    between = tensor if setup.sequence_parallel else 1
+    piece = setup.micro if pipe == 1 else setup.micro / setup.microbatches
+    whole = _kept(setup, part.blocks) * samples_in_flight(setup, stage)
+    block = piece * kept_by_block(setup, "none")
+    working = block if setup.recompute != "none" else 0  # computed again when backward reaches the block
+    working += piece * cost.positions * c * cost.inner / tensor / 2  # gradients of about half of them at a time
+    low = _low_copies(setup, part)
+    held = dict(state)
+    if setup.accumulate == 1 and setup.kind != "ddp" and pipe == 1:
+        held["gradients"] = 0  # set to None before the step; ddp's buckets stay
+    gathered, unit_gradients = _gathered(setup, part)
+    end = piece * cost.losses * cost.width * (cost.norm_bytes + 2 * c) / between if part.last else 0
+    loss, loss_backward = _loss(setup, part, piece)
+    last_gathered = _unsharded(setup, (part.first if cost.tied else part.last) or part.block)
+    finish = max(_unit(setup, part.first), _unit(setup, part.block))
+    return [
+        {**held, "activations": whole + end, "16-bit copies": low, "gathered": last_gathered + _ahead(setup, part),
+         "temporary": loss},
+        {**held, "activations": whole + end, "16-bit copies": low if setup.recompute == "none" else 0,
+         "gathered": last_gathered + _ahead(setup, part), "temporary": loss_backward},
+        {**held, "activations": whole, "16-bit copies": low if setup.recompute == "none" else 0,
+         "gathered": gathered, "temporary": working + unit_gradients},
+        {**state, "activations": block if setup.recompute == "none" else 0, "gathered": gathered,
+         "temporary": working + finish},
+        {**state, "temporary": _optimizer_temporary(setup, part)},
+    ]  # fmt: skip
+
+
+def _low_copies(setup: Setup, part: Part) -> float:
+    """Return bytes of the 16-bit copies of weights that autocast makes and backward needs (no FSDP, no DeepSpeed)."""
+    autocast = setup.precision.endswith("-mixed") and (setup.kind in ("single", "ddp") or _is_unsharded(setup))
+    matrices = part.blocks * setup.cost.block_matrices / setup.axes["tensor"]
+    return 2 * matrices if autocast else 0
+
+
+def _is_unsharded(setup: Setup) -> bool:
+    return setup.kind == "mesh" and setup.data_ranks == 1
+
+
+def _sharded(setup: Setup) -> bool:
+    return (setup.kind == "mesh" and setup.data_ranks > 1) or (setup.kind == "deepspeed" and setup.stage == 3)
+
+
+def _unsharded(setup: Setup, parameters: float) -> float:
+    """Return bytes of a unit's gathered weights."""
+    return setup.compute_bytes * parameters if _sharded(setup) else 0
+
+
+def _unit(setup: Setup, parameters: float) -> float:
+    """Return bytes of a unit's unsharded gradients and of the fp32 buffer in which they are reduced."""
+    return (setup.compute_bytes + 4) * parameters if _sharded(setup) else 0
+
+
+def _ahead(setup: Setup, part: Part) -> float:
+    if _sharded(setup) and not setup.reshard:
+        return setup.compute_bytes * (part.total - (part.last or part.block))
+    return 0
+
+
+def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
+    """Return bytes of gathered weights while backward runs, and of one unit's gradients on their way."""
+    if setup.kind == "deepspeed" and setup.stage < 3:
+        return 0, setup.compute_bytes * min(DEEPSPEED_BUCKET, part.total)
+    if not _sharded(setup):
+        return 0, 0
+    blocks = max(1, round(setup.min_unit / part.block)) if part.block < setup.min_unit else 1
+    unit = min(part.blocks, blocks) * part.block
+    gathered = setup.compute_bytes * (part.total if not setup.reshard else 2 * unit)
+    return gathered, 2 * _unit(setup, unit)
+
+
+def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
+    """Return temporary bytes of the head and the loss, and of their backward."""
+    cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
+    if not part.last:
+        return 0, 0
+    positions, matrix = piece * cost.losses, cost.head_matrices / tensor
+    logits = positions * cost.classes / tensor
+    if not cost.chunked_loss:
+        return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
+    chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
+    copy = 0 if _sharded(setup) or c == 4 else c * matrix  # of the weight
+    workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c
+    return workspace, (8 + c) * matrix + 3 * positions * cost.width * c
+
+
+def _optimizer_temporary(setup: Setup, part: Part) -> float:
+    """Return bytes of an optimizer's step: Muon orthogonalizes a few matrices at a time, fused Adam needs none."""
+    return 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0

@@ -1,0 +1,157 @@
+"""Seconds of a training step by a roofline, with all communication hidden behind arithmetic, and with none.
+
+The shares of the published rates were chosen before any comparison, and the memory traffic of a block is fitted to the
+simulator, which has the same rates (docs/planner.md says how far to trust the result).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from armature.parallel.split import bubble_share
+from armature.planner import memory
+from armature.planner.devices import Device
+from armature.planner.setup import Setup
+
+MATRIX_SHARE = 0.7  # of the peak of dense matrix products
+MEMORY_SHARE = 0.8  # of the memory's rate
+LINK_SHARE, NETWORK_SHARE = 0.8, 0.9  # of the links within a machine, and between machines
+HOST_BYTES_PER_SECOND = 20e9  # between a device and its host's memory: PCIe 4.0 x16, shared
+HOST_STEP_BYTES_PER_SECOND = 10e9  # of weights, gradients and state that a CPU's optimizer reads and writes, per rank
+# memory traffic of operators without arithmetic, in bytes per byte that a block keeps
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 5.4, 10.7
+LOGIT_TRAFFIC = 60  # bytes per logit, forward and backward
+OPTIMIZER_TRAFFIC = 32  # bytes per parameter of a rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """One optimizer step of the rank that has most to do.
+
+    Attributes:
+        compute: without waiting for others; communication: if nothing else runs at the same time.
+        bubble_share: share of the step in which a pipeline's schedule leaves the rank idle.
+        units: tokens or samples of the whole run's step.
+    """
+
+    compute: float
+    communication: float
+    bubble_share: float
+    units: int
+
+    @property
+    def hidden(self) -> float:
+        """The step with all communication hidden: the least it can take."""
+        return max(self.compute / (1 - self.bubble_share), self.communication)
+
+    @property
+    def exposed(self) -> float:
+        """The step with no communication hidden."""
+        return self.compute / (1 - self.bubble_share) + self.communication
+
+    @property
+    def units_per_second(self) -> tuple[float, float]:
+        """Throughput of the whole run, from least to most."""
+        return self.units / self.exposed, self.units / self.hidden
+
+
+def step_seconds(setup: Setup, device: Device) -> Seconds:
+    """Return the seconds of one optimizer step."""
+    pipe = setup.axes["pipe"]
+    bubble = bubble_share(setup.schedule, ranks=pipe, microbatches=setup.microbatches) if pipe > 1 else 0.0
+    sent, offloaded = _communication(setup, device), _offload(setup)
+    return Seconds(
+        compute=_compute(setup, device) + offloaded, communication=sent, bubble_share=bubble,
+        units=setup.global_batch_size * setup.cost.units_per_sample,
+    )  # fmt: skip
+
+
+def peak_flops(setup: Setup, device: Device) -> float:
+    """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger one."""
+    wanted = ["tf32"] if setup.compute_bytes == 4 else ["bfloat16" if "bf16" in setup.precision else "float16"]
+    return next((device.peak_flops[name] for name in wanted if name in device.peak_flops), device.peak_flops["float32"])
+
+
+def _compute(setup: Setup, device: Device) -> float:
+    cost, tensor, pipe = setup.cost, setup.axes["tensor"], setup.axes["pipe"]
+    flops_rate, bytes_rate = peak_flops(setup, device) * MATRIX_SHARE, device.memory_bytes_per_second * MEMORY_SHARE
+    samples = setup.micro * setup.accumulate
+    tokens, blocks = samples * cost.positions, setup.blocks_by_stage
+    # a block, forward: a multiplication and an addition for each weight, and twice for each pair of positions
+    products = tokens * 2 * cost.block_matrices / tensor / flops_rate
+    attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
+    kept = samples * memory.kept_by_block(setup, "none") / bytes_rate
+    forward = products + attention + FORWARD_TRAFFIC * kept
+    backward = 2 * products + 2.5 * attention + BACKWARD_TRAFFIC * kept
+    again = {"none": 0.0, "selective": FORWARD_TRAFFIC * kept, "every": forward}
+    recomputed = again[setup.recompute] if setup.recompute in again else forward / int(setup.recompute)
+    losses = samples * cost.losses
+    head = 6 * losses * cost.head_matrices / tensor / flops_rate
+    head += LOGIT_TRAFFIC * losses * cost.classes / tensor / bytes_rate
+    ranks = setup.axes["shard"] if setup.kind == "mesh" else setup.world_size if setup.kind == "deepspeed" else 1
+    local = cost.parameters / (ranks * tensor * pipe)
+    step = 0.0 if setup.offload or setup.offload_optimizer else OPTIMIZER_TRAFFIC * local / bytes_rate
+    block = forward + backward + recomputed
+    return max(max(blocks) * block, blocks[-1] * block + head) + step
+
+
+def _offload(setup: Setup) -> float:
+    """Return seconds of copies between device and host, and of the host's optimizer step."""
+    if not (setup.offload or setup.offload_optimizer):
+        return 0.0
+    ranks = setup.axes["shard"] if setup.kind == "mesh" else setup.world_size
+    local = setup.cost.parameters / (ranks * setup.axes["tensor"] * setup.axes["pipe"])
+    copied = (setup.weight_bytes + setup.compute_bytes) * local * (2 * setup.accumulate if setup.offload else 1)
+    stepped = OPTIMIZER_TRAFFIC * local
+    return copied / HOST_BYTES_PER_SECOND + stepped / HOST_STEP_BYTES_PER_SECOND
+
+
+# ---------------------------------------------------------------- communication
+def _communication(setup: Setup, device: Device) -> float:
+    """Return seconds of all collectives of a step, each as a ring over its slowest link."""
+    axes, total = setup.axes, setup.cost.parameters / (setup.axes["tensor"] * setup.axes["pipe"])
+    low, micro_steps = setup.compute_bytes * total, setup.accumulate
+    if setup.kind == "ddp":
+        return _ring(2 * setup.weight_bytes * total, setup.world_size, 1, device)
+    if setup.kind == "deepspeed":
+        gathers = 2 * micro_steps if setup.stage == 3 else 1
+        reductions = micro_steps if setup.stage >= 2 else 1
+        return _ring((gathers + reductions) * low, setup.world_size, 1, device)
+    if setup.kind != "mesh":
+        return 0.0
+    stride = axes["tensor"]
+    gathers = micro_steps * (2 if setup.reshard else 1)
+    seconds = _ring(gathers * low + micro_steps * 4 * total, axes["shard"], stride, device)
+    replicated = 2 * 4 * total / axes["shard"] * micro_steps
+    seconds += _ring(replicated, axes["replicate"], stride * axes["shard"], device)
+    return seconds + _tensor(setup, device) + _pipeline(setup, device)
+
+
+def _tensor(setup: Setup, device: Device) -> float:
+    """Return seconds of the activations' gathers and sums: two of each per block in forward and in backward."""
+    cost = setup.cost
+    passes = 3 if setup.recompute == "every" else 2
+    size = setup.micro * setup.accumulate * cost.positions * cost.width * setup.compute_bytes
+    blocks = max(setup.blocks_by_stage)
+    return _ring(4 * passes * blocks * size + 4 * size, setup.axes["tensor"], 1, device)
+
+
+def _pipeline(setup: Setup, device: Device) -> float:
+    if setup.axes["pipe"] == 1:
+        return 0.0
+    samples = setup.micro * setup.accumulate
+    size = 2 * samples * setup.cost.positions * setup.cost.width * setup.compute_bytes / setup.axes["tensor"]
+    stride = setup.world_size // setup.axes["pipe"]
+    return size / _rate(2, stride, device)
+
+
+def _ring(size: float, ranks: int, stride: int, device: Device) -> float:
+    """Return seconds in which a ring of ranks gathers or reduces `size` bytes; an all-reduce is two of them."""
+    return size * (ranks - 1) / ranks / _rate(ranks, stride, device) if ranks > 1 else 0.0
+
+
+def _rate(ranks: int, stride: int, device: Device) -> float:
+    """Return bytes per second of one rank: its link, or its part of its machine's network."""
+    link, network = device.link_bytes_per_second * LINK_SHARE, device.network_bytes_per_second * NETWORK_SHARE
+    here = max(1, min(ranks, device.devices_per_machine // stride))
+    return link if here == ranks else min(link, here * network)

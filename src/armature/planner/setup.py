@@ -1,0 +1,124 @@
+"""A run reduced to the numbers that decide its memory and its seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature.data import batching
+from armature.layout import Layout
+from armature.models.cost import Cost
+from armature.models.plan import module_beside
+from armature.parallel.split import balance_blocks
+from armature.validation import signatures
+
+ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How one model is trained.
+
+    Attributes:
+        kind: single, ddp, mesh or deepspeed, as `layout.Layout` has it; `stage` and `offload` belong to DeepSpeed, and
+            `offload` (weights, gradients and optimizer state in the host's memory) to a mesh, too.
+        micro: samples per rank in one forward pass; `accumulate` of them make a step.
+        recompute: none, selective, every, or a number n: each n-th block.
+        matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of all others.
+    """
+
+    cost: Cost
+    kind: str
+    axes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("pipe", "replicate", "shard", "tensor"), 1))
+    world_size: int = 1
+    micro: int = 1
+    accumulate: int = 1
+    precision: str = "bf16-mixed"
+    recompute: str | int = "none"
+    matrix_state: int = ADAM_BYTES
+    other_state: int = ADAM_BYTES
+    reshard: bool = True
+    sequence_parallel: bool = True
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    min_unit: int = 8_000_000
+    stage: int = 0
+    offload: bool = False
+    offload_optimizer: bool = False
+    on_cpu: bool = False
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an element that matrix products take."""
+        return 4 if self.precision.startswith("32") else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights that the optimizer steps."""
+        return 2 if self.precision.endswith("-true") and not self.precision.startswith("32") else 4
+
+    @property
+    def data_ranks(self) -> int:
+        return self.axes["replicate"] * self.axes["shard"] if self.kind == "mesh" else self.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro * self.accumulate * self.data_ranks
+
+    @property
+    def blocks_by_stage(self) -> list[int]:
+        """Blocks of each pipeline stage, balanced as the pipeline balances them."""
+        cost = self.cost
+        return balance_blocks([cost.block] * cost.blocks, stages=self.axes["pipe"], first=cost.first, last=cost.last)
+
+    def with_(self, **changes: Any) -> Setup:
+        return replace(self, **changes)
+
+
+def cost_of(cfg: DictConfig) -> Cost | None:
+    """Return what the configured model costs, by the `cost.py` beside it; None if there is none, or no model."""
+    if not signatures.accepted(cfg.task, ["model"]):
+        return None
+    definition = signatures.find_definition(cfg.model._target_)
+    module = module_beside(definition[0], "cost") if definition is not None else None
+    if module is None:
+        return None
+    args: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    return module.cost({key: value for key, value in args.items() if key not in signatures.HYDRA_KEYS})
+
+
+def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
+    """Return the numbers of a configuration with its `auto` values decided; None if the model has no formula.
+
+    Raises ConfigError if the batch does not divide.
+    """
+    cost, size = cost_of(cfg), batching.configured_batch_size(cfg.data)
+    if cost is None or size is None or layout.kind == "other":
+        return None
+    batches = batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks)
+    matrix_state, other_state = optimizer_bytes(cfg)
+    options, pipe = layout.options, layout.axes["pipe"]
+    reshard = options.get("reshard_after_forward")
+    return Setup(
+        cost=cost, kind=layout.kind, axes=dict(layout.axes), world_size=layout.world_size,
+        micro=batches.micro_batch_size, accumulate=batches.accumulate, precision=cfg.trainer.precision,
+        recompute=options.get("activation_checkpointing", "none"), matrix_state=matrix_state, other_state=other_state,
+        reshard=pipe == 1 if reshard is None else reshard, sequence_parallel=options.get("sequence_parallel", True),
+        schedule=options.get("schedule", "1f1b"), microbatches=options.get("microbatches", 4),
+        min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
+        offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
+        offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
+    )  # fmt: skip
+
+
+def optimizer_bytes(cfg: DictConfig) -> tuple[int, int]:
+    """Return bytes of fp32 state per parameter of hidden matrices, and of the rest. An unknown class counts as Adam."""
+    name = str(cfg.optimizer._target_).rpartition(".")[2].lower()
+    if name == "muon":
+        return MOMENTUM_BYTES, ADAM_BYTES
+    if name == "sgd":
+        state = MOMENTUM_BYTES if cfg.optimizer.get("momentum") else 0
+        return state, state
+    return ADAM_BYTES, ADAM_BYTES

@@ -1,0 +1,143 @@
+"""A plan as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from armature.planner import memory, ranking
+from armature.planner.auto import HEADROOM
+from armature.planner.budget import Optimum
+from armature.planner.devices import Device
+from armature.planner.ranking import Candidate
+
+GIB = 2**30
+MOST_SHOWN = 24
+HEAD = (
+    f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{'tokens/s':>21}{'days':>16}"
+    f"{'GPU hours':>24}"
+)
+
+
+def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) -> list[str]:
+    """Return one line per layout. `units`: tokens or samples of the whole run; None: no days."""
+    lines = [HEAD.replace("tokens/s", f"{unit}/s")]
+    for each in candidates[:MOST_SHOWN]:
+        low, high = each.units_per_second
+        spans = _times(each, units) if units else ("", "")
+        star = "*" if each.simulated else ""
+        lines.append(
+            f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} {each.setup.recompute!s:<10}"
+            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21}{spans[0]:>16}"
+            f"{spans[1]:>24}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
+        )
+    if len(candidates) > MOST_SHOWN:
+        lines.append(f"… and {len(candidates) - MOST_SHOWN} more")
+    return lines
+
+
+def _times(each: Candidate, units: float) -> tuple[str, str]:
+    low, high = each.units_per_second
+    least, most = units / high / 3600, units / low / 3600
+    return _span(least / 24, most / 24), _span(least * each.world_size, most * each.world_size)
+
+
+def _span(least: float, most: float) -> str:
+    digits = 0 if most >= 100 else 1 if most >= 1 else 3
+    return f"{least:,.{digits}f}-{most:,.{digits}f}"
+
+
+def report(
+    runs: Sequence[Candidate],
+    refused: Sequence[Candidate],
+    device: Device,
+    *,
+    typed: str,
+    units: float | None,
+    unit: str,
+) -> list[str]:
+    """Return the whole plan: the ranking, the command, and what would make the others fit."""
+    fitting = [each for each in runs if each.fits]
+    lines = table(runs, units=units, unit=unit)
+    if any(each.simulated for each in runs):
+        lines.append("* simulated; all others by closed formulas")
+    for each in fitting[:1]:
+        lines += [
+            "",
+            "Type:",
+            f"  python train.py {typed} {each.words}".replace("  python train.py  ", "  python train.py "),
+        ]
+        if "data.global_batch_size" in each.words:
+            lines.append("  (with a global batch that divides among the ranks; this changes the result)")
+    if not fitting:
+        lines += ["", "Nothing of these fits."]
+    helped = [(each, found) for each in runs if not each.fits and (found := ranking.remedies(each, device))]
+    if helped:
+        lines += ["", "What would make others fit:"]
+        lines += [f"  {each.choice.name} on {each.world_size}: {'; or '.join(found[:3])}" for each, found in helped[:8]]
+    if refused:
+        lines += ["", "Not possible:"]
+        reasons: dict[str, list[str]] = {}
+        for each in refused:
+            reasons.setdefault(str(each.refused), []).append(f"{each.choice.name} on {each.world_size}")
+        lines += [f"  {', '.join(names[:4])}{' …' if len(names) > 4 else ''}: {why}" for why, names in reasons.items()]
+    return lines
+
+
+def optimum_lines(best: Optimum, *, parameters: int, matching: Optimum) -> list[str]:
+    """Return what is said of compute-optimal sizes."""
+    return [
+        f"{best.flops:.2e} FLOPs are best spent on {best.parameters / 1e9:,.2f} billion parameters and "
+        f"{best.tokens / 1e9:,.1f} billion tokens (Hoffmann et al., 2022, approach 1).",
+        f"This model, {parameters / 1e9:,.2f} billion parameters, is the optimum for {matching.flops:.2e} FLOPs on "
+        f"{matching.tokens / 1e9:,.1f} billion tokens; with {best.flops:.2e} FLOPs it sees "
+        f"{best.flops / 6 / parameters / 1e9:,.1f} billion.",
+    ]
+
+
+# ---------------------------------------------------------------- picture
+COLORS = {
+    "parameters": "#4c78a8", "gradients": "#f58518", "optimizer state": "#54a24b", "activations": "#e45756",
+    "16-bit copies": "#9d755d", "gathered": "#b279a2", "temporary": "#eeca3b", "allowance": "#bab0ac",
+}  # fmt: skip
+ROW, BAR, NAMES, MEMORY, SPEED = 22, 14, 250, 330, 260  # pixels
+
+
+def svg(candidates: Sequence[Candidate], *, title: str, unit: str) -> str:
+    """Return a picture: memory by kind of each layout beside the device's, and the range of throughput."""
+    shown = candidates[:MOST_SHOWN]
+    capacity = max(each.capacity_bytes for each in shown)
+    fastest = max(each.units_per_second[1] for each in shown)
+    scale = MEMORY / (1.5 * capacity)
+    width, height = NAMES + MEMORY + SPEED + 60, 90 + ROW * len(shown)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'font-size="11"><rect width="{width}" height="{height}" fill="white"/>',
+        _text(8, 16, title),
+        _text(NAMES, 52, "memory of one GPU"),
+        _text(NAMES + MEMORY + 20, 52, f"{unit}/s, none to all communication hidden"),
+    ]
+    for place, (kind, color) in enumerate(COLORS.items()):
+        parts += [_rect(8 + 104 * place, 26, 10, 10, color), _text(21 + 104 * place, 35, kind)]
+    for row, each in enumerate(shown):
+        y, x = 62 + ROW * row, float(NAMES)
+        parts.append(_text(8, y + 11, f"{each.choice.name} on {each.world_size}, {each.setup.recompute}"))
+        found = memory.peak(each.setup)
+        for kind, size in {**found.bytes_by_kind, "allowance": found.allowance_bytes}.items():
+            wide = min(size * scale, NAMES + MEMORY - x)
+            parts.append(_rect(x, y, wide, BAR, COLORS[kind]))
+            x += wide
+        low, high = (rate / fastest * SPEED for rate in each.units_per_second)
+        parts.append(_rect(NAMES + MEMORY + 20 + low, y, max(2.0, high - low), BAR, "#4c78a8" if each.fits else "#ccc"))
+    edge = NAMES + capacity * scale
+    parts.append(f'<line x1="{edge:.1f}" y1="56" x2="{edge:.1f}" y2="{height - 24}" stroke="black"/>')
+    parts += [_text(edge - 30, height - 10, f"{capacity / GIB:.1f} GiB"), "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
+
+
+def _text(x: float, y: float, words: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'

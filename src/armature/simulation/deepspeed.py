@@ -1,0 +1,95 @@
+"""DeepSpeed's ZeRO by the formulas of its paper (Rajbhandari et al., 2020): its engine itself is not simulated.
+
+The step of the model is simulated in one process; state and communication are DeepSpeed's. With P parameters of b bytes
+on N ranks and Adam, a rank holds
+
+    stage 1   b P weights, b P gradients,    (4 + 8) P / N fp32 weights and optimizer state
+    stage 2   b P weights, b P / N gradients, the same
+    stage 3   b P / N weights and gradients,  the same
+
+and gathers b P bytes (stage 3: twice, in forward and in backward of each micro-batch) and reduces b P bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature.layout import Layout
+from armature.planner.devices import Device
+from armature.simulation.report import ALLOWANCE, Report, Volume
+from armature.simulation.roofline import Roofline
+
+BUCKET = 200_000_000  # elements of Lightning's defaults for reduce_bucket_size and allgather_bucket_size
+NOTE = (
+    "DeepSpeed's engine is not simulated: held state and volume are by ZeRO's formulas for Adam, activations are those "
+    "of one process."
+)
+
+
+def report(
+    cfg: DictConfig, layout: Layout, *, rank: int, device: Device, simulate: Callable[[DictConfig], Report]
+) -> Report:
+    """Return the report of a rank under DeepSpeed. `simulate` reports a configuration of one process."""
+    ranks, options = layout.world_size, layout.options
+    one = simulate(_single(cfg, layout))
+    width = 2 if "16" in str(cfg.trainer.precision) else 4
+    held = held_bytes(one, stage=options["stage"], ranks=ranks, width=width)
+    if options["offload_optimizer"]:
+        held["optimizer state"] = held["gradients"] = 0.0
+    if options["offload_parameters"]:
+        held["parameters"] = 0.0
+    bucket = 2.0 * min(BUCKET, one.parameters) * width
+    change = sum(held.values()) - sum(one.held.values()) + bucket
+    roofline = Roofline(device=device, rank=rank, tf32=True)
+    volumes = []
+    for kind, size in volume(one.parameters * width, stage=options["stage"], micro_batches=_micro_batches(cfg, layout)):
+        seconds = roofline.collective(kind, size, range(ranks))
+        volumes.append(Volume(axis="world", kind=kind, ranks=ranks, calls=1, bytes=size, seconds=seconds))
+    return dataclasses.replace(
+        one, rank=rank, world_size=ranks, axes={"data": ranks}, held=held, peak=one.peak + change,
+        peak_by_kind={**one.peak_by_kind, **held, "communication": bucket},
+        peak_by_phase={phase: size + change for phase, size in one.peak_by_phase.items()},
+        allowance=one.allowance + (ALLOWANCE[1] if ranks > 1 else 0), volumes=volumes,
+        samples_per_step=one.samples_per_step * ranks, notes=(*one.notes, NOTE),
+        model_flops=None if one.model_flops is None else one.model_flops * ranks,
+    )  # fmt: skip
+
+
+def held_bytes(one: Report, *, stage: int, ranks: int, width: int) -> dict[str, float]:
+    """Return bytes by kind on one rank, given what one process with fp32 weights holds."""
+    weights = float(one.parameters * width)
+    state = one.held["parameters"] + one.held["optimizer state"]
+    return {
+        "parameters": weights / (ranks if stage == 3 else 1),
+        "gradients": weights / (ranks if stage >= 2 else 1),
+        "optimizer state": state / ranks,
+    }
+
+
+def volume(weights: float, *, stage: int, micro_batches: int) -> list[tuple[str, float]]:
+    """Return kind and bytes of the collectives of a step; `weights`: bytes of all."""
+    if stage == 3:
+        return [("all_gather", 2 * weights * micro_batches), ("reduce_scatter", weights * micro_batches)]
+    # stage 2 has no room for unreduced gradients, so it reduces those of each micro-batch
+    return [("all_gather", weights), ("reduce_scatter", weights * (micro_batches if stage == 2 else 1))]
+
+
+def _micro_batches(cfg: DictConfig, layout: Layout) -> int:
+    micro, size = cfg.data.micro_batch_size, cfg.data.global_batch_size
+    return size // (micro * layout.world_size) if isinstance(micro, int) else 1
+
+
+def _single(cfg: DictConfig, layout: Layout) -> DictConfig:
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    plain["strategy"] = {
+        "_target_": "armature.strategies.single.SingleDevice",
+        "seed": cfg.seed,
+        "activation_checkpointing": layout.options["activation_checkpointing"],
+    }
+    plain["trainer"] |= {"devices": 1, "num_nodes": 1}
+    plain["data"]["global_batch_size"] //= layout.world_size
+    return OmegaConf.create(plain)  # pyright: ignore[reportReturnType]

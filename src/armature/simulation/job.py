@@ -1,0 +1,260 @@
+"""One rank of a run in this process, which ends afterwards: it has replaced functions of torch, Lightning and ours."""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, open_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from armature import worker
+from armature.errors import ConfigError
+from armature.layout import Layout
+from armature.planner.devices import Device
+from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
+from armature.simulation.meter import Meter
+from armature.simulation.probe import Probe, StepEnded, Validation
+from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
+from armature.simulation.roofline import Roofline
+from armature.strategies.base import StrategyMixin
+from armature.training import flops
+from armature.training.stop import StopOnSignal
+from armature.validation import checks
+
+MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
+CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
+VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
+
+
+def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
+    """Return `processes.Recorded` as JSON."""
+    recorder = order.Recorder()
+    report = run(cfg, rank=rank, device=device, recorder=recorder)
+    issued = [asdict(each) for each in recorder.record]
+    return {"report": report.to_dict(), "record": issued, "validation_syncs": recorder.validation_syncs}
+
+
+def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder | None = None) -> Report:
+    """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
+    world_size = _world_size(cfg, device)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
+    capability = CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
+    substitutes.install(devices=cfg.trainer.devices, capability=capability)
+    fake_cuda.present(
+        fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
+    )
+    notes = _simplify(cfg)
+    cfg = checks.check(cfg)
+    cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
+    layout = Layout.of(cfg)
+    if layout.kind == "deepspeed":
+        return deepspeed.report(
+            cfg, layout, rank=rank, device=device,
+            simulate=lambda single: _simulate(single, rank=0, device=device, notes=notes),
+        )  # fmt: skip
+    if layout.axes["pipe"] > 1:
+        stage_0 = rank % (world_size // layout.axes["pipe"])  # the pipe axis is the outermost
+        boundary = _in_child(lambda: _boundary(cfg, rank=stage_0, device=device))
+        substitutes.pipeline(boundary)
+        notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
+    _join(rank, world_size=world_size, devices=cfg.trainer.devices)
+    return _simulate(cfg, rank=rank, device=device, notes=notes, recorder=recorder)
+
+
+def _join(rank: int, *, world_size: int, devices: int) -> None:
+    if world_size == 1:
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % devices),
+        "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": str(rank // devices),
+    }  # fmt: skip
+
+
+def _boundary(cfg: DictConfig, *, rank: int, device: Device) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of what the first stage of a pipeline sends, which only a simulation of it knows."""
+    substitutes.pipeline(None)
+    _join(rank, world_size=Layout.of(cfg).world_size, devices=cfg.trainer.devices)
+    try:
+        _simulate(cfg, rank=rank, device=device, notes=[])
+    except substitutes.BoundaryFound as found:
+        return found.shape, found.dtype
+    raise AssertionError("the first stage has sent nothing")
+
+
+def _in_child(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a process of its own, since it replaces functions of torch."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            result = pickle.dumps(function())
+        except BaseException as error:
+            result = pickle.dumps(RuntimeError("".join(traceback.format_exception(error))))
+        os.write(write, result)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        result = pickle.loads(pipe.read())
+    os.waitpid(child, 0)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _world_size(cfg: DictConfig, device: Device) -> int:
+    cfg.trainer.accelerator = "gpu"
+    if cfg.trainer.devices == "auto":
+        cfg.trainer.devices = device.devices_per_machine
+    return cfg.trainer.devices * cfg.trainer.num_nodes
+
+
+def _simplify(cfg: DictConfig) -> list[str]:
+    """Leave out what has no part in a step; return what of it changes the result."""
+    folder = tempfile.mkdtemp(prefix="armature-simulation-")
+    cfg.run.root, cfg.run.name, cfg.resume = folder, "run", "never"
+    (Path(folder) / "run" / "logs").mkdir(parents=True)
+    cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
+    notes = []
+    if cfg.strategy.get("compile", "none") != "none":
+        notes.append(
+            f"strategy.compile={cfg.strategy.compile} is simulated without: compiled blocks keep fewer activations and "
+            "move less memory, so the peak is at most what is printed, and the run faster."
+        )
+        cfg.strategy.compile = "none"
+    if cfg.model is not None and cfg.model.get("document_token") is not None:
+        notes.append(
+            "model.document_token: FlexAttention is simulated as attention with a dense mask, which holds more memory."
+        )
+    with open_dict(cfg):
+        if cfg.data.get("num_workers"):
+            cfg.data.num_workers = 0
+    return notes
+
+
+def _simulate(
+    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None
+) -> Report:
+    layout = Layout.of(cfg)
+    tf32 = cfg.trainer.matmul_precision != "highest"
+    meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
+    hooks.install(meter)
+    worker.quiet()
+    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    adapter_build = worker.adapter.build
+
+    def build_data(cfg: DictConfig) -> Any:
+        data = hooks.with_values(adapter_build)(cfg)
+        substitutes.data_module(data)
+        data.global_batch_size = _few_micro_batches(data, layout)
+        return data
+
+    worker.adapter.build = build_data
+    stop = StopOnSignal(max_seconds=None, deadline=None)
+    with ExitStack() as modes:
+        modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        modes.enter_context(meter)
+        L.seed_everything(cfg.seed, workers=True, verbose=False)
+        run = worker.build(cfg, stop)
+        if recorder is not None:
+            run.trainer.num_sanity_val_steps = VALIDATED
+            run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
+            modes.enter_context(recorder)
+        pipeline = layout.axes["pipe"] > 1
+        probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
+        run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
+        run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
+        with suppress(StepEnded):
+            run.trainer.fit(run.task, datamodule=run.data)
+    if probe.result is None:
+        raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
+    return _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
+
+
+def _few_micro_batches(data: Any, layout: Layout) -> int:
+    """Return a global batch of at most MICRO_BATCHES micro-batches; the others of a step are like the middle one."""
+    micro = data.micro_batch_size
+    data.simulated_of = data.global_batch_size
+    if not isinstance(micro, int):
+        return data.global_batch_size
+    return min(data.global_batch_size, micro * layout.data_ranks * MICRO_BATCHES)
+
+
+def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
+    """Return the sizes of the dimension along which a language model's vocabulary lies, whole and on one rank."""
+    size = (cfg.model or {}).get("vocab_size")
+    return frozenset() if not size else frozenset({size, math.ceil(size / layout.axes["tensor"])})
+
+
+def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:
+    """Return the counts of a step in which the middle micro-batch comes `repeats` more times."""
+    assert probe.result is not None
+    if not repeats or len(probe.batches) < 2:
+        return probe.result
+    first, second = probe.batches[0], probe.batches[1]
+
+    def more(total: Any, before: Any, after: Any) -> Any:
+        if isinstance(total, dict):
+            return {key: more(total[key], (before or {}).get(key), (after or {}).get(key)) for key in total}
+        if isinstance(total, tuple):
+            before, after = before or (0.0,) * len(total), after or (0.0,) * len(total)
+            return tuple(t + (a - b) * repeats for t, b, a in zip(total, before, after, strict=True))
+        return total + ((after or 0) - (before or 0)) * repeats
+
+    return {key: more(probe.result[key], first[key], second[key]) for key in probe.result}
+
+
+def _report(
+    cfg: DictConfig, run: worker.Run, meter: Meter, probe: Probe, *, rank: int, device: Device, layout: Layout,
+    notes: list[str],
+) -> Report:  # fmt: skip
+    strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
+    data, world_size = run.data, layout.world_size
+    repeats = (data.simulated_of - data.global_batch_size) // max(1, _micro(data, layout) * layout.data_ranks)
+    counted = _with_repeats(probe, repeats)
+    allowance = ALLOWANCE[0] + (ALLOWANCE[1] if world_size > 1 else 0) + FRAGMENTATION * meter.peak
+    return Report(
+        rank=rank, world_size=world_size, axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
+        hardware=device.name, parameters=getattr(strategy, "parameter_count", 0), held=probe.held,
+        peak=meter.peak, peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
+        peak_by_phase=meter.peak_by_phase, peak_at=meter.peak_at, allowance=allowance, capacity=device.memory_bytes,
+        flops=counted["flops"], operators=counted["operators"],
+        volumes=[
+            Volume(axis=axis, kind=kind, ranks=ranks, calls=calls, bytes=size, seconds=seconds)
+            for (axis, kind, ranks), (calls, size, seconds) in sorted(counted["volumes"].items())
+        ],
+        syncs=counted["syncs"], compute_seconds=counted["seconds"],
+        bubble_share=getattr(strategy, "bubble_share", 0.0), samples_per_step=data.simulated_of,
+        tokens_per_sample=data.tokens_per_sample, model_flops=_model_flops(run, probe),
+        peak_flops=meter.roofline.peak(torch.bfloat16 if "16" in str(cfg.trainer.precision) else torch.float32),
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _micro(data: Any, layout: Layout) -> int:
+    micro = data.micro_batch_size
+    return micro if isinstance(micro, int) else data.global_batch_size // layout.data_ranks
+
+
+def _model_flops(run: worker.Run, probe: Probe) -> float | None:
+    make: Callable[[], Any] | None = getattr(run.task, "_make_model", None)
+    batch = probe.first_batch
+    if make is None or not isinstance(batch, dict) or "inputs" not in batch:
+        return None
+    shapes = {key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch}
+    found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
+    return None if found is None else found * run.data.simulated_of

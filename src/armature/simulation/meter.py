@@ -1,0 +1,241 @@
+"""Counts what passes through torch's dispatcher: live memory, FLOPs, seconds, collectives, host waits.
+
+`Collectives` alone also works in a real run, on real tensors; `Meter` is for fake ones.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import sysconfig
+import traceback
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools import fake_collectives  # gives c10d's operators a form without values
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from armature.parallel import mesh
+from armature.simulation.roofline import Roofline
+
+KINDS = {  # by the start of an operator's name
+    "reduce_scatter": "reduce_scatter", "allgather": "all_gather", "all_gather": "all_gather",
+    "allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast", "alltoall": "all_to_all",
+    "all_to_all": "all_to_all", "shard_dim_alltoall": "all_to_all", "send": "send", "isend": "send",
+}  # fmt: skip
+COPIES = ("aten::_to_copy", "aten::copy_")
+ROUNDING = 512  # bytes; the caching allocator rounds up to it
+LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+
+
+class Collectives(TorchDispatchMode):
+    """Count calls and bytes of collectives by (axis, kind, ranks): bytes of the reduced tensor, or the gathered one.
+
+    Args:
+        sizes: of the mesh's axes; a group is named after the axes along which its ranks differ.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.volumes: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self._groups: dict[str, tuple[str, list[int]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # dispatched again as its collectives
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self.collective(func, args, [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)])
+        return out
+
+    def collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+        name = func.__name__.split(".")[0].lstrip("_")
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+        if kind is None or not tensors:
+            return
+        axis, members = self.group(fake_collectives.CollectiveOp.get_process_group(func, args))
+        size = max(t.numel() * t.element_size() for t in tensors)
+        entry = self.volumes[axis, kind, len(members)]
+        entry[0] += 1
+        entry[1] += size
+        entry[2] += self.seconds_of(kind, size, members)
+
+    def seconds_of(self, kind: str, size: int, members: list[int]) -> float:
+        return 0.0
+
+    def group(self, group: dist.ProcessGroup) -> tuple[str, list[int]]:
+        """Return the axis of a group, such as "shard", "replicate+shard" or "world", and its ranks."""
+        if group.group_name not in self._groups:
+            members = dist.get_process_group_ranks(group)
+            different = [axis for axis in mesh.AXES if len({self._place(rank, axis) for rank in members}) > 1]
+            axis = "+".join(different) if any(size > 1 for size in self.sizes.values()) else "world"
+            self._groups[group.group_name] = axis or "self", members
+        return self._groups[group.group_name]
+
+    def _place(self, rank: int, axis: str) -> int:
+        for name in reversed(mesh.AXES):  # the last axis is the innermost
+            rank, place = divmod(rank, self.sizes.get(name, 1))
+            if name == axis:
+                return place
+        raise KeyError(axis)
+
+
+class Meter(Collectives):
+    """Also count memory, FLOPs, seconds and synchronizations of fake tensors on a GPU.
+
+    Attributes:
+        kind, phase: of tensors that are made now.
+        paused: count nothing, such as while DTensor rehearses an operator on tensors of global size.
+        logits: sizes of a last dimension that make a tensor logits.
+        total: live bytes by kind.
+        syncs: how often the host waits for the device, by the line of code.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
+        super().__init__(sizes)
+        self.roofline = roofline
+        self.kind, self.phase, self.paused = "others", "setup", False
+        self.logits: frozenset[int] = frozenset()
+        self.total: Counter[str] = Counter()
+        self._live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, kind]
+        self._operator: Any = None
+        self.now = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Count anew; what is alive stays."""
+        self.peak, self.peak_by_kind, self.peak_at = self.now, dict(self.total), self.phase
+        self.peak_by_phase: dict[str, int] = {}
+        self.flops: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.syncs: Counter[str] = Counter()
+        self.operators = 0
+        self.volumes.clear()
+
+    @contextmanager
+    def during(self, phase: str | None, kind: str) -> Iterator[None]:
+        before = self.phase, self.kind
+        self.phase, self.kind = phase or self.phase, kind
+        try:
+            yield
+        finally:
+            self.phase, self.kind = before
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    # ------------------------------------------------------------ memory
+    def own(self, tensor: Any, kind: str) -> None:
+        """Note a storage, or what a known one is for."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        entry = self._live.get(key)
+        if entry is None:
+            self._live[key] = [weakref.ref(storage, lambda _: self._gone(key)), 0, kind]
+            self.resize(storage)
+        elif kind != entry[2]:
+            self.total[entry[2]] -= entry[1]
+            self.total[kind] += entry[1]
+            entry[2] = kind
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Read the size of a known storage again."""
+        if (entry := self._live.get(storage._cdata)) is None:
+            return
+        rounded = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        change, entry[1] = rounded - entry[1], rounded
+        self.total[entry[2]] += change
+        self.now += change
+        if self.now > self.peak:
+            self.peak, self.peak_by_kind = self.now, dict(self.total)
+            self.peak_at = f"{self.phase}: {self._operator}"
+        if self.now > self.peak_by_phase.get(self.phase, 0):
+            self.peak_by_phase[self.phase] = self.now
+
+    def _gone(self, key: int) -> None:
+        _, size, kind = self._live.pop(key)
+        self.total[kind] -= size
+        self.now -= size
+
+    def _own_new(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cuda" and tensor.untyped_storage()._cdata not in self._live:
+            computed = self.kind in ("activations", "temporary") and tensor.dim() > 1
+            self.own(tensor, "logits" if computed and tensor.shape[-1] in self.logits else self.kind)
+
+    # ------------------------------------------------------------ operators
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if self.paused:
+            return func(*args, **kwargs)
+        if func.name() == "aten::_local_scalar_dense":
+            (tensor,) = args
+            if getattr(tensor, "constant", None) is not None or not isinstance(tensor, torch._subclasses.FakeTensor):
+                return func(*args, **kwargs)
+            if tensor.device.type == "cuda":
+                self.syncs[f"item: {where()}"] += 1
+            return 1.0 if tensor.is_floating_point() else tensor.dtype != torch.bool and 0
+        self._operator = func
+        out = func(*args, **kwargs)
+        ins = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        for tensor in outs:
+            self._own_new(tensor)
+        if func.name() in COPIES:
+            self._copied(func, args, kwargs, ins, outs)
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self.collective(func, args, ins + outs)
+        elif not func.is_view and outs and outs[0].device.type == "cuda":
+            self._worked(func, args, kwargs, out, ins, outs)
+        return out
+
+    def _worked(self, func: Any, args: Any, kwargs: Any, out: Any, ins: list[Any], outs: list[Any]) -> None:
+        packet, flops = func._overloadpacket, 0
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            self.flops[self.phase] += flops
+        self.operators += 1
+        moved = sum(t.numel() * t.element_size() for t in ins + outs)
+        self.seconds[self.phase] += self.roofline.operator(flops, moved, ins[0].dtype if ins else torch.float32)
+
+    def _copied(self, func: Any, args: Any, kwargs: Any, ins: list[Any], outs: list[Any]) -> None:
+        """Count copies between host and device for which the host waits: all but those from pinned memory."""
+        in_place = func is torch.ops.aten.copy_.default
+        source, target = (ins[-1], ins[0]) if in_place else (ins[0], outs[0])
+        if source.is_cuda == target.is_cuda:
+            return
+        waits_not = kwargs.get("non_blocking") or (in_place and len(args) > 2 and args[2])
+        if not waits_not:
+            self.syncs[f"{'to host' if source.is_cuda else 'to device'}: {where()}"] += 1
+
+    def seconds_of(self, kind: str, size: int, members: list[int]) -> float:
+        return self.roofline.collective(kind, size, members)
+
+
+def where() -> str:
+    """Return the innermost line that is neither a library's nor the simulator's, as folder/file.py:line."""
+    frames = traceback.extract_stack()
+    for frame in reversed(frames):
+        own = str(Path(__file__).parent)
+        if not frame.filename.startswith((*LIBRARIES, own, "<")) and "site-packages" not in frame.filename:
+            return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}"
+    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}"

@@ -1,0 +1,83 @@
+"""The warm process of the simulator: reads jobs, one JSON line each up to an empty line, and forks for each of them."""
+
+from armature.simulation import fake_cuda
+
+if __name__ == "__main__":
+    fake_cuda.install()  # before the first import of torch
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    from armature.simulation import job  # noqa: F401  # the import that every simulation would pay for
+
+    gc.freeze()
+    at_once, replies = int(sys.argv[1]), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a run prints is no reply
+    while batch := _batch():
+        running: dict[int, tuple[int, Path]] = {}
+        while batch or running:
+            while batch and len(running) < at_once:
+                each = batch.pop(0)
+                with tempfile.NamedTemporaryFile(prefix="armature-simulation-", delete=False) as file:
+                    reply = Path(file.name)
+                if (child := os.fork()) == 0:
+                    _simulate(each, reply)
+                running[child] = each["number"], reply
+            child, status = os.wait()
+            number, reply = running.pop(child)
+            text = reply.read_text() or json.dumps({"failure": f"The simulation ended with status {status}."})
+            reply.unlink()
+            replies.write(json.dumps({**json.loads(text), "number": number}) + "\n")
+            replies.flush()
+
+
+def _batch() -> list[dict[str, Any]]:
+    jobs: list[dict[str, Any]] = []
+    for line in sys.stdin:
+        if not line.strip():
+            return jobs
+        jobs.append(json.loads(line))
+    return jobs
+
+
+def _simulate(each: dict[str, Any], reply: Path) -> None:
+    """Write the reply and end this process, without the clean-up of a run that stopped in its middle."""
+    log = os.open(reply.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        reply.write_text(json.dumps(_answer(each)))
+    except BaseException:
+        reply.write_text(json.dumps({"failure": traceback.format_exc()}))
+    finally:
+        reply.with_suffix(".log").unlink()
+        os._exit(0)
+
+
+def _answer(each: dict[str, Any]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    from armature.errors import ConfigError
+    from armature.planner.devices import Device
+    from armature.simulation import job
+
+    gc.enable()
+    cfg, device = OmegaConf.create(each["cfg"]), Device(**each["device"])
+    try:
+        if each["record"]:
+            return job.record(cfg, rank=each["rank"], device=device)  # pyright: ignore[reportArgumentType]
+        return {"report": job.run(cfg, rank=each["rank"], device=device).to_dict()}  # pyright: ignore[reportArgumentType]
+    except ConfigError as error:
+        return {"problems": error.problems}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""What one rank of a run does with others, with files and with values, replaced for the rest of this process.
+
+Other ranks are taken to say what this one says. Data and checkpoints are real, and made outside of the simulation.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import lightning.pytorch as L
+import lightning.pytorch.trainer.connectors.data_connector as data_connector
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators import cuda as fabric_cuda
+from lightning.fabric.utilities import device_dtype_mixin
+from lightning.pytorch.accelerators import cuda as lightning_cuda
+from torch.distributed.pipelining import stage as pipeline_stage
+from torch.distributed.pipelining._utils import _TensorMeta
+from torch.nn.parallel import distributed as ddp
+from torch.utils.data import dataloader
+
+from armature import hardware
+from armature.parallel import initialization, mesh, randomness
+from armature.parallel.pipeline import Message, Runner
+from armature.simulation.hooks import with_values, wrap
+from armature.strategies.ddp import DDP
+
+DATA_METHODS = ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader", "save_assets")
+
+
+def install(*, devices: int, capability: tuple[int, int]) -> None:
+    """Replace functions of ours, torch and Lightning: all that do not need to know the configuration."""
+    _devices(devices, capability)
+    _objects()
+    _data()
+    wrap(mesh, "build", with_values)
+    for name in ("capture", "restore"):
+        wrap(randomness, name, with_values)
+    initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
+    device_dtype_mixin._DeviceDtypeModuleMixin.cpu = lambda self: self  # fake tensors cannot be swapped
+    torch.Tensor.pin_memory = lambda self, device=None: self
+    torch.Tensor.record_stream = lambda self, stream: None
+    _ddp()
+
+
+def _devices(count: int, capability: tuple[int, int]) -> None:
+    hardware.gpu_count = lambda: count
+    hardware.compute_capability = lambda: capability
+    for module in (fabric_cuda, lightning_cuda):
+        module.num_cuda_devices = lambda: count
+        module._clear_cuda_memory = lambda: None
+        module._check_cuda_matmul_precision = lambda device: None
+
+
+def _objects() -> None:
+    """Plain objects travel as bytes, which fake tensors do not have."""
+
+    def all_gather_object(gathered: list[Any], obj: Any, group: Any = None) -> None:
+        gathered[:] = [obj] * len(gathered)
+
+    for owner in (dist, dist.distributed_c10d):
+        owner.all_gather_object = all_gather_object
+        owner.broadcast_object_list = owner.send_object_list = lambda *args, **kwargs: None
+
+
+def _data() -> None:
+    for kind in (dataloader._SingleProcessDataLoaderIter, dataloader._BaseDataLoaderIter):
+        if "__next__" in vars(kind):
+            wrap(kind, "__next__", with_values)
+    wrap(dataloader.DataLoader, "__iter__", with_values)
+    data_connector._InfiniteBarrier = MagicMock  # it makes a group of gloo
+
+
+def data_module(data: Any) -> None:
+    """Let the methods of a data module work with values."""
+    for kind in type(data).__mro__:
+        if kind in (L.LightningDataModule, object):
+            return
+        for name in DATA_METHODS:
+            if name in vars(kind) and not hasattr(vars(kind)[name], "__wrapped__"):
+                setattr(kind, name, with_values(vars(kind)[name]))
+
+
+def _ddp() -> None:
+    ddp._verify_param_shape_across_processes = ddp._sync_module_states = lambda *args, **kwargs: None  # read values
+
+    def reduce(state: Any, bucket: Any) -> Any:
+        # the fake group's own future holds no tensors, for which DDP asks it
+        dist.all_reduce(bucket.buffer())
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    reduce.__annotations__ = {}  # DDP refuses strings, as `from __future__` makes them
+
+    def register(self: Any) -> None:
+        self.model.register_comm_hook(None, reduce)
+        self.model.logger = MagicMock()  # its timers are CUDA's
+
+    DDP._register_ddp_hooks = register
+
+
+class BoundaryFound(BaseException):
+    """Ends a simulation of the first stage once it is known what it sends: `shape` and `dtype`."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self.shape, self.dtype = shape, dtype
+
+
+def pipeline(boundary: tuple[tuple[int, ...], torch.dtype] | None) -> None:
+    """Let the neighbors of a stage send what the first stage sends; None: raise BoundaryFound as soon as that is known.
+
+    All stages are taken to send the same shape, as those of equal blocks do.
+    """
+
+    def send(self: Any, meta: Any, to: Any) -> None:
+        if boundary is None:
+            (sent,) = meta.forward_metas if hasattr(meta, "forward_metas") else meta.backward_metas
+            raise BoundaryFound(tuple(sent.shape), sent.dtype)
+
+    def receive(self: Any, source: int) -> Any:
+        assert boundary is not None
+        shape, dtype = boundary
+        strides = torch.empty(shape, device="meta").stride()
+        forward = source < self.stage_index
+        meta = _TensorMeta(shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=forward)
+        if forward:
+            return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
+        return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
+
+    exchange = Runner._exchange_known
+
+    def exchange_known(self: Runner, sent: Message | None, received: Message | None) -> None:
+        if sent is not None and sent.content is not None:
+            self.activation_shapes[sent.key] = sent.content.shape, sent.content.dtype
+        if received is not None:
+            assert boundary is not None
+            shape, dtype = boundary
+            self.activation_shapes[received.key] = torch.Size([received.inputs[0], *shape[1:]]), dtype
+        exchange(self, sent, received)
+
+    Runner._exchange_known = exchange_known
+    pipeline_stage.PipelineStage._send_meta = send
+    pipeline_stage.PipelineStage._recv_meta = receive

@@ -1,0 +1,189 @@
+"""Classes and columns keep their numbers with other data: names are saved beside the run."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from omegaconf import OmegaConf
+
+from armature import worker
+from armature.data.labels import CLASSES_FILE
+from armature.errors import ConfigError
+from armature.training import predict
+from tests.data.test_people_data import build, write_images
+
+ROWS = "".join(f"{i},{i / 2},{kind}\n" for i, kind in enumerate(["ant", "bee", "cow"] * 10))
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def table(file, text, **changes):
+    file.write_text(text)
+    return build("table", path=str(file), target="kind", **changes)
+
+
+def used_by(run, data):
+    data.load_assets(run)
+    return data
+
+
+@pytest.fixture
+def trained_table(tmp_path, run):
+    data = table(tmp_path / "train.csv", f"width,height,kind\n{ROWS}")
+    data.save_assets(run)
+    return data
+
+
+def test_a_table_in_which_a_class_is_missing_and_columns_are_in_another_order(tmp_path, run, trained_table):
+    assert json.loads((run / CLASSES_FILE).read_text()) == {
+        "features": ["width", "height"], "classes": ["ant", "bee", "cow"],
+    }  # fmt: skip
+    other = used_by(run, table(tmp_path / "other.csv", "kind,height,width\ncow,0.5,7\nbee,1,8\n"))
+    rows = other.dataset("predict")
+    assert rows.targets.tolist() == [2, 1]
+    assert rows.inputs.tolist() == [[7.0, 0.5], [8.0, 1.0]]
+
+
+def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, run, trained_table):
+    unknown = used_by(run, table(tmp_path / "o.csv", "width,height,kind\n1,2,yak\n1,2,ant\n"))
+    with pytest.raises(ConfigError, match=r"column kind, has the class yak, which the training data lack. They have 3"):
+        unknown.dataset("test")
+    with pytest.raises(ConfigError, match=r"has no column height. Its columns: width, kind. Type data.features=…"):
+        used_by(run, table(tmp_path / "o.csv", "width,kind\n1,ant\n")).dataset("predict")
+    with pytest.raises(ConfigError, match=r"but the model was trained with \['width', 'height'\]"):
+        used_by(run, table(tmp_path / "o.csv", f"width,height,kind\n{ROWS}", features=["height"])).dataset("test")
+
+
+def test_predictions_of_a_table_need_no_target(tmp_path, run, trained_table):
+    data = used_by(run, table(tmp_path / "o.csv", "height,width\n1,2\n3,4\n"))
+    (batch,) = data.predict_dataloader()
+    assert list(batch) == ["inputs"]
+    assert batch["inputs"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
+    with pytest.raises(ConfigError, match=r"has no column kind. Its columns: height, width. Type data.target=…"):
+        data.dataset("test")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("width,height,kind\n" + ROWS.replace("cow", "yak"), "classes .* cow is missing and yak is new. Restore the"),
+        ("width,height,kind\n" + ROWS.replace("cow", "ant"), "classes .* cow is missing"),
+        ("height,width,kind\n" + ROWS, "features .* their order was width, height, and is height, width"),
+    ],
+)
+def test_a_resume_with_other_classes_or_columns_is_refused(text, message, tmp_path, trained_table):
+    state = trained_table.state_dict()
+    other = table(tmp_path / "train.csv", text)
+    other.load_state_dict({key: value for key, value in state.items() if key != "names"})  # of an older version
+    with pytest.raises(ConfigError, match=message):
+        other.load_state_dict(state)
+
+
+def test_a_run_of_an_older_version_warns(tmp_path, run, caplog):
+    with caplog.at_level(logging.WARNING):
+        used_by(run, table(tmp_path / "t.csv", f"width,height,kind\n{ROWS}"))
+    assert "classes are numbered from data.path=" in caplog.text
+    (run / CLASSES_FILE).write_text("[1")
+    with pytest.raises(ConfigError, match=r"classes.json is damaged. Copy it"):
+        used_by(run, table(tmp_path / "t.csv", f"width,height,kind\n{ROWS}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,a,kind\n1,2,x\n", "two columns are named a"),
+        ("a,kind\n1,x\n2,\n", "column kind is empty in data row 2"),
+        ("kind\nx\n", "has no column but the target kind"),
+        ("a,kind\n1,x\n2,x\n", "the training data have the class x alone"),
+        ("", "the files have no rows"),
+    ],
+)
+def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
+    data = table(tmp_path / "t.csv", text)
+
+    def read():
+        data.setup("fit")
+        data.dataset("train")
+
+    with pytest.raises(ConfigError, match=message):
+        read()
+
+
+def test_files_that_are_no_tables_are_named(tmp_path):
+    (tmp_path / "latin.csv").write_bytes(b"a,kind\n1,caf\xe9\n")
+    (tmp_path / "text.parquet").write_text("a,kind\n")
+    with pytest.raises(ConfigError, match=r"latin.csv cannot be read as CSV in UTF-8"):
+        build("table", path=str(tmp_path / "latin.csv"), target="kind").dataset("train")
+    pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    with pytest.raises(ConfigError, match=r"text.parquet: this is no Parquet file"):
+        build("table", path=str(tmp_path / "text.parquet"), target="kind").dataset("train")
+
+
+def test_sizes_that_only_the_data_tell(trained_table):
+    assert trained_table.found_sizes == {"features": 2, "classes": 3}
+    model = OmegaConf.create({"_target_": "example.model.ResidualMLP", "features": 2, "classes": 4})
+    worker._check_sizes(model, trained_table.found_sizes)
+    model.update(features=5, classes=2)
+    with pytest.raises(ConfigError) as refused:
+        worker._check_sizes(model, trained_table.found_sizes)
+    assert refused.value.problems == [
+        "model.features=5, but the data need 2. Type model.features=2.",
+        "model.classes=2, but the data need at least 3. Type model.classes=3.",
+    ]
+
+
+class Zeros(LightningModule):
+    def predict_step(self, batch, batch_idx):
+        return {"class": torch.full([len(batch["inputs"])], 1)}
+
+
+def predicted(data, file):
+    predict.predict(Zeros(), data, file, rank=0, ranks=1, accelerator="cpu", precision="32-true")
+    return [json.loads(line)[1] for line in file.read_text().splitlines()]
+
+
+def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
+    options = {"size": 8, "num_workers": 0}
+    write_images(tmp_path / "all", 4)
+    build("image_folder", path=str(tmp_path / "all"), **options).save_assets(run)
+    shutil.move(tmp_path / "all" / "dog", tmp_path / "other" / "test" / "dog")
+    other = used_by(run, build("image_folder", path=str(tmp_path / "other"), **options))
+    assert [target for _, target in other.dataset("test").files] == [1] * 4
+    assert [row["class"] for row in predicted(other, tmp_path / "p.jsonl")] == ["dog"] * 4
+    flat = used_by(run, build("image_folder", path=str(tmp_path / "other" / "test" / "dog"), **options))
+    assert list(next(iter(flat.predict_dataloader()))) == ["inputs"]
+    rows = predicted(flat, tmp_path / "p.jsonl")
+    assert [row["index"] for row in rows] == [0, 1, 2, 3]
+    assert rows[0]["file"] == str(tmp_path / "other" / "test" / "dog" / "0.png")
+    shutil.move(tmp_path / "other" / "test" / "dog", tmp_path / "other" / "test" / "yak")
+    with pytest.raises(ConfigError, match=r"has the class yak, which the training data lack. They have 2: cat, dog"):
+        used_by(run, build("image_folder", path=str(tmp_path / "other"), **options)).dataset("test")
+
+
+def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
+    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+    def hf(text, name):
+        (tmp_path / name).write_text(text)
+        changes = {"inputs": "x", "targets": "k", "splits": {"train": "train", "val": None, "test": "train"}}
+        return build("hf", path="csv", data_files=str(tmp_path / name), **changes)
+
+    data = hf("x,k\n1,bee\n2,ant\n3,cow\n4,bee\n", "t.csv")
+    assert [data.dataset("train")[i]["targets"].item() for i in range(4)] == [1, 0, 2, 1]
+    data.save_assets(run)
+    other = used_by(run, hf("x,k\n1,cow\n2,bee\n", "o.csv"))
+    assert [other.dataset("test")[i]["targets"].item() for i in range(2)] == [2, 1]
+    assert list(used_by(run, hf("x\n1\n", "n.csv")).dataset("predict")[0]) == ["inputs"]
+    with pytest.raises(ConfigError, match=r"column k, has the class yak"):
+        used_by(run, hf("x,k\n1,yak\n", "y.csv")).dataset("test")
+    with pytest.raises(ConfigError, match=r"column x has 1 empty cells"):
+        hf("x,k\n1,a\n,b\n", "e.csv").dataset("train")

@@ -1,0 +1,154 @@
+"""What a mesh keeps and sends of activations: never all logits, no gathered positions, 16 bits under autocast."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
+
+MODEL = {"vocab_size": 96, "context": 16, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+class Collectives(TorchDispatchMode):
+    """Records (name, dtype) of the tensor axis's collectives on activations (B, T, D), and what holds their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype]] = []
+        self.gathered: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # dispatched again as its collectives
+        result = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if func.namespace == "_c10d_functional" and name in FUNCTIONAL and result.ndim == 3:
+            self.sent.append((name, result.dtype))
+            if name == "all_gather_into_tensor":
+                storage = result.untyped_storage()
+                self.gathered.append((StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+
+def step(mode: str, precision: torch.dtype | None) -> tuple[list[tuple[str, torch.dtype]], int, int, float]:
+    """Return a step's collectives, how many of them are the forward's, the gathered bytes kept, and the loss."""
+    from armature.models.decoder.model import Decoder
+    from armature.models.decoder.plan import PLAN
+    from armature.parallel import apply
+    from armature.parallel import mesh as meshes
+
+    norm = F.rms_norm
+
+    def as_on_a_gpu(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = norm(x, *args, **kwargs)
+        return y.float() if torch.is_autocast_enabled("cpu") else y
+
+    F.rms_norm = as_on_a_gpu
+    options = apply.Options(
+        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing=mode,
+        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
+        min_num_params=0,
+    )  # fmt: skip
+    device_mesh = meshes.build({"pipe": 1, "replicate": 1, "shard": 1, "tensor": 2}, device_type="cpu")
+    with torch.device("meta"):
+        model = Decoder(**MODEL)
+    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    ids = torch.arange(2 * 17).view(2, 17)
+    with Collectives() as seen:
+        with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        forward = len(seen.sent)
+        kept = sum(size for storage, size in seen.gathered if not storage.expired())
+        loss.backward()
+    return seen.sent, forward, kept, loss.item()
+
+
+@pytest.mark.slow
+def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> None:
+    sent, forward, _, _ = on_ranks(step, "none", torch.bfloat16, ranks=2)[0]
+    gathers = [dtype for name, dtype in sent[:forward] if name == "all_gather_into_tensor"]
+    assert gathers == [torch.bfloat16] * 7  # into attention and feed-forward of three blocks, and into the head
+    # of the embedding's rows, which autocast leaves alone, forward and backward
+    assert Counter(dtype for _, dtype in sent)[torch.float32] == 2, sent
+
+
+@pytest.mark.slow
+def test_selective_recomputation_keeps_no_gathered_positions() -> None:
+    sent, forward, kept, loss = on_ranks(step, "selective", None, ranks=2)[0]
+    plain, plain_forward, _, plain_loss = on_ranks(step, "none", None, ranks=2)[0]
+    assert (kept, loss) == (0, plain_loss)
+    assert sent[:forward] == plain[:plain_forward]
+    extra = Counter(name for name, _ in sent[forward:]) - Counter(name for name, _ in plain[plain_forward:])
+    assert extra == {"all_gather_into_tensor": 6}
+
+
+def fit_without_logits(job: Job) -> list[int]:
+    """Return the sizes of what ranks have gathered to compute with, in elements, after a fit that makes no logits."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("all logits were made")
+
+    F.cross_entropy = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    gathered, gather = [], _fsdp_param_group.foreach_all_gather
+
+    def count(params: Any, *args: Any) -> Any:
+        gathered.append(sum(param._orig_size.numel() for param in params))
+        return gather(params, *args)
+
+    _fsdp_param_group.foreach_all_gather = count
+    _fit(job)
+    return gathered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once(tied: bool) -> None:
+    job = replace(mesh(2, shard=2), steps=2, accumulate=1, validate=True)
+    gathered = on_ranks(fit_without_logits, replace(job, model_args={**MODEL, "tied": tied}), ranks=2)[0]
+    ends = 96 * 32 + 32  # embedding, head and norm, which are one unit if they are tied
+    batches = 2 + 24 // 2 // 4 + 0  # of training and validation
+    assert Counter(gathered)[ends] == batches, Counter(gathered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor 2", "fsdp 2 × tensor 2"])
+def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name: str) -> None:
+    job = replace(LAYOUTS[name], steps=1, accumulate=1, validate=True)
+    on_ranks(fit_without_logits, job, ranks=job.ranks)
+
+
+def loss_of_hooked_head() -> float:
+    from armature.models.decoder.model import Decoder
+    from armature.models.decoder.plan import PLAN
+    from armature.parallel import apply
+    from armature.parallel import mesh as meshes
+
+    options = apply.Options(
+        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
+        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
+        min_num_params=0,
+    )  # fmt: skip
+    device_mesh = meshes.build({"pipe": 1, "replicate": 1, "shard": 2, "tensor": 1}, device_type="cpu")
+    with torch.device("meta"):
+        model = Decoder(**MODEL)
+    assert model.head is not None
+    model.head.register_forward_hook(lambda module, args, output: 0.0 * output)
+    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    ids = torch.arange(2 * 17).view(2, 17)
+    return model(ids[:, :-1], ids[:, 1:]).item()
+
+
+@pytest.mark.slow
+def test_a_users_hook_on_a_sharded_head_still_gets_logits() -> None:
+    assert on_ranks(loss_of_hooked_head, ranks=2) == pytest.approx([4.5643482] * 2)  # log 96

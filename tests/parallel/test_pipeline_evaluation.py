@@ -1,0 +1,75 @@
+"""Evaluation through a pipeline: its order of work, and outputs equal to those of the whole model."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from armature.parallel.split import SCHEDULES, evaluation_slot, stages_of_rank
+from benchmarks.parity.harness import DECODER, on_ranks
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [*product(SCHEDULES, (2, 3, 4))])
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, 7])
+def test_a_rank_has_one_unit_of_work_per_slot_and_stages_follow_each_other(schedule, ranks, micro_batches):
+    count = ranks * SCHEDULES[schedule].stages_per_rank
+    slots = {
+        (stage, i): evaluation_slot(stage, i, ranks=ranks, schedule=schedule)
+        for stage in range(count)
+        for i in range(micro_batches)
+    }
+    assert all(slots[stage, i] - slots[stage - 1, i] == 1 for stage, i in slots if stage > 0)
+    for rank in range(ranks):
+        own = [
+            slots[stage, i]
+            for stage in stages_of_rank(rank, ranks=ranks, schedule=schedule)
+            for i in range(micro_batches)
+        ]
+        assert len({*own}) == len(own)
+        if schedule != "zero_bubble" and micro_batches % ranks == 0:
+            assert max(own) - min(own) == len(own) - 1, "the rank would be idle between its units of work"
+
+
+def outputs(model, batches: list[int]) -> list[torch.Tensor]:
+    found = []
+    for size in batches:
+        tokens = torch.randint(0, 96, (size, 16), generator=torch.Generator().manual_seed(size))
+        with torch.no_grad():
+            found += [model.eval()(tokens), model(tokens, tokens.roll(-1, 1))]
+    return found
+
+
+def evaluate(ranks: int, batches: list[int]) -> dict[str, float]:
+    """Return the largest difference from the whole model, by schedule."""
+    from armature.models.decoder.model import Decoder
+    from armature.models.decoder.plan import PLAN
+    from armature.parallel import apply, initialization, mesh
+
+    def build() -> Decoder:
+        with torch.device("meta"):
+            return Decoder(**DECODER | {"layers": 8})
+
+    whole, cpu = build(), torch.device("cpu")
+    initialization.initialize_by_name(whole, seed=0, names=initialization.materialize(whole, device=cpu))
+    expected, far = outputs(whole, batches), {}
+    device_mesh = mesh.build({"pipe": ranks, "replicate": 1, "shard": 1, "tensor": 1}, device_type="cpu")
+    for schedule in SCHEDULES:
+        options = apply.Options(
+            seed=0, schedule=schedule, microbatches=3, stages=None, sequence_parallel=True,
+            activation_checkpointing="none", compile="none", reshard_after_forward=False, param_dtype=None,
+            reduce_dtype=None, cpu_offload=False, prefetch=1, min_num_params=0,
+        )  # fmt: skip
+        model = build()
+        apply.parallelize(model, PLAN, device_mesh, options, device=cpu, prefix="")
+        got = outputs(model, batches)
+        far[schedule] = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
+    return far
+
+
+@pytest.mark.slow
+def test_every_schedule_evaluates_as_the_whole_model_does():
+    for far in on_ranks(evaluate, 4, [6, 7, 3, 1, 7], ranks=4):
+        assert set(far) == set(SCHEDULES)
+        assert max(far.values()) < 1e-5, far

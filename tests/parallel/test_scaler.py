@@ -1,0 +1,130 @@
+"""fp16 with a loss scaler: an overflow on one rank skips the step on all; every layout trains as one process does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader, TensorDataset
+
+from armature.strategies.single import SingleDevice
+from armature.training.trainer import Trainer
+from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, on_ranks
+
+TOLERANCE = 2e-3  # of fp16's products, which sum in another order
+OVERFLOWING = "tests.parallel.users.overflow.model.Overflowing"
+
+
+def job(layout: str, **changes: Any) -> Job:
+    changes = {"precision": "16-mixed", "model": OVERFLOWING, "steps": 6} | changes
+    return replace(LAYOUTS[layout], **changes)
+
+
+@cache
+def alone() -> Run:
+    return fit(job("single"))
+
+
+def assert_same(run: Run, steps: int = 6) -> None:
+    reference = alone()
+    skipped = [not math.isfinite(norm) for norm in run.grad_norms]
+    assert skipped == [not math.isfinite(norm) for norm in reference.grad_norms[-steps:]]
+    assert sum(skipped) == steps // 2
+    assert run.facts["scaler"] == reference.facts["scaler"]
+    assert run.facts["global_step"] == reference.facts["global_step"] == 6
+    made = [norm for norm in run.grad_norms if math.isfinite(norm)]
+    expected = [norm for norm in reference.grad_norms[-steps:] if math.isfinite(norm)]
+    far = difference(replace(run, grad_norms=made), replace(reference, grad_norms=expected))
+    assert max(far.values()) <= TOLERANCE, far
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", ["fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "pipeline 2, zero bubble"]
+)
+def test_fp16_trains_as_one_process_does_and_skips_the_same_steps(layout: str) -> None:
+    assert alone().facts["scaler"]["scale"] == 2.0**16 / 2**3  # every second of six steps overflows
+    assert_same(fit(job(layout)))
+
+
+@pytest.mark.slow
+def test_a_fused_optimizer_skips_them_too() -> None:
+    fused = {"lr": 3e-3, "eps": 1e-6, "fused": True}
+    assert_same(fit(job("fsdp 2", optimizer_args=fused)))
+
+
+@pytest.mark.slow
+def test_the_scale_is_saved_and_resumed_under_another_layout(tmp_path: Path) -> None:
+    folder = str(tmp_path / "step=4")
+    saved = fit(job("pipeline 2, 1f1b", steps=4, save=folder))
+    assert saved.facts["scaler"]["scale"] == 2.0**14
+    assert_same(fit(job("fsdp 2", resume=folder)), steps=2)
+
+
+def step_with_an_infinity_on_rank_1(fused: bool) -> tuple[bool, list[float], float]:
+    import torch.distributed as dist
+
+    from armature.parallel.scaler import SharedScaler
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    scaler = SharedScaler.replacing(torch.amp.GradScaler("cpu"), device=torch.device("cpu"), ranks=ranks)
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None
+    if rank == 1:
+        weight.grad[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.skipped, weight.tolist(), scaler.get_scale()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_ranks_skip_the_step_if_one_rank_finds_an_infinity(fused: bool) -> None:
+    assert on_ranks(step_with_an_infinity_on_rank_1, fused, ranks=2) == [(True, [1.0, 1.0], 2.0**15)] * 2
+
+
+class Halving(L.LightningModule):
+    """Its second batch overflows, and its schedule halves the rate in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.rates: list[float] = []
+        self.skipped: list[bool] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch[0]).float().mean() / 100
+        return loss * math.inf if batch_idx == 1 else loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.skipped.append(self.trainer.strategy.skipped_step)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_skipped_step_moves_no_schedule_and_counts_as_a_batch() -> None:
+    module = Halving()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=SingleDevice(), plugins=[MixedPrecision("16-mixed", device="cpu")],
+        max_steps=4, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
+    assert module.skipped == [False, True, False, False]
+    assert module.rates == [1.0, 0.5, 0.5, 0.25]
+    assert trainer.completed_batches == 4

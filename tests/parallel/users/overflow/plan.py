@@ -1,0 +1,1 @@
+from armature.models.decoder.plan import PLAN as PLAN

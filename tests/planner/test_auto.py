@@ -1,0 +1,119 @@
+"""What strategy=auto chooses, with GPUs that are not here: the memory of one is an argument."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from armature import config
+from armature.config import CONFIGS
+from armature.errors import ConfigError
+from armature.layout import Layout
+from armature.planner import auto, devices
+from armature.validation import checks
+
+DATA = ["data=tokens", "data.path=x", "data.source.vocab_size=128256", "data.context=8192", "data.global_batch_size=8"]
+LLAMA_1B = ["model=llama3_1b", "optimizer=adamw", *DATA]
+LLAMA_7B = ["model=llama2_7b", "optimizer=adamw", *DATA, "data.context=4096"]
+LLAMA_8B, LLAMA_70B = (["experiment=llama3_8b", "data.path=x"], ["experiment=llama3_70b", "data.path=x"])
+GPT2 = ["experiment=gpt2_124m", "data.path=x"]
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        yield
+    GlobalHydra.instance().clear()
+
+
+def run(overrides: list[str], hardware: str, gpus: int) -> tuple[DictConfig, int]:
+    """Return the configuration of a run on so many devices, and the memory of one."""
+    device = devices.named(hardware)
+    on, nodes = min(gpus, device.devices_per_machine), -(-gpus // device.devices_per_machine)
+    counts = [f"trainer.devices={on}", f"trainer.num_nodes={nodes}"]
+    precision = "32-true" if device.accelerator == "cpu" else "bf16-mixed"
+    cfg = compose("train", [*overrides, *counts, "trainer.accelerator=cpu", f"trainer.precision={precision}"])
+    cfg = checks.decide(cfg)
+    cfg.trainer.accelerator = device.accelerator
+    return cfg, device.memory_bytes
+
+
+def chosen(overrides: list[str], hardware: str, gpus: int) -> tuple[str, str]:
+    """Return the layout that auto chooses with its recomputation, and what is said."""
+    cfg, memory_bytes = run(overrides, hardware, gpus)
+    cfg, line = auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems)
+    assert line is not None
+    layout = Layout.of(cfg)
+    axes = [f"{axis} {size}" for axis, size in layout.axes.items() if size > 1]
+    return " ".join([layout.kind, *axes, cfg.strategy.activation_checkpointing]), line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hardware", "gpus", "layout"),
+    [
+        (GPT2, "h100_80gb", 1, "single none"),
+        (GPT2, "h100_80gb", 8, "ddp none"),
+        # ddp would need 37.5 of 39.4 GiB, less room than the formulas are exact: fsdp
+        (LLAMA_1B, "a100_40gb", 8, "mesh shard 8 none"),
+        (LLAMA_7B, "h100_80gb", 8, "mesh shard 8 none"),
+        (LLAMA_8B, "h100_80gb", 8, "mesh shard 8 every"),
+        (LLAMA_8B, "h100_80gb", 64, "mesh shard 64 none"),
+        (LLAMA_70B, "h100_80gb", 64, "mesh shard 8 tensor 8 every"),
+        (LLAMA_70B, "h100_80gb", 256, "mesh shard 32 tensor 8 none"),
+        ([], "cpu", 1, "single none"),
+        ([], "cpu", 2, "ddp none"),
+    ],
+)
+def test_auto_takes_the_simplest_strategy_that_fits(overrides, hardware, gpus, layout) -> None:
+    found, line = chosen(overrides, hardware, gpus)
+    assert found == layout, line
+    assert line.startswith("strategy=auto: ")
+    assert "GiB" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "enough"), [(LLAMA_7B, 1, "2 such devices"), (LLAMA_70B, 8, "32 such devices")]
+)
+def test_a_state_that_no_strategy_fits_is_refused_with_what_would(overrides, gpus, enough) -> None:
+    with pytest.raises(ConfigError, match=rf"weights, gradients and optimizer state .* {enough} hold it under"):
+        chosen(overrides, "h100_80gb", gpus)
+
+
+def test_a_model_without_a_formula_keeps_the_number_of_processes_as_its_rule() -> None:
+    for gpus, kind in ((1, "single"), (8, "ddp")):
+        found, line = chosen(["model=example", "task=example", "data=example"], "h100_80gb", gpus)
+        assert found == f"{kind} none"
+        assert "no formula" in line
+
+
+def test_unknown_memory_keeps_the_rule() -> None:
+    cfg, _ = run(LLAMA_8B, "h100_80gb", 8)
+    kept, line = auto.decide(cfg, memory_bytes=None, problems=checks.layout_problems)
+    assert (kept, line) == (cfg, "strategy=auto: ddp, since the memory of the device is unknown.")
+
+
+def test_another_strategy_is_left_alone() -> None:
+    cfg, memory_bytes = run([*LLAMA_8B, "strategy=ddp"], "h100_80gb", 8)
+    assert auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems) == (cfg, None)
+
+
+def test_the_choice_takes_milliseconds() -> None:
+    cfg, memory_bytes = run(LLAMA_8B, "h100_80gb", 8)
+    auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems)
+    began = time.process_time()
+    auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems)
+    assert time.process_time() - began < 0.05
+
+
+def test_a_peak_beyond_the_device_is_said_before_the_launch() -> None:
+    cfg, memory_bytes = run([*LLAMA_8B, "strategy=ddp"], "h100_80gb", 8)
+    found = auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes)
+    assert found is not None
+    assert "a rank needs" in found[0]
+    assert "its device has 79.1 GiB (predicted, in GiB: parameters 29.9" in found[0]
+    cfg, _ = run([*LLAMA_8B, "strategy=fsdp", "strategy.activation_checkpointing=every"], "h100_80gb", 8)
+    assert auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes) is None

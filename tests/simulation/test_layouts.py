@@ -1,0 +1,88 @@
+"""Every layout on fake GPUs: all ranks' communication meets, and the training step never waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from armature import config, simulation
+from armature.planner import devices
+from armature.simulation import order, processes
+
+ROOT = Path(__file__).parents[2]
+MODEL = [
+    "model=gpt_nano", "model.tied=false", "model.layers=8", "model.width=64", "model.heads=4", "model.context=32",
+    "data=synthetic", "data.global_batch_size=32", "data.micro_batch_size=4", "run.name=layouts",
+]  # fmt: skip
+EVERYTHING = ["callbacks=[default,ema,monitors]", "callbacks.monitors.norms_every_n_steps=1"]
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+LAYOUTS = {
+    "ddp 2": ["strategy=ddp", "trainer.devices=2"],
+    "fsdp 4": ["strategy=fsdp", "trainer.devices=4", "strategy.min_num_params=0"],
+    "fsdp 2, muon, ema, monitors": ["strategy=fsdp", "trainer.devices=2", "optimizer=muon", *EVERYTHING],
+    "hsdp 2×2": ["strategy=hsdp", "trainer.devices=4", "strategy.replicate=2", "strategy.shard=2"],
+    "tensor 2": ["strategy=tensor", "trainer.devices=2"],
+    "fsdp_tensor 2×2": ["strategy=fsdp_tensor", "trainer.devices=4", "strategy.shard=2", "strategy.tensor=2"],
+    "3d 2×2×2": ["strategy=3d", "trainer.devices=8", "strategy.pipe=2", "strategy.shard=2", "strategy.tensor=2"],
+    **{
+        f"pipeline {ranks}, {schedule}": [
+            "strategy=pipeline",
+            f"trainer.devices={ranks}",
+            f"strategy.schedule={schedule}",
+        ]
+        for ranks in (2, 4)
+        for schedule in SCHEDULES
+    },
+}
+SAMPLE = ("fsdp 2, muon, ema, monitors", "pipeline 2, interleaved_1f1b")
+
+
+def compose_layout(*overrides: str):
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        return compose("train", [*MODEL, *overrides])
+
+
+def recorded(*overrides: str) -> list[processes.Recorded]:
+    cfg, device = compose_layout(*overrides), devices.named("h100_80gb")
+    requests = [
+        processes.Request(cfg=cfg, rank=rank, device=device, record=True) for rank in range(cfg.trainer.devices)
+    ]
+    results = simulation.simulate_all(requests)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def problems(ranks: list[processes.Recorded]) -> list[str]:
+    return order.problems([[order.issued_from(each) for each in rank.record] for rank in ranks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
+    if name not in SAMPLE and not request.config.getoption("--all-layouts"):
+        pytest.skip("make simulate-check")
+    ranks = recorded(*LAYOUTS[name])
+    assert all(rank.record for rank in ranks)
+    assert problems(ranks) == []
+    for rank in ranks:
+        assert rank.report.syncs == {}
+        assert rank.validation_syncs == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("LeaveOut", "rank 0 at tests/simulation/faults.py:13 in on_before_zero_grad: allreduce of 12 bytes"),
+        ("SendFirst", "rank 1 at tests/simulation/faults.py:21 in on_before_zero_grad: send of 12 bytes to rank 0"),
+    ],
+)
+def test_a_callback_that_would_hang_is_named(fault, line):
+    overrides = [f"+callbacks.fault={{_target_: tests.simulation.faults.{fault}}}", "model.layers=2"]
+    (problem,) = problems(recorded("strategy=ddp", "trainer.devices=2", *overrides))
+    assert line in problem

@@ -1,0 +1,111 @@
+"""Simulated ranks: a fixture simulates a few once, and the tests read the reports."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from armature import simulation
+from armature.errors import ConfigError
+from armature.planner import devices
+from armature.simulation import deepspeed
+from armature.simulation.report import Report, Volume, extrapolated
+from armature.simulation.roofline import Roofline
+from benchmarks import simulate_check
+from scripts import simulate as command
+
+TINY = ["model=gpt_nano", "model.layers=2", "model.width=64", "data=synthetic", "data.context=32", "optimizer=adamw"]
+REPORT = Report(
+    rank=0, world_size=8, axes={"shard": 8}, hardware="h100_80gb", parameters=8_000, held={"parameters": 16_000},
+    peak=70 * 2**30, peak_by_kind={"activations": 70 * 2**30}, peak_by_phase={"forward": 70 * 2**30},
+    peak_at="forward: mm", allowance=6 * 2**30, capacity=79 * 2**30, flops={"forward": 1e15}, operators=10,
+    volumes=(Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5),), syncs={},
+    compute_seconds={"forward": 2.0}, bubble_share=0.5, samples_per_step=10, tokens_per_sample=100,
+    model_flops=8e15, peak_flops=1e15,
+)  # fmt: skip
+
+
+def requests(*overrides: str, ranks: list[int]) -> list[simulation.Request]:
+    cfg, device = command.composed([*TINY, *overrides])
+    return [simulation.Request(cfg=cfg, rank=rank, device=device) for rank in ranks]
+
+
+@pytest.mark.slow
+def test_predictions_equal_what_real_processes_hold_and_send():
+    rows = simulate_check.compare(["ddp 2", "fsdp 2"])
+    assert [cells for _, *cells in rows] == [["equal", "equal"], ["equal", "equal"]]
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_run_that_no_machine_here_could_make():
+    mesh = requests("strategy=3d", "trainer.devices=8", "trainer.num_nodes=64", "model.tied=false", ranks=[511])
+    wrong = requests("strategy=fsdp", "trainer.devices=3", ranks=[0])
+    zero = requests("strategy=deepspeed_zero3", "trainer.devices=8", ranks=[3])
+    report, refused, stage_3 = simulation.simulate_all([*mesh, *wrong, *zero])
+    assert isinstance(report, Report)
+    assert report.world_size == 512
+    assert report.fits
+    assert sum(report.peak_by_kind.values()) == report.peak
+    assert {volume.axis for volume in report.volumes} >= {"pipe", "shard", "tensor"}
+    assert report.bubble_share > 0
+    assert "rank 511" in simulation.text([report])
+    assert isinstance(refused, ConfigError)
+    assert any("data.global_batch_size=64" in problem for problem in refused.problems)
+    assert isinstance(stage_3, Report)
+    assert stage_3.held["parameters"] * 8 == pytest.approx(stage_3.parameters * 2, rel=0.01)
+    assert "formulas" in stage_3.notes[-1]
+
+
+def test_seconds_of_a_step_and_what_follows():
+    assert REPORT.step_seconds == (4.0, 5.0)  # half of the time is the pipeline's bubble
+    assert REPORT.rate == (200.0, 250.0)
+    assert REPORT.mfu == (0.2, 0.25)
+    assert REPORT.fits
+    assert Report.from_dict(REPORT.to_dict()) == REPORT
+
+
+def test_the_page_says_what_does_not_fit():
+    page = simulation.text([dataclasses.replace(REPORT, capacity=40 * 2**30, syncs={"x.py:3": 2})])
+    assert "76.0 GiB of 40.0 GiB, does NOT fit" in page
+    assert "2 × x.py:3" in page
+    assert "200 to 250 tokens/s, 25 to 31 per GPU" in page
+
+
+def test_extrapolation_is_a_straight_line():
+    larger = dataclasses.replace(
+        REPORT, peak=80 * 2**30, syncs={"x.py:3": 1}, volumes=[dataclasses.replace(REPORT.volumes[0], bytes=2**31)]
+    )
+    found = extrapolated(REPORT, larger, depths=(2, 4), depth=32)
+    assert found.peak == (70 + 10 * 15) * 2**30
+    assert found.volumes[0].bytes == 16 * 2**30
+    assert found.syncs == {"x.py:3": 15}
+    assert "from 2 and 4 layers to 32" in found.notes[-1]
+
+
+def test_zero_holds_and_sends_what_its_paper_says():
+    one = dataclasses.replace(REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000})
+    held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2)
+    assert held == {"parameters": 2_000, "gradients": 2_000, "optimizer state": 12_000}
+    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2)["gradients"] == 16_000
+    assert deepspeed.volume(100.0, stage=3, micro_batches=2) == [("all_gather", 400.0), ("reduce_scatter", 200.0)]
+
+
+def test_a_group_is_as_fast_as_its_slowest_link():
+    device = devices.named("h100_80gb")
+    roofline = Roofline(device=device, rank=0, tf32=True)
+    link, network = device.link_bytes_per_second * 0.8, device.network_bytes_per_second * 0.9
+    assert roofline.collective("all_gather", 8e9, range(8)) == pytest.approx(7e9 / link)
+    assert roofline.collective("all_reduce", 8e9, range(0, 64, 8)) == pytest.approx(14e9 / network)
+    assert roofline.collective("all_gather", 16e9, range(16)) == pytest.approx(15e9 / min(link, 8 * network))
+    assert roofline.peak(torch.float32) == device.peak_flops["tf32"]
+    assert (
+        Roofline(device=devices.named("t4"), rank=0, tf32=True).peak(torch.bfloat16)
+        == (devices.named("t4").peak_flops["float32"])
+    )
+
+
+def test_a_mistyped_command_is_refused():
+    with pytest.raises(ConfigError, match=r"hardware=h10: there is no such file"):
+        command.composed([*TINY, "hardware=h10"])
+    with pytest.raises(ConfigError, match=r"--ranks a: type whole numbers"):
+        command.numbers("--ranks", "a")

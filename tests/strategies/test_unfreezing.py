@@ -1,0 +1,86 @@
+"""A module that unfreezes weights while it trains: their gradients are reduced, or it is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
+
+
+def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: str = "batch") -> dict[str, Any]:
+    """Return the final weights of a model whose first layer is unfrozen before the third global batch."""
+    import os
+    import warnings
+
+    import lightning as L
+    import torch
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
+    from armature.training.trainer import Trainer
+
+    warnings.filterwarnings("ignore")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    class Unfreezes(L.LightningModule):
+        mean_over_targets = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.model[0].requires_grad_(False)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if where == "batch" and batch_idx == 2 * accumulate:
+                self.model[0].requires_grad_(True)
+
+        def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+            if where == "step" and batch_idx == 2:
+                self.model[0].requires_grad_(True)
+            return (self.model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        def train_dataloader(self) -> DataLoader:
+            x, size = torch.randn(96, 8, generator=torch.Generator().manual_seed(0)), 16 // ranks // accumulate
+            starts = [s + j * size * ranks for s in range(0, 96, 16) for j in range(accumulate)]
+            batches = [range(start + rank * size, start + (rank + 1) * size) for start in starts]
+            return DataLoader(x, batch_sampler=batches)  # pyright: ignore[reportArgumentType]
+
+    module = Unfreezes()
+    trainer = Trainer(
+        strategy=import_object(STRATEGIES[strategy])(**options), accelerator="cpu", devices=ranks, max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    trainer.fit(module)
+    return {name: param.detach().flatten().tolist() for name, param in module.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "accumulate"), [({}, 2), ({"gradient_as_bucket_view": False, "static_graph": True}, 1)]
+)
+def test_ddp_reduces_the_gradients_of_weights_that_are_unfrozen(options: dict, accumulate: int) -> None:
+    (expected,) = on_ranks(trained, "SingleDevice", {}, accumulate, ranks=1)
+    ranks = on_ranks(trained, "DDP", options, accumulate, ranks=2)
+    for name, values in expected.items():
+        for found in ranks:
+            assert found[name] == pytest.approx(values, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "options", "where", "message"),
+    [
+        ("MeshStrategy", {"shard": 2}, "batch", r"model.0.weight, model.0.bias was frozen .* type strategy=ddp"),
+        ("DDP", {}, "step", r"is unfrozen inside training_step.* unfreeze them in on_train_batch_start"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(strategy: str, options: dict, where: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        on_ranks(trained, strategy, options, 1, where, ranks=2)

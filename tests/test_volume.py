@@ -1,0 +1,74 @@
+"""Bytes that a rank sends, counted in real runs of two processes, against the sums that they must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import scaling
+from benchmarks.parity.harness import DECODER, on_ranks
+from benchmarks.volume import CollectiveCounter
+
+MICRO_BATCHES, BATCH = 3, 6
+FP32 = 4  # bytes
+
+
+def count(*, steps: int = 2, optimizer: str | None = None, **axes: int) -> dict[str, Any]:
+    """Return the collectives of the last step of this rank, and the bytes of its hidden matrices."""
+    from armature.models.decoder.model import Decoder
+    from armature.models.decoder.plan import PLAN
+    from armature.optim.groups import parameter_groups
+    from armature.optim.muon import Muon
+    from armature.parallel import apply, mesh
+    from armature.parallel.distributed_matrices import DistributedMatrices
+
+    with torch.device("meta"):
+        model = Decoder(**DECODER)
+    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes
+    options = apply.Options(
+        seed=0, schedule="1f1b", microbatches=MICRO_BATCHES, stages=None, sequence_parallel=True,
+        activation_checkpointing="none", compile="none", reshard_after_forward=False, param_dtype=None,
+        reduce_dtype=None, cpu_offload=False, prefetch=1, min_num_params=0,
+    )  # fmt: skip
+    device_mesh, cpu = mesh.build(sizes, device_type="cpu"), torch.device("cpu")
+    apply.parallelize(model, PLAN, device_mesh, options, device=cpu, prefix="")
+    muon = Muon(parameter_groups(model), precision="32-true")
+    muon.matrix_work = DistributedMatrices()
+    tokens = torch.randint(0, DECODER["vocab_size"], (BATCH, DECODER["context"]))
+    for step in range(steps):
+        counter = CollectiveCounter()
+        model(tokens, tokens).backward()
+        with counter:
+            if step == steps - 1 and "pipe" in axes:
+                model(tokens, tokens).backward()
+            if "shard" in axes:
+                muon.step()
+    hidden = [param for group in muon.param_groups if group["hidden"] for param in group["params"]]
+    matrices = sum(getattr(param, "_local_tensor", param).numel() for param in hidden) * FP32
+    return {"collectives": counter.collectives, "matrices": matrices, "shapes": [tuple(p.shape) for p in hidden]}
+
+
+def sums(result: dict[str, Any]) -> dict[str, int]:
+    kinds = {each["kind"] for each in result["collectives"]}
+    return {kind: sum(c["bytes"] for c in result["collectives"] if c["kind"] == kind) for kind in kinds}
+
+
+def both() -> list[dict[str, Any]]:
+    return [count(shard=2), count(pipe=2)]
+
+
+@pytest.mark.slow
+def test_all_to_alls_and_sends_are_counted_to_the_byte():
+    for muon, pipeline in on_ranks(both, ranks=2):
+        assert len(muon["shapes"]) % 2 == 0
+        assert sums(muon) == {"all_to_all": 2 * muon["matrices"]}, "to the rank that works on it, and back"
+        micro_batch = BATCH // MICRO_BATCHES * DECODER["context"] * DECODER["width"] * FP32
+        assert sums(pipeline)["send"] == MICRO_BATCHES * micro_batch
+        assert sums(pipeline)["broadcast"] == FP32, "the loss"
+
+
+def test_a_send_is_sent_in_full_and_an_all_to_all_but_for_the_own_part():
+    collectives = [{"kind": "send", "bytes": 6.0}, {"kind": "all_to_all", "bytes": 8.0}]
+    assert scaling.sent_per_rank(collectives, 4) == 6.0 + 8.0 * 3 / 4
