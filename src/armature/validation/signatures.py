@@ -235,7 +235,7 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     """Return those of `names` that a task's constructor takes and that its own node does not set.
 
     All that it does not set, if the source of the constructor does not tell. Of those that only `**kwargs` would take,
-    those that the class mentions as in `self.hparams.optimizer` or `kwargs["optimizer"]`.
+    those that the class mentions, as in `self.hparams.optimizer`; all, if the constructor does something with `kwargs`.
     """
     target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
@@ -244,9 +244,12 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     signature = signature_of(*definition)
     if signature.open and not derives(definition, ["LightningModule"]):
         return names
+    keeps = _keeps_keywords(definition)
+    if signature.open and keeps and _reads_keywords(definition):
+        return names
     # LightningModule's own constructor takes any keyword, and fails with each
     source = "".join(ast.unparse(node) for _, node in lineage(definition)) if signature.open else ""
-    mentioned = re.findall(r"hparams\.(\w+)|[\"'](\w+)[\"']", source) if _keeps_keywords(definition) else []
+    mentioned = re.findall(r"hparams\.(\w+)|[\"'](\w+)[\"']", source) if keeps else []
     return [name for name in names if name in signature.parameters or any(name in pair for pair in mentioned)]
 
 
@@ -259,6 +262,16 @@ def _keeps_keywords(definition: Definition) -> bool:
         if not any(word.arg is None for call in calls for word in call.keywords):
             return True
     return False
+
+
+def _reads_keywords(definition: Definition) -> bool:
+    inits = [(init, init.args.kwarg) for init in methods_of(definition, ["__init__"])]
+    return any(
+        isinstance(node, ast.Name) and node.id == keywords.arg
+        for init, keywords in inits
+        if keywords is not None
+        for node in ast.walk(init)
+    )
 
 
 def derives(definition: Definition, names: Collection[str]) -> bool | None:
