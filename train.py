@@ -29,7 +29,7 @@ from armature.validation.checks import check
 def main(cfg: DictConfig) -> float | None:
     overrides = cli.overrides()
     with cli.checking():
-        cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides)))
+        cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides), overrides=overrides))
     try:
         return launch.launch(cfg, overrides)
     except ConfigError:

@@ -6,6 +6,7 @@ SINGLE = ("single",)
 ALL = ("single", "ddp2", "fsdp2")
 AFTER_BATCHNORM = ("running_mean", "val/loss", "val/acc", "val/acc_best")  # biases before BatchNorm, under Adam
 FIND_UNUSED = {"ddp2": ("strategy.find_unused_parameters=true",)}
+NEEDS_WHOLE = {"Adafactor": {"fsdp2": "needs the whole model on every rank"}}
 NO_CLIP = "trainer.gradient_clip_val=null"
 CALLBACKS = "tests.lightning_habits.callbacks"
 STOCK = "lightning.pytorch.callbacks"
@@ -258,13 +259,16 @@ TRAINER = [
     regression(
         "own_loaders", "regression.OwnLoaders", refused=dict.fromkeys(ALL, "methods of its own for data"), sample=SINGLE
     ),
-    regression("collisions", "regression.Collisions"),
+    regression("collisions", "regression.Collisions", apart=("samples_module",)),
     regression("sometimes_logs", "regression.SometimesLogs", sample=SINGLE),
     regression("gathers_in_validation", "regression.GathersInValidation"),
     regression("seeds", "regression.Seeds"),
     regression("objects", "regression.Objects", data="objects"),
     regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
-    regression("float64", "regression.Regressor", "trainer.precision=64-true"),
+    regression(
+        "float64", "regression.Regressor", "trainer.precision=64-true", sample=SINGLE,
+        refused={"fsdp2": "64-true does not work with this strategy"},
+    ),
     regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
     Habit(name="auroc", task="vision.ListStates", data="images", apart=("train/mean_step",)),
     regression(
@@ -275,7 +279,7 @@ TRAINER = [
 ]  # fmt: skip
 OPTIMIZERS = [
     *(
-        regression(name.lower(), "regression.Zoo", f"+task.kind={name}")
+        regression(name.lower(), "regression.Zoo", f"+task.kind={name}", refused=NEEDS_WHOLE.get(name, {}))
         for name in ("Adagrad", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "Adafactor")
     ),
     *(

@@ -124,6 +124,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             "Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b",
         ),
         ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
+        ({"shard": 2}, {"trainer": {"precision": "64-true"}}, "Type trainer.precision=32-true, or strategy=ddp"),
         ({"shard": 2, "compile_mode": "fastest"}, {}, "must be one of default"),
         ({"shard": 2, "compile_mode": "reduce-overhead"}, {}, "nothing is compiled. Type strategy.compile=block"),
         (

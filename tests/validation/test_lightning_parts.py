@@ -2,6 +2,7 @@
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
 
 from armature import config
 from armature.errors import ConfigError
@@ -80,3 +81,21 @@ def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog
     assert checks._model_problems(own) == []
     with pytest.raises(ConfigError, match="heads"):
         checks.check(composed(*typed[:2]), prepare=False)
+
+
+def test_a_group_that_the_task_does_not_take_may_refer_to_keys_that_the_data_have_not():
+    cfg = composed("task=example", "model=gpt_nano", "data=example")  # model.vocab_size is ${data.source.vocab_size}
+    with open_dict(cfg):
+        cfg.task = {"_target_": "tests.validation.users.Plain"}
+    assert "vocab_size" not in checks.check(cfg, prepare=False).model
+
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: Interpolation key"):
+        checks.check(composed("task=example", "model=gpt_nano", "data=example"), prepare=False)
+
+
+def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
+    cfg = composed()
+    with open_dict(cfg):
+        cfg.task = {"_target_": f"{USERS}.Template", "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.1}}
+    (problem,) = lightning_parts.unused_problems(cfg, ["optimizer=sgd", "optimizer.lr=0.2", "scheduler.warmup=0"])
+    assert problem == "optimizer.lr=0.2: task sets its own optimizer. Type task.optimizer.lr=0.2."

@@ -93,7 +93,8 @@ def test_a_module_gets_the_groups_that_its_constructor_takes():
     assert accepted("armature.tasks.language_modeling.LanguageModeling") == ["model", "optimizer", "scheduler"]
     assert accepted(f"{users}.Template") == ["optimizer", "scheduler"]
     assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == ["scheduler"]
-    assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare")] == [[], [], []]
+    assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare", "Ignores")] == [[], [], [], []]
+    assert accepted(f"{users}.Reads") == ["optimizer"]
     assert accepted("nowhere.Module") == ["model", "optimizer", "scheduler"]
 
 

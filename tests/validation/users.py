@@ -31,5 +31,18 @@ class Inherited(Plain):
         super().__init__(**kwargs)
 
 
+class Ignores(L.LightningModule):
+    """Lightning's GAN example: `**kwargs` swallows what the module does not know."""
+
+    def __init__(self, lr: float = 0.1, **kwargs) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Reads(Ignores):
+    def configure_optimizers(self):
+        return self.hparams.optimizer(self.parameters())
+
+
 class Bare(L.LightningModule):
     pass

@@ -10,13 +10,15 @@ from torch.distributed.tensor import DTensor
 
 
 def support_user_code() -> None:
-    """Let `weight.data = …` change a sharded weight, and let `norm()` of a DTensor return an ordinary number.
+    """Let `weight.data = …` and `weight[mask] = …` change a sharded weight, and `norm()` return an ordinary number.
 
-    torch's own assignment leaves the shard as it is, without an error: a momentum teacher would never move.
-    Lightning's `grad_norm` puts norms into `torch.tensor([…])`, which cannot read DTensors.
+    torch's own assignment of `data` leaves the shard as it is, without an error: a momentum teacher would never move.
+    Lightning's `grad_norm` puts norms into `torch.tensor([…])`, which cannot read DTensors. torch.optim.Rprop sets
+    elements by masks, for which torch has no rule.
     """
     DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
     DTensor.norm = _norm
+    DTensor.__setitem__ = _set_items
 
 
 @torch.no_grad()
@@ -34,6 +36,15 @@ def _assign(target: DTensor, value: Tensor) -> None:
 def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
     norm = Tensor.norm(self, *args, **kwargs)
     return norm.full_tensor() if isinstance(norm, DTensor) and norm.ndim == 0 else norm
+
+
+def _set_items(self: DTensor, key: Any, value: Any) -> None:
+    number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+    masked = isinstance(key, DTensor) and key.dtype == torch.bool and key.shape == self.shape
+    if number and masked and key.placements == self.placements and not any(p.is_partial() for p in self.placements):
+        self.to_local()[key.to_local()] = value  # each rank has the mask of its own elements
+    else:
+        Tensor.__setitem__(self, key, value)
 
 
 def watch_frozen_weights(model: nn.Module) -> None:

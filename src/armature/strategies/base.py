@@ -82,7 +82,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.build_once()
         super().setup(trainer)
         for optimizer in self.optimizers:
-            if state.needs_closure(optimizer) and not self.saves_files:
+            # Adafactor computes means over rows and columns of whole weights
+            whole = state.needs_closure(optimizer) or isinstance(optimizer, torch.optim.Adafactor)
+            if whole and not self.saves_files:
                 raise ConfigError(
                     f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or "
                     "strategy=ddp."
@@ -99,6 +101,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             return
         self.parameter_count = sum(param.numel() for param in self.module.parameters())
         self.build(self.module)
+        # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
+        self.precision_plugin.convert_module(self.module)
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True

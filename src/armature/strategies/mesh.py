@@ -49,6 +49,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
             "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
             "type strategy=ddp.",
+        "Sharding propagation failed":
+            "torch cannot compute this with sharded weights or gradients, as they are between forward and backward. "
+            "Move it into the model's forward, take another optimizer if its step failed, or type strategy=ddp.",
     }  # fmt: skip
 
     def __init__(

@@ -5,6 +5,7 @@ import logging
 import netrc
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,17 @@ LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
 
-def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
+def check(cfg: DictConfig, *, prepare: bool = True, overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration with `auto` values decided, or raise a ConfigError with every problem that was found.
 
-    `prepare` the data too, which may take long.
+    Args:
+        prepare: the data too, which may take long.
+        overrides: as typed. One that changes nothing is refused.
     """
     values.hide_secrets(cfg)
     if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
+    _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
     problems, chosen = values.problems(cfg, plain(cfg)), None
@@ -58,7 +62,7 @@ def check(cfg: DictConfig, *, prepare: bool = True) -> DictConfig:
             cfg, chosen = auto.decide(cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems)
         problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
-        problems += lightning_parts.problems(cfg)
+        problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
     problems += lightning_parts.limit_problems(cfg) + _logger_problems(cfg)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
@@ -128,6 +132,18 @@ def _unknown_problems(cfg: DictConfig) -> list[str]:
                 hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{prefix}{key}")) else hint
                 problems.append(f"{prefix}{key}: there is no such key.{hint}")
     return problems
+
+
+def _forget_unused_groups(cfg: DictConfig) -> None:
+    """Replace a group that the task does not take, if it refers to keys that these data do not have."""
+    if OmegaConf.select(cfg, "task._target_") is None:
+        return
+    for name in set(signatures.FACTORIES) - set(signatures.accepted(cfg.task)):
+        try:
+            OmegaConf.to_container(cfg[name], resolve=True)
+        except OmegaConfBaseException:
+            with open_dict(cfg):
+                cfg[name] = {"_target_": "torch.nn.Identity", "_partial_": True}
 
 
 def _interpolation_problems(cfg: DictConfig) -> list[str]:

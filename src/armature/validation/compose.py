@@ -131,6 +131,8 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         return f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, as in {one}."
     value, known = override.partition("=")[2], [*_known(sound), *groups]
     remedy = foreign_keys.remedy(key, value, known=known)
+    if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:  # the template's module
+        remedy = f"Type {of_task}={value}."
     if isinstance(error, MissingConfigException) or key in groups:
         if key not in groups:  # Hydra's own
             return f"{override}: {remedy or plain_text(error)}"

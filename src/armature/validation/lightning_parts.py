@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -45,6 +46,16 @@ def _warn_of_unused_groups(cfg: DictConfig) -> None:
     accepted = signatures.accepted(cfg.task)
     if unused := [name for name in signatures.FACTORIES if name not in accepted]:
         log.warning("%s does not take the groups %s: they are not used.", cfg.task._target_, ", ".join(unused))
+
+
+def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Return the typed keys of a group that the task does not take, if the task has one of its own of this name."""
+    unused, found = set(signatures.FACTORIES) - set(signatures.accepted(cfg.task)), []
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if "." in key and key.split(".")[0] in unused and OmegaConf.select(cfg, f"task.{key}") is not None:
+            found.append(f"{override}: task sets its own {key.split('.')[0]}. Type task.{key}={value}.")
+    return found
 
 
 def _callbacks(cfg: DictConfig) -> list[str]:

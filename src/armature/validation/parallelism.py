@@ -29,6 +29,10 @@ FLOAT8_CAPABILITY = (8, 9)
 
 # (feature, kind of strategy) → why not, and what to type instead. All other pairs work and are tested.
 REFUSED: dict[tuple[str, str], str] = {
+    **dict.fromkeys(
+        [("64-true", method) for method in ("shard", "tensor", "pipeline", "deepspeed")],
+        "Lightning trains sharded models in at most fp32. Type trainer.precision=32-true, or strategy=ddp",
+    ),
     ("compile=model", "shard"): "sharding gathers weights block by block. Type strategy.compile=block",
     ("compile=model", "tensor"): "its collectives run between the blocks. Type strategy.compile=block",
     ("compile=model", "pipeline"): "a stage holds only some blocks. Type strategy.compile=block",

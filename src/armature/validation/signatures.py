@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,16 +234,23 @@ def derives_from(target: str, base: str) -> bool:
 def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
     """Return those of `names` that a task's constructor takes and that its own node does not set.
 
-    All that it does not set, if the source of the constructor does not tell.
+    All that it does not set, if the source of the constructor does not tell. Of those that only `**kwargs` would take,
+    those that the class mentions, as in `self.hparams.optimizer`; all, if the constructor does something with `kwargs`.
     """
     target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
     if definition is None:
         return names
     signature = signature_of(*definition)
+    if signature.open and not derives(definition, ["LightningModule"]):
+        return names
+    keeps = _keeps_keywords(definition)
+    if signature.open and keeps and _reads_keywords(definition):
+        return names
     # LightningModule's own constructor takes any keyword, and fails with each
-    unknown = signature.open and (not derives(definition, ["LightningModule"]) or _keeps_keywords(definition))
-    return [name for name in names if unknown or name in signature.parameters]
+    source = "".join(ast.unparse(node) for _, node in lineage(definition)) if signature.open else ""
+    mentioned = re.findall(r"hparams\.(\w+)|[\"'](\w+)[\"']", source) if keeps else []
+    return [name for name in names if name in signature.parameters or any(name in pair for pair in mentioned)]
 
 
 def _keeps_keywords(definition: Definition) -> bool:
@@ -254,6 +262,16 @@ def _keeps_keywords(definition: Definition) -> bool:
         if not any(word.arg is None for call in calls for word in call.keywords):
             return True
     return False
+
+
+def _reads_keywords(definition: Definition) -> bool:
+    inits = [(init, init.args.kwarg) for init in methods_of(definition, ["__init__"])]
+    return any(
+        isinstance(node, ast.Name) and node.id == keywords.arg
+        for init, keywords in inits
+        if keywords is not None
+        for node in ast.walk(init)
+    )
 
 
 def derives(definition: Definition, names: Collection[str]) -> bool | None:
