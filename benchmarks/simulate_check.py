@@ -5,6 +5,7 @@ python -m benchmarks.simulate_check [NAME …]
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from armature import simulation
@@ -62,7 +63,7 @@ def compare(names: list[str]) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _verdict(pairs: dict[str, tuple[object, object]]) -> str:
+def _verdict(pairs: Mapping[str, tuple[object, object]]) -> str:
     wrong = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     return "; ".join(f"{key}: measured {real}, predicted {found}" for key, (real, found) in wrong.items()) or "equal"
 

@@ -90,5 +90,6 @@ def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
 )
 def test_a_callback_that_would_hang_is_named(fault, line):
     overrides = [f"+callbacks.fault={{_target_: tests.simulation.faults.{fault}}}", "model.layers=2"]
+    overrides += ["launch.allowed_packages=[armature,torch,lightning,tests]"]
     (problem,) = problems(recorded("strategy=ddp", "trainer.devices=2", *overrides))
     assert line in problem

@@ -38,7 +38,8 @@ def test_predictions_equal_what_real_processes_hold_and_send():
 
 @pytest.mark.slow
 def test_a_rank_of_a_run_that_no_machine_here_could_make():
-    mesh = requests("strategy=3d", "trainer.devices=8", "trainer.num_nodes=64", "model.tied=false", ranks=[511])
+    batch = ["data.global_batch_size=512", "data.micro_batch_size=4", "model.tied=false"]
+    mesh = requests("strategy=3d", "trainer.devices=8", "trainer.num_nodes=64", *batch, ranks=[511])
     wrong = requests("strategy=fsdp", "trainer.devices=3", ranks=[0])
     zero = requests("strategy=deepspeed_zero3", "trainer.devices=8", ranks=[3])
     report, refused, stage_3 = simulation.simulate_all([*mesh, *wrong, *zero])

@@ -81,9 +81,11 @@ def _tries(cfg: DictConfig, setup: Setup) -> Iterator[Try]:
     plain: list[tuple[str, dict[str, int | str] | None]] = [("single" if world == 1 else "ddp", None)]
     if world > 1:
         wide = setup.cost.block >= WIDE_BLOCK and 1 < devices < world
-        plain += [("fsdp_tensor", {"shard": "auto", "tensor": min(TENSOR, devices)})] if wide else []
-        plain += [("hsdp", {"replicate": "auto", "shard": devices})] if world >= LARGE_WORLD and devices > 1 else []
-        plain += [("fsdp", {"shard": "auto"})]
+        if wide:
+            plain.append(("fsdp_tensor", {"shard": "auto", "tensor": min(TENSOR, devices)}))
+        if world >= LARGE_WORLD and devices > 1:
+            plain.append(("hsdp", {"replicate": "auto", "shard": devices}))
+        plain.append(("fsdp", {"shard": "auto"}))
     for recompute in (False, True) if setup.recompute == "none" else (False,):
         for name, options in plain:
             if (tried := _setup(cfg, setup, options, recompute=recompute)) is not None:
@@ -114,7 +116,7 @@ def _with(cfg: DictConfig, each: Try) -> DictConfig:
         assert isinstance(kept, dict)
         changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **each.options}
     if each.recompute:
-        changed.strategy.activation_checkpointing = "every"
+        OmegaConf.update(changed, "strategy.activation_checkpointing", "every")
     OmegaConf.set_struct(changed, True)
     return changed
 

@@ -100,7 +100,7 @@ def rank(
     return sort(each for each in found if each.refused is None), [each for each in found if each.refused is not None]
 
 
-def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, int, float]:
+def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, float, float]:
     """Sort key: what fits with room, what fits, what does not; then by throughput, and what is near by simplicity."""
     if not each.fits:
         return 2, each.peak_bytes, each.effort, 0.0

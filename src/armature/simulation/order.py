@@ -327,6 +327,6 @@ def issued_from(entry: dict[str, Any]) -> Issued:
     """Return an entry of a record from JSON."""
 
     def operation(values: dict[str, Any]) -> Operation:
-        return Operation(**values | {"group": tuple(values["group"]), "splits": tuple(values["splits"])})
+        return Operation(**{**values, "group": tuple(values["group"]), "splits": tuple(values["splits"])})
 
     return Issued([operation(values) for values in entry["operations"]], entry["line"])

@@ -155,7 +155,9 @@ class Validation(L.Callback):
         self.meter, self.recorder = meter, recorder
 
     @override
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if batch_idx == 0:
             self.meter.syncs.clear()
 
