@@ -24,4 +24,5 @@ def cfg(tmp_path_factory):
                 "trainer.devices=2",
                 f"run.root={folder}/out",
             ]
-            yield check(compose("train", overrides=overrides))
+            checked = check(compose("train", overrides=overrides))
+        yield checked  # with Hydra closed, which other tests open

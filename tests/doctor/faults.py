@@ -115,14 +115,15 @@ def parameter_left_out() -> None:
     Watch.on_before_optimizer_step = on_before_optimizer_step
 
 
-def a_third_of_the_speed() -> None:
+def a_tenth_of_the_speed() -> None:
+    import time
+
     import torch
 
     usual = torch.mm
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        usual(*args, **kwargs)
-        usual(*args, **kwargs)
+        time.sleep(0.01)  # a product takes a millisecond
         return usual(*args, **kwargs)
 
     torch.mm = slow

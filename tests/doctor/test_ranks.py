@@ -28,7 +28,7 @@ def test_a_healthy_run_has_no_failures(cfg):
 
 def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
     deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
-    found = examined(cfg, fault="a_third_of_the_speed+parameter_left_out", deadlines=deadlines)
+    found = examined(cfg, fault="a_tenth_of_the_speed+parameter_left_out", deadlines=deadlines)
     slow = [each.what for each in found if each.level == "warning"]
     assert any(re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow), slow
     assert re.fullmatch(

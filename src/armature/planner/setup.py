@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -68,13 +70,17 @@ class Setup:
         return self.micro * self.accumulate * self.data_ranks
 
     @property
-    def blocks_by_stage(self) -> list[int]:
+    def blocks_by_stage(self) -> Sequence[int]:
         """Blocks of each pipeline stage, balanced as the pipeline balances them."""
-        cost = self.cost
-        return balance_blocks([cost.block] * cost.blocks, stages=self.axes["pipe"], first=cost.first, last=cost.last)
+        return _balanced(self.cost, self.axes["pipe"])
 
     def with_(self, **changes: Any) -> Setup:
         return replace(self, **changes)
+
+
+@cache  # a ranking asks for the same few a thousand times
+def _balanced(cost: Cost, stages: int) -> Sequence[int]:
+    return balance_blocks([cost.block] * cost.blocks, stages=stages, first=cost.first, last=cost.last)
 
 
 def cost_of(cfg: DictConfig) -> Cost | None:
