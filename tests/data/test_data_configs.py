@@ -13,7 +13,8 @@ CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 def test_every_config_builds_a_data_module(path, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.txt").write_text("".join(f"line {i} of a book\n" for i in range(4000)))
-    cfg = OmegaConf.create({"seed": 3, "data": OmegaConf.load(path)})
+    cfg = OmegaConf.create({"seed": 3, "model": {}, "data": OmegaConf.load(path)})
+    cfg.data.micro_batch_size = "auto"
     if OmegaConf.is_missing(cfg.data, "path"):
         cfg.data.path = str(tmp_path / "book.txt")
     data = instantiate(cfg.data)

@@ -137,8 +137,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
         message = str(exception)
+        super().on_exception(exception)  # Lightning's own remedies name its own strategies
         if remedy := next((remedy for words, remedy in self.remedies.items() if words in message), None):
             exception.args = (f"{remedy} torch reports: {message}",)
 
