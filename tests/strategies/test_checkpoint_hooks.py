@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -92,6 +93,36 @@ def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, c
     assert found == {"width": 4, "layers": [1, {"a": 2}], "color": "red", "path": "a/b"}
     assert "'net' is a functools.partial, which no checkpoint can hold. It is left out" in caplog.text
     assert caplog.text.count("left out") == 1
+
+
+class LateTeacher(Module):
+    """Its teacher is made in on_fit_start, after a checkpoint's weights are loaded."""
+
+    teacher_is_made = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher: nn.Module | None = None
+
+    def on_fit_start(self) -> None:
+        if self.teacher_is_made:
+            self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
+
+
+def test_weights_of_a_module_that_is_made_in_on_fit_start_come_back(tmp_path):
+    first, again = LateTeacher(), LateTeacher()
+    path = saved_by(tmp_path, first)
+    fit(tmp_path, again, ckpt=path, max_steps=3)
+    assert first.teacher is not None
+    assert again.teacher is not None
+    assert torch.equal(again.teacher.weight, first.teacher.weight)
+    assert not torch.equal(again.teacher.weight, first.layer.weight)
+    never = LateTeacher()
+    never.teacher_is_made = False  # torch's load_state_dict would pass over the teacher's weights without a word
+    with pytest.raises(ConfigError, match=r"Not in the model: teacher\.bias, teacher\.weight"):
+        fit(tmp_path, never, ckpt=path, max_steps=3)
+    never.strict_loading = False
+    fit(tmp_path, never, ckpt=path, max_steps=3)
 
 
 class Puts(Module):

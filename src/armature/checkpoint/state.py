@@ -128,15 +128,15 @@ def create_state(optimizer: Optimizer) -> None:
 
 
 # ---------------------------------------------------------------- loading weights
-def load_weights(checkpoint: Path, module: nn.Module, *, strict: bool = True) -> None:
-    """Load the weights, in place if the names are the module's. Called by all ranks; raises as `place_weights`."""
+def load_weights(checkpoint: Path, module: nn.Module, *, strict: bool = True) -> dict[str, Any]:
+    """Load the weights, in place if the names are the module's. Called by all ranks; as `place_weights`."""
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
     known = _names_of_all_ranks(module.state_dict())
     if known != _weight_names(saved) or any(name.endswith(_EXTRA_STATE) for name in known):
-        place_weights(checkpoint, module, read_weights(checkpoint, module), strict=strict)
-        return
+        return place_weights(checkpoint, module, read_weights(checkpoint, module), strict=strict)
     _check_sizes(checkpoint, saved, own)
     storage.read_tensors(checkpoint, dict(own))
+    return {}
 
 
 def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
@@ -157,8 +157,10 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
     return weights | plain.restored(storage.read_meta(checkpoint).get(OTHER, {}))
 
 
-def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
+def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
     """Load weights through torch's `load_state_dict`, and so with the hooks of modules. Called by all ranks.
+
+    Return those of modules that are None, as one that `on_fit_start` makes: torch passes over them without a word.
 
     Args:
         source: where the weights come from, for messages.
@@ -170,7 +172,28 @@ def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, s
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
     chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
+    late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
     load_tensors_of(source, module, chosen, strict=strict)
+    return late
+
+
+def place_late_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
+    """Load what `place_weights` returned, once the modules are there. With strict, raise ConfigError if one is not."""
+    own = module.state_dict()
+    if strict and (surplus := sorted(weights.keys() - own.keys())):
+        raise ConfigError(_another_model(source, [], surplus))
+    placed = {name: _placed_as(value, own[name]) for name, value in weights.items() if name in own}
+    load_tensors_of(source, module, placed, strict=False)
+
+
+def is_of_none(name: str, module: nn.Module) -> bool:
+    """Return whether a weight's name leads to an attribute that is None instead of a module."""
+    found: Any = module
+    for part in name.split(".")[:-1]:
+        found = getattr(found, part, module)
+        if not isinstance(found, nn.Module) or found is module:
+            return found is None
+    return False
 
 
 def load_tensors_of(

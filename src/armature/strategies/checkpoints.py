@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -53,6 +55,7 @@ class CheckpointMixin(LayoutMixin):
     saves_files: bool = False
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
+    _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
@@ -176,20 +179,30 @@ class CheckpointMixin(LayoutMixin):
         self.random_state.load(saved, layout=self.layout, seed=self.seed, stream=self.rng_stream, step=step)
         return meta
 
+    @property
+    def _source(self) -> Path:
+        return self._loading or Path("the .ckpt file")
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, as `on_load_checkpoint` of the module left them."""
+        late, fits = {}, self.module.trainer.state.fn == TrainerFn.FITTING
         if "state_dict" in checkpoint:
-            source = self._loading or Path("the .ckpt file")
-            state.place_weights(source, self.module, checkpoint["state_dict"], strict=strict)
+            late = state.place_weights(self._source, self.module, checkpoint["state_dict"], strict=strict)
         elif self._loading is not None:
-            state.load_weights(self._loading, self.module, strict=strict)
-        if self._loading is not None and self.module.trainer.state.fn != TrainerFn.FITTING:
+            late = state.load_weights(self._loading, self.module, strict=strict)
+        self._late = late if fits else {}
+        if late and not fits:
+            rank_zero_warn(f"{self._source}: {', '.join(late)} is not loaded, since the module has None there.")
+        if self._loading is not None and not fits:
             state.load_optimizers(self._loading, self.module, [], groups=[], extra=self.extra_tensors())
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state, and the tensors that callbacks have registered in `on_fit_start`."""
+        if late := dict(self._late):
+            self._late = {}
+            state.place_late_weights(self._source, self.module, late, strict=self.module.strict_loading)
         states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
         state.set_flags(self.module, checkpoint.get("flags", {}))
         if path is None:  # a file, which holds them as Lightning does
