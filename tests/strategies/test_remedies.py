@@ -22,3 +22,9 @@ def test_a_weight_outside_its_forward_is_explained():
     MeshStrategy().on_exception(error)
     assert "outside the forward" in str(error)
     assert "strategy=ddp" in str(error)
+
+
+def test_a_copy_of_a_sharded_module_is_explained():
+    error = AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    MeshStrategy().on_exception(error)
+    assert "Copy it in __init__ or configure_model" in str(error)

@@ -52,6 +52,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         "Sharding propagation failed":
             "torch cannot compute this with sharded weights or gradients, as they are between forward and backward. "
             "Move it into the model's forward, take another optimizer if its step failed, or type strategy=ddp.",
+        "FSDP does not support deepcopy":
+            "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or type "
+            "strategy=ddp.",
     }  # fmt: skip
 
     def __init__(
