@@ -89,6 +89,7 @@ class Trainer:
     accumulate_grad_batches = 2
     state = type("State", (), {"stage": None})()
     global_step = 0
+    is_last_batch = False
 
 
 def test_a_heart_tells_the_slowest_step_and_rests(monkeypatch, tmp_path):
@@ -118,6 +119,9 @@ def test_a_heart_tells_the_slowest_step_and_rests(monkeypatch, tmp_path):
     batch(6, 1.0)
     batch(7, 1.0)
     assert float(file.read_text()) == 5.0
+    trainer.is_last_batch = True  # what a user's on_train_epoch_end does then is no step
+    batch(8, 1.0)
+    assert float(file.read_text()) == math.inf
 
 
 @pytest.mark.parametrize("value", ["auto", 5, 2.5, None])

@@ -19,7 +19,8 @@ class Heartbeat(Callback):
     """Write to a file of this rank when a batch has ended or a save begins.
 
     The first beat comes at the end of the first training batch, so imports, data and compilation may take any time.
-    The file holds the seconds of the slowest optimizer step so far, or `inf` while no step is due (validation, a save).
+    The file holds the seconds of the slowest optimizer step so far, or `inf` while no step is due (between epochs, in
+    validation and in a save).
     Without a watching process (ARMATURE_HEARTBEATS is not set), do nothing.
     """
 
@@ -52,6 +53,8 @@ class Heartbeat(Callback):
             self._beat()
             if trainer is not None and not self._answers:
                 self._answer_requests(trainer)
+        if trainer is not None and trainer.is_last_batch:  # hooks at an epoch's end and new loaders may take any time
+            self._rest()
 
     def _answer_requests(self, trainer: Trainer) -> None:
         assert self._folder is not None
