@@ -53,6 +53,6 @@ def test_a_rank_that_makes_the_others_wait_is_named(cfg, fault, words):
 
 
 def test_a_rank_that_never_starts_is_named(cfg):
-    found = failures(examined(cfg, absent=1))
+    found = failures(examined(cfg, absent=1, deadlines={"meeting": 5.0}))
     assert [each.group for each in found] == ["launch"]
     assert found[0].what.startswith("rank 1 of 2 never started within 5 s")
