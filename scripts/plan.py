@@ -28,6 +28,7 @@ from armature.training.limits import prefer_typed
 from armature.validation import checks
 from armature.validation.compose import CONFIG_ERRORS, explain
 
+KEPT = tuple(f"strategy.{name}=" for name in ("activation_checkpointing", "compile", "compile_mode", "float8"))
 CHOSEN = ("strategy", "trainer.devices", "trainer.num_nodes", "hardware")  # keys that the plan's command replaces
 
 
@@ -65,7 +66,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     if not arguments.quick:
         runs = refine.simulated(cfg, device, runs)
     units = arguments.tokens or configured_units(cfg, cost.units_per_sample)
-    kept = " ".join(each for each in typed if not each.startswith(CHOSEN))
+    kept = " ".join(each for each in typed if each.startswith(KEPT) or not each.startswith(CHOSEN))
     print(f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of weights in 16 bits")
     if units:
         print(f"Run: {units:,.0f} {cost.unit}")

@@ -23,7 +23,8 @@ from omegaconf import DictConfig
 
 from armature import cli, config, hardware, simulation
 from armature.errors import ConfigError
-from armature.planner import devices
+from armature.planner import auto, devices
+from armature.validation import checks
 from armature.validation.compose import CONFIG_ERRORS, explain
 
 DEFAULT = "h100_80gb"  # on a machine without a GPU
@@ -83,6 +84,15 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
         raise ConfigError(explain(error, overrides, ROOT / "configs", sweep=False)) from error
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
+    as_there = cfg.copy()
+    as_there.trainer.accelerator = "gpu"
+    as_there.trainer.precision = "bf16-mixed" if "bfloat16" in device.peak_flops else "32-true"
+    decided, chosen = auto.decide(
+        checks.decide(as_there), memory_bytes=device.memory_bytes, problems=checks.layout_problems
+    )
+    if chosen is not None:
+        cfg.strategy = decided.strategy
+        print(chosen, file=sys.stderr)
     return cfg, device
 
 

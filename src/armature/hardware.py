@@ -119,10 +119,10 @@ def cpu_cycles_per_second() -> float:
     return float(found[1]) * 1e6 if found else 2.5e9
 
 
-def ram_bytes() -> int:
+def ram_bytes() -> int | None:
     """Return the memory that this process may use: the machine's, or the container's limit if that is lower."""
     if sys.platform == "win32":
-        return 2**34  # not reported without further packages
+        return None  # not reported without further packages
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if file.exists() and (limit := file.read_text().strip()).isdigit():

@@ -12,7 +12,7 @@ from armature import config
 from armature.config import CONFIGS
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.planner import auto, devices
+from armature.planner import auto, devices, setup
 from armature.validation import checks
 
 DATA = ["data=tokens", "data.path=x", "data.source.vocab_size=128256", "data.context=8192", "data.global_batch_size=8"]
@@ -103,10 +103,42 @@ def test_another_strategy_is_left_alone() -> None:
 
 def test_the_choice_takes_milliseconds() -> None:
     cfg, memory_bytes = run(LLAMA_8B, "h100_80gb", 8)
-    auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems)
-    began = time.process_time()
-    auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems)
-    assert time.process_time() - began < 0.05
+    seconds = []
+    for _ in range(5):  # the first fills caches
+        began = time.process_time()
+        auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.05
+
+
+def test_a_sample_is_as_long_as_the_data_say() -> None:
+    short = [*LLAMA_1B, "data.context=256"]
+    cfg, _ = run(short, "h100_80gb", 1)
+    assert cfg.model.context == 8192
+    found, line = chosen(short, "h100_80gb", 1)
+    assert found == "single none", line
+
+
+def test_what_is_not_known_is_not_refused() -> None:
+    """An optimizer of unknown state, a compiled model that cannot be sharded, and options that only ddp has."""
+    eight_bit = [*LLAMA_7B, "optimizer._target_=bitsandbytes.optim.AdamW8bit"]
+    assert chosen(eight_bit, "h100_80gb", 1)[1].endswith("since the memory of this optimizer is unknown.")
+    found, line = chosen([*LLAMA_8B, "strategy.compile=model"], "h100_80gb", 8)
+    assert found.startswith("ddp")
+    assert "compile=model" in line
+    found, line = chosen([*LLAMA_1B, "+strategy.find_unused_parameters=true"], "a100_40gb", 8)
+    assert found == "ddp every", line
+
+
+def test_a_users_file_named_cost_ends_nothing(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "prices").mkdir()
+    for name, text in {"model.py": "class Net:\n    pass\n", "cost.py": "raise OSError('no prices today')\n"}.items():
+        (tmp_path / "prices" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    cfg, _ = run(GPT2, "h100_80gb", 1)
+    cfg.model = {"_target_": "prices.model.Net"}
+    assert setup.cost_of(cfg) is None
+    assert "no prices today" in caplog.text
 
 
 def test_a_peak_beyond_the_device_is_said_before_the_launch() -> None:

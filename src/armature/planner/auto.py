@@ -13,7 +13,8 @@ from armature.errors import ConfigError
 from armature.layout import STRATEGIES, Layout
 from armature.parallel import mesh
 from armature.planner import memory
-from armature.planner.setup import Setup, setup_of
+from armature.planner.setup import Setup, knows_optimizer, setup_of
+from armature.validation import signatures
 
 GIB = 2**30
 AUTO = "armature.strategies.auto.auto"
@@ -58,28 +59,48 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
         setup = setup_of(cfg, layout)
     except ConfigError:  # the batch does not divide: reported by its own check
         return cfg, None
-    if setup is None or memory_bytes is None:
-        why = "the model has no formula for its memory" if setup is None else "the memory of the device is unknown"
+    if why := _unknown(cfg, setup, memory_bytes):
         return cfg, f"strategy=auto: {layout.kind}, since {why}."
+    assert setup is not None
+    assert memory_bytes is not None
+    # formulas are of uncompiled blocks, which keep more
+    room = memory_bytes * (1 - HEADROOM if cfg.strategy.get("compile", "none") == "none" else 1)
     tried: list[Try] = []
+    blocked: list[str] = []
     for each in _tries(cfg, setup):
-        if each.peak.total_bytes <= (1 - HEADROOM) * memory_bytes:
-            changed = _with(cfg, each)
-            if each.options is None or not problems(changed):
-                return changed, _line(each, tried, memory_bytes)
-        else:
+        if each.peak.total_bytes > room:
             tried.append(each)
-    _refuse(setup, tried, memory_bytes)
+            continue
+        changed = _with(cfg, each)
+        if each.options is None or not (found := problems(changed)):
+            return changed, _line(each, tried, memory_bytes)
+        blocked += found
+    for each in [*tried]:
+        if each.options is not None and (found := problems(_with(cfg, each))):
+            blocked += found
+            tried.remove(each)
+    if not blocked and str(cfg.task._target_).startswith("armature."):  # a user's task may freeze weights
+        _refuse(setup, tried, memory_bytes)
     best = min(tried, key=lambda each: each.peak.total_bytes)
     needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
-    return _with(cfg, best), f"strategy=auto: {best.words}, which needs least of all: {needs}. {PLAN_COMMAND}"
+    why = f" Sharding is not possible: {blocked[0]}" if blocked else ""
+    return _with(cfg, best), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
+
+
+def _unknown(cfg: DictConfig, setup: Setup | None, memory_bytes: int | None) -> str | None:
+    """Return why memory cannot be predicted, or None."""
+    if setup is None:
+        return "the model or its data have no formula for their memory"
+    if not knows_optimizer(cfg):
+        return "the memory of this optimizer is unknown"
+    return None if memory_bytes is not None else "the memory of the device is unknown"
 
 
 def _tries(cfg: DictConfig, setup: Setup) -> Iterator[Try]:
     """Yield the strategies from the simplest on, each first as typed and then, all of them, with recomputation."""
     world, devices = setup.world_size, cfg.trainer.devices
     plain: list[tuple[str, dict[str, int | str] | None]] = [("single" if world == 1 else "ddp", None)]
-    if world > 1:
+    if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:  # else ddp's own
         wide = setup.cost.block >= WIDE_BLOCK and 1 < devices < world
         if wide:
             plain.append(("fsdp_tensor", {"shard": "auto", "tensor": min(TENSOR, devices)}))
@@ -137,7 +158,7 @@ def _refuse(setup: Setup, tried: Sequence[Try], memory_bytes: int) -> None:
     least = min(each.peak.state_bytes for each in tried)
     if least <= memory_bytes:
         return
-    whole = least * (setup.world_size if setup.world_size > 1 else 1)
+    whole = min(each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried)
     enough = next((n for n in (2**exponent for exponent in range(1, 11)) if 1.25 * whole / n < memory_bytes), None)
     advice = f"{enough} such devices hold it under strategy=fsdp" if enough else "1,024 devices would not either"
     offload = f"strategy={'deepspeed_zero3_offload' if setup.world_size == 1 else 'fsdp strategy.cpu_offload=true'}"
@@ -154,7 +175,8 @@ def warning(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tup
         setup = setup_of(cfg, layout)
     except ConfigError:
         return None
-    if setup is None or memory_bytes is None:
+    compiled = layout.options.get("compile", "none") != "none"  # the formulas are of uncompiled blocks, which keep more
+    if compiled or setup is None or memory_bytes is None or not knows_optimizer(cfg):
         return None
     peak = memory.peak(setup)
     if peak.total_bytes <= memory_bytes:
@@ -172,7 +194,8 @@ def device_memory_bytes(cfg: DictConfig) -> int | None:
     if cfg.trainer.accelerator == "gpu":
         return hardware.gpu_memory_bytes()
     if cfg.trainer.accelerator == "cpu":
-        return hardware.ram_bytes() // cfg.trainer.devices
+        ram = hardware.ram_bytes()
+        return ram // cfg.trainer.devices if ram is not None else None
     return None
 
 

@@ -101,7 +101,12 @@ def _this_gpu(count: int) -> Device:
 
 
 def _describes(file: Path, device_name: str) -> bool:
-    return any(re.search(rf"\b{words}\b", device_name) for words in yaml.safe_load(file.read_text())["names"])
+    values = yaml.safe_load(file.read_text())
+
+    def has(words: str) -> bool:
+        return re.search(rf"\b{words}\b", device_name) is not None
+
+    return any(map(has, values["names"])) and not any(map(has, values.get("except", [])))
 
 
 def _this_cpu() -> Device:
@@ -110,6 +115,7 @@ def _this_cpu() -> Device:
     peaks = {"float32": fp32, **({"bfloat16": 2 * fp32} if hardware.bf16_is_fast("cpu") else {})}
     rate = cores * CPU_BYTES_PER_SECOND
     return Device(
-        name=THIS, accelerator="cpu", memory_bytes=hardware.ram_bytes(), peak_flops=peaks, memory_bytes_per_second=rate,
+        name=THIS, accelerator="cpu", memory_bytes=hardware.ram_bytes() or 16 * GIB, peak_flops=peaks,
+        memory_bytes_per_second=rate,
         link_bytes_per_second=rate / 2, network_bytes_per_second=1.25e9, devices_per_machine=1,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
+from armature.errors import ConfigError, error_line
 from armature.planner import layouts, ranking
 from armature.planner.devices import Device
 from armature.planner.ranking import Candidate
@@ -35,7 +36,12 @@ def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> lis
         rank = 0 if each.setup.axes["pipe"] == 1 else each.world_size - 1
         depths = DEPTHS if deep else None
         requests.append(simulation.Request(cfg=changed, rank=rank, device=device, depths=depths))
-    found = {id(each): result for each, result in zip(chosen, simulation.simulate_all(requests), strict=True)}
+    try:
+        results = simulation.simulate_all(requests)
+    except (ConfigError, simulation.SimulationFailed, OSError) as error:  # no compiler, a CUDA build of torch, …
+        log.warning("The best layouts are not simulated, and the formulas stand: %s", error_line(error))
+        return list(runs)
+    found = {id(each): result for each, result in zip(chosen, results, strict=True)}
     for each in chosen:
         if isinstance(result := found[id(each)], Exception):
             log.warning(

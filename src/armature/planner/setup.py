@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,13 +11,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from armature.data import batching
+from armature.errors import error_line
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
 from armature.parallel.split import balance_blocks
 from armature.validation import signatures
 
+log = logging.getLogger(__name__)
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
+KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +58,12 @@ class Setup:
     @property
     def compute_bytes(self) -> int:
         """Bytes of an element that matrix products take."""
-        return 4 if self.precision.startswith("32") else 2
+        return int(self.precision[:2]) // 8 if self.precision.startswith(("32", "64")) else 2
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of an element of the weights that the optimizer steps."""
-        return 2 if self.precision.endswith("-true") and not self.precision.startswith("32") else 4
+        return self.compute_bytes if self.precision.endswith("-true") else 4
 
     @property
     def data_ranks(self) -> int:
@@ -84,15 +88,26 @@ def _balanced(cost: Cost, stages: int) -> Sequence[int]:
 
 
 def cost_of(cfg: DictConfig) -> Cost | None:
-    """Return what the configured model costs, by the `cost.py` beside it; None if there is none, or no model."""
+    """Return what the configured model costs, by the `cost.py` beside it; None if there is none, or no model.
+
+    A sample is as long as the data say, which may be less than the model allows.
+    """
     if not signatures.accepted(cfg.task, ["model"]):
         return None
     definition = signatures.find_definition(cfg.model._target_)
-    module = module_beside(definition[0], "cost") if definition is not None else None
-    if module is None:
-        return None
     args: Any = OmegaConf.to_container(cfg.model, resolve=True)
-    return module.cost({key: value for key, value in args.items() if key not in signatures.HYDRA_KEYS})
+    lengths = [args.get("context"), cfg.data.get("context")]
+    if all(isinstance(length, int) for length in lengths):
+        args["context"] = min(lengths)
+    try:
+        module = module_beside(definition[0], "cost") if definition is not None else None
+        formula = getattr(module, "cost", None)
+        own = {key: value for key, value in args.items() if key not in signatures.HYDRA_KEYS}
+        cost = formula(own) if formula is not None else None
+    except Exception as error:  # a user's file of this name may be about anything, and a prediction must not end a run
+        log.warning("%s: its cost.py is not used, since it fails: %s", cfg.model._target_, error_line(error))
+        return None
+    return cost if isinstance(cost, Cost) else None
 
 
 def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
@@ -117,6 +132,12 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
     )  # fmt: skip
+
+
+def knows_optimizer(cfg: DictConfig) -> bool:
+    """Return whether `optimizer_bytes` is of the run's optimizer: a class that it knows, and not one of the task's."""
+    name = str(cfg.optimizer._target_).rpartition(".")[2].lower()
+    return name in KNOWN_OPTIMIZERS and bool(signatures.accepted(cfg.task, ["optimizer"]))
 
 
 def optimizer_bytes(cfg: DictConfig) -> tuple[int, int]:

@@ -71,7 +71,8 @@ def check(cfg: DictConfig, *, prepare: bool = True, overrides: Sequence[str] = (
         problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    if chosen is not None and prepare:
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    if chosen is not None and prepare and first:
         log.info(chosen)
     return cfg
 
