@@ -185,5 +185,9 @@ def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
     assert list(used_by(run, hf("x\n1\n", "n.csv")).dataset("predict")[0]) == ["inputs"]
     with pytest.raises(ConfigError, match=r"column k, has the class yak"):
         used_by(run, hf("x,k\n1,yak\n", "y.csv")).dataset("test")
+    texts = hf("x,k\n1,a long text\n2,another\n", "texts.csv")
+    texts.texts_are_classes = False
+    assert texts.dataset("train")[0]["targets"] == "a long text"
+    assert texts.names() == {}
     with pytest.raises(ConfigError, match=r"column x has 1 empty cells"):
         hf("x,k\n1,a\n,b\n", "e.csv").dataset("train")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -92,6 +93,20 @@ def test_chunked_loss_equals_the_plain_one(tied):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_plain_head_of_ones_own_makes_no_logits_and_one_with_a_bias_keeps_it(monkeypatch):
+    model, (inputs, targets) = small(tied=False), tokens(rows=2)
+    assert model.head is not None
+    weight = model.head.weight
+    model.head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    expected = model.loss(model(inputs), targets).item()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.head, "forward", None)  # not called
+        assert model(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
+    model.head = nn.Linear(weight.shape[1], weight.shape[0])
+    nn.init.normal_(model.head.bias)
+    assert model(inputs, targets).item() == pytest.approx(model.loss(model(inputs), targets).item(), rel=1e-6)
 
 
 class Peak(TorchDispatchMode):

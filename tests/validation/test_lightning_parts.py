@@ -99,3 +99,6 @@ def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
         cfg.task = {"_target_": f"{USERS}.Template", "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.1}}
     (problem,) = lightning_parts.unused_problems(cfg, ["optimizer=sgd", "optimizer.lr=0.2", "scheduler.warmup=0"])
     assert problem == "optimizer.lr=0.2: task sets its own optimizer. Type task.optimizer.lr=0.2."
+    with open_dict(cfg):
+        cfg.task.optimizer.lr = "${optimizer.lr}"  # then what is typed reaches it
+    assert lightning_parts.unused_problems(cfg, ["optimizer.lr=0.2"]) == []

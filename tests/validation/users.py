@@ -44,5 +44,11 @@ class Reads(Ignores):
         return self.hparams.optimizer(self.parameters())
 
 
+class ReadsAll(Ignores):
+    def configure_optimizers(self):
+        wanted = self.hparams
+        return wanted.optimizer(self.parameters())
+
+
 class Bare(L.LightningModule):
     pass

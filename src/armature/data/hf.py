@@ -26,6 +26,7 @@ class HFData(LabeledData):
         splits: their names there, for train, val and test; null: there is none.
         inputs, targets: columns.
         streaming: read the samples one after the other, without downloading all of them first.
+        classes: whether texts as targets are names of classes; else they stay texts.
         loader: batch sizes and the other arguments of DataModule.
     """
 
@@ -34,9 +35,10 @@ class HFData(LabeledData):
     def __init__(
         self, *, path: str, name: str | None = None, data_files: Any = None, data_dir: str | None = None,
         splits: dict[str, str | None] | None = None, inputs: str = "inputs", targets: str = "targets",
-        streaming: bool = False, **loader: Any,
+        streaming: bool = False, classes: bool = True, **loader: Any,
     ) -> None:  # fmt: skip
         super().__init__(**loader)
+        self.texts_are_classes = classes
         files = data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
         self.source = {"path": path, "name": name, "data_files": files, "data_dir": data_dir, "streaming": streaming}
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
@@ -74,11 +76,12 @@ class HFData(LabeledData):
         feature: Any = (rows.features or {}).get(column)
         if hasattr(feature, "names"):
             return list(feature.names)
-        if not _is_text(rows, column):
+        if not self.texts_are_classes or not _is_text(rows, column):
             return None
         if self.source["streaming"]:
             raise ConfigError(
-                f"data.targets={column} holds texts, which a stream cannot number. Type data.streaming=false."
+                f"data.targets={column} holds texts, which a stream cannot number. Type data.streaming=false, or "
+                "data.classes=false if they are no names of classes."
             )
         return sorted(rows.unique(column))
 

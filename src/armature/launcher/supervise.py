@@ -191,7 +191,10 @@ class _Attempts:
             signals_to_handle="",  # our handlers stay, also after the agent has returned
         )  # fmt: skip
         oom_kills = _oom_kills()
-        watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=cfg.launch.hang_timeout)
+        timeout = cfg.launch.hang_timeout
+        if timeout == "auto" and nodes > 1:  # whether another machine validates or saves is not known here
+            timeout = None
+        watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=timeout)
         with _environment(self._variables(number, beats)), watcher:
             self.stop.watcher = watcher
             try:

@@ -137,9 +137,9 @@ class RankWatcher:
         for pid, rank in self._ranks.items():
             try:
                 beat = (self.folder / str(pid)).stat().st_mtime_ns
-                if beat != rank.beat and (text := (self.folder / str(pid)).read_text()):
-                    rank.slowest = float(text)
-            except FileNotFoundError:
+                if beat != rank.beat:
+                    rank.slowest = float((self.folder / str(pid)).read_text())
+            except (FileNotFoundError, ValueError):  # ValueError: it is being written
                 continue
             # not the file's age, since clocks get set
             rank.idle = 0.0 if rank.idle is None or beat != rank.beat else rank.idle + passed

@@ -89,6 +89,9 @@ class DDP(StrategyMixin, DDPStrategy):
         wrapped, self.model = self.model, self.module
         assert isinstance(wrapped, DistributedDataParallel)
         del wrapped.logger, wrapped.reducer  # with the last reference, its hooks on the weights are removed
+        # the ranks are alike, and Lightning wraps on a stream that does not wait for the optimizer's kernels
+        self._ddp_kwargs["init_sync"] = False
+        self._first_step = self.module.trainer.global_step  # a static graph is learned anew
         self.configure_ddp()
 
     @contextmanager

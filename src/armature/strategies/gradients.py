@@ -50,6 +50,7 @@ class GradientMixin(LayoutMixin):
     _data_ranks: int
     _weighs_targets: bool
     _hooks_read_gradients: bool = False
+    _skips_step: bool = False  # training_step returned None, after which Lightning clips but the scaler makes no step
     _frozen: Sequence[Tensor] = ()  # weights that were not trained when gradients were arranged to be reduced
 
     @override
@@ -86,7 +87,9 @@ class GradientMixin(LayoutMixin):
             self.gradients_are_scaled = False
         elif weights.batch_targets is not None:  # accumulation has ended
             weights.reset()
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        self._skips_step = output is None and self.module.automatic_optimization
+        return output
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -173,7 +176,8 @@ class GradientMixin(LayoutMixin):
     ) -> None:  # fmt: skip
         """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step."""
         scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if scaler is not None and fused and not self._skips_step:
             scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, whose gradients could not be clipped
         parts = gradients.local_gradients(parameters_of(optimizer))
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True

@@ -16,6 +16,7 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import stock_callbacks
+from armature.training.heartbeat import Heartbeat
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -178,6 +179,9 @@ class Checkpointing(Checkpoint):
             return
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, Heartbeat):
+                callback.rest()  # to wait for the previous save is no step
         try:
             self.writer.finish()  # the previous save, which may have failed in the meantime
         except OSError as error:

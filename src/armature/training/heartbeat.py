@@ -19,8 +19,8 @@ class Heartbeat(Callback):
     """Write to a file of this rank when a batch has ended or a save begins.
 
     The first beat comes at the end of the first training batch, so imports, data and compilation may take any time.
-    The file holds the seconds of the slowest optimizer step so far, or `inf` while no step is due (between epochs, in
-    validation and in a save).
+    The file holds the seconds of the slowest optimizer step so far, or `inf` until one is measured and while no step is
+    due (between epochs, in validation and in a save).
     Without a watching process (ARMATURE_HEARTBEATS is not set), do nothing.
     """
 
@@ -29,7 +29,7 @@ class Heartbeat(Callback):
         self._file = self._folder / str(os.getpid()) if self._folder else None
         self._next = 0.0 if self._folder else math.inf
         self._begun = self._answers = False
-        self.slowest = 0.0  # seconds of an optimizer step, without the first after a start, a validation or a save
+        self.slowest = math.inf  # seconds of a step, without the first after a start, a validation or a save
         self._step_began: float | None = None
         self._resting = False
 
@@ -46,7 +46,8 @@ class Heartbeat(Callback):
         now = time.monotonic()
         if trainer is not None and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             if self._step_began is not None:
-                self.slowest = max(self.slowest, now - self._step_began)
+                took = now - self._step_began
+                self.slowest = took if self.slowest == math.inf else max(self.slowest, took)
             self._step_began = now
         if now >= self._next:
             self._begun = True
@@ -54,7 +55,7 @@ class Heartbeat(Callback):
             if trainer is not None and not self._answers:
                 self._answer_requests(trainer)
         if trainer is not None and trainer.is_last_batch:  # hooks at an epoch's end and new loaders may take any time
-            self._rest()
+            self.rest()
 
     def _answer_requests(self, trainer: Trainer) -> None:
         assert self._folder is not None
@@ -78,15 +79,15 @@ class Heartbeat(Callback):
 
     on_validation_batch_end = on_test_batch_end = on_train_epoch_start = _beat_if_due
 
-    def _rest(self, *args: Any, **kwargs: Any) -> None:
+    def rest(self, *args: Any, **kwargs: Any) -> None:
         """Note that no step is due until the next training batch begins."""
         self._step_began = None
         if self._begun and not self._resting:
             self._resting = True
             self._beat()
 
-    on_validation_start = on_test_start = on_fit_end = _rest
+    on_validation_start = on_test_start = on_train_epoch_end = on_train_end = on_fit_end = rest
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._beat_if_due()
-        self._rest()
+        self.rest()

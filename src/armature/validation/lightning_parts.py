@@ -51,6 +51,8 @@ def _warn_of_unused_groups(cfg: DictConfig) -> None:
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return the typed keys of a group that the task does not take, if the task has one of its own of this name."""
     unused, found = set(signatures.FACTORIES) - set(signatures.accepted(cfg.task)), []
+    written = str(OmegaConf.to_container(cfg.task, resolve=False))
+    unused = {group for group in unused if f"${{{group}" not in written}  # else the task takes the group's values
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if "." in key and key.split(".")[0] in unused and OmegaConf.select(cfg, f"task.{key}") is not None:

@@ -249,6 +249,8 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return names
     # LightningModule's own constructor takes any keyword, and fails with each
     source = "".join(ast.unparse(node) for _, node in lineage(definition)) if signature.open else ""
+    if keeps and re.search(r"\bhparams\b(?!\s*[.\[])", source):  # taken as a whole: anything may read it
+        return names
     mentioned = re.findall(r"hparams\.(\w+)|[\"'](\w+)[\"']", source) if keeps else []
     return [name for name in names if name in signature.parameters or any(name in pair for pair in mentioned)]
 

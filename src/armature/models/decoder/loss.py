@@ -56,6 +56,11 @@ def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
     return all(key in head.layout_hooks for key in head.hook_ids)
 
 
+def is_plain_linear(head: nn.Module | None) -> TypeIs[nn.Linear]:
+    """Return whether the head, put in place of `Head`, is its weight alone: no strategy and no hook changes it."""
+    return type(head) is nn.Linear and head.bias is None and not head._forward_pre_hooks and not head._forward_hooks
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """`mean_cross_entropy` of a bias-free linear head's logits, without holding the logits of all tokens.
 
