@@ -19,8 +19,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from armature.layout import Layout
+from armature.planner import memory
 from armature.planner.devices import Device
-from armature.simulation.report import ALLOWANCE, Report, Volume
+from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
 
 BUCKET = 200_000_000  # elements of Lightning's defaults for reduce_bucket_size and allgather_bucket_size
@@ -53,7 +54,7 @@ def report(
         one, rank=rank, world_size=ranks, axes={"data": ranks}, held=held, peak=one.peak + change,
         peak_by_kind={**one.peak_by_kind, **held, "communication": bucket},
         peak_by_phase={phase: size + change for phase, size in one.peak_by_phase.items()},
-        allowance=one.allowance + (ALLOWANCE[1] if ranks > 1 else 0), volumes=volumes,
+        allowance=one.allowance + (memory.COMMUNICATION_BYTES if ranks > 1 else 0), volumes=volumes,
         samples_per_step=one.samples_per_step * ranks, notes=(*one.notes, NOTE),
         model_flops=None if one.model_flops is None else one.model_flops * ranks,
     )  # fmt: skip

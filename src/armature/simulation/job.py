@@ -24,11 +24,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from armature import worker
 from armature.errors import ConfigError
 from armature.layout import Layout
+from armature.planner import memory
 from armature.planner.devices import Device
 from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
 from armature.simulation.meter import Meter
 from armature.simulation.probe import Probe, StepEnded, Validation
-from armature.simulation.report import ALLOWANCE, FRAGMENTATION, Report, Volume
+from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
 from armature.strategies.base import StrategyMixin
 from armature.training import flops
@@ -50,6 +51,11 @@ def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
 
 def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder | None = None) -> Report:
     """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
+    with tempfile.TemporaryDirectory(prefix="armature-simulation-", ignore_cleanup_errors=True) as folder:
+        return _run(cfg, Path(folder), rank=rank, device=device, recorder=recorder)
+
+
+def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: order.Recorder | None) -> Report:
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
@@ -58,7 +64,7 @@ def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder 
     fake_cuda.present(
         fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
     )
-    notes = _simplify(cfg)
+    notes = _simplify(cfg, folder)
     cfg = checks.check(cfg)
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
     layout = Layout.of(cfg)
@@ -123,11 +129,10 @@ def _world_size(cfg: DictConfig, device: Device) -> int:
     return cfg.trainer.devices * cfg.trainer.num_nodes
 
 
-def _simplify(cfg: DictConfig) -> list[str]:
+def _simplify(cfg: DictConfig, folder: Path) -> list[str]:
     """Leave out what has no part in a step; return what of it changes the result."""
-    folder = tempfile.mkdtemp(prefix="armature-simulation-")
-    cfg.run.root, cfg.run.name, cfg.resume = folder, "run", "never"
-    (Path(folder) / "run" / "logs").mkdir(parents=True)
+    cfg.run.root, cfg.run.name, cfg.resume = str(folder), "run", "never"
+    (folder / "run" / "logs").mkdir(parents=True)
     cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
     notes = []
     if cfg.strategy.get("compile", "none") != "none":
@@ -226,7 +231,8 @@ def _report(
     data, world_size = run.data, layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(1, _micro(data, layout) * layout.data_ranks)
     counted = _with_repeats(probe, repeats)
-    allowance = ALLOWANCE[0] + (ALLOWANCE[1] if world_size > 1 else 0) + FRAGMENTATION * meter.peak
+    allowance = memory.CONTEXT_BYTES + memory.FRAGMENTATION * meter.peak
+    allowance += memory.COMMUNICATION_BYTES if world_size > 1 else 0
     return Report(
         rank=rank, world_size=world_size, axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
         hardware=device.name, parameters=getattr(strategy, "parameter_count", 0), held=probe.held,

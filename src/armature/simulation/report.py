@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GIB = 2**30
-ALLOWANCE = (
-    0.5 * GIB,
-    1.5 * GIB,
-)  # of a rank: CUDA's context and cuBLAS's workspace; NCCL's buffers if there are several
-FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 
 
 @dataclass(frozen=True, kw_only=True)
