@@ -161,6 +161,7 @@ def _start(command: list[str], stdout: Path, stderr: Path, *, env: dict[str, str
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
+        sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
         code = 0
