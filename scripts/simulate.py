@@ -18,14 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from armature import cli, config, hardware, simulation
+from armature import cli, hardware, simulation
 from armature.errors import ConfigError
 from armature.planner import auto, devices
 from armature.validation import checks
-from armature.validation.compose import CONFIG_ERRORS, explain
 
 DEFAULT = "h100_80gb"  # on a machine without a GPU
 
@@ -36,9 +34,7 @@ def main() -> None:
     parser.add_argument("--depths", help="two numbers of layers, such as 2,4: simulate these and extrapolate (faster)")
     parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    arguments, typed = parser.parse_known_args()
-    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
-        parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py, or an option")
+    arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
         run(arguments, typed)
     except ConfigError as error:
@@ -73,15 +69,10 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     """Return the configuration of a command line, with the number of devices decided, and the device."""
-    chosen = [each.partition("=")[2] for each in typed if each.startswith("hardware=")]
-    device = devices.named(chosen[-1] if chosen else devices.THIS if hardware.gpu_count() else DEFAULT)
-    overrides = [cli.addable(cli.quoted(each)) for each in typed if not each.startswith("hardware=")]
-    config.register()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-            cfg = compose("train", overrides)
-    except CONFIG_ERRORS as error:
-        raise ConfigError(explain(error, overrides, ROOT / "configs", sweep=False)) from error
+    name, overrides = devices.take_name(typed)
+    default = devices.THIS if hardware.gpu_count() else DEFAULT
+    device = devices.named(default if name is None else name)
+    cfg = cli.compose(overrides)
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = 1
     as_there = cfg.copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,6 +56,12 @@ class Device:
 def names() -> list[str]:
     """Return what may be typed as hardware=…"""
     return [*sorted(file.stem for file in FOLDER.glob("*.yaml")), THIS]
+
+
+def take_name(typed: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the last hardware=NAME of a command line, None if it has none, and the other words."""
+    chosen = [each.removeprefix("hardware=") for each in typed if each.startswith("hardware=")]
+    return chosen[-1] if chosen else None, [each for each in typed if not each.startswith("hardware=")]
 
 
 def named(name: str) -> Device:
