@@ -19,6 +19,10 @@ GIB = 2**30
 THIS = "this"  # the name of the machine that asks
 FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
 CPU_BYTES_PER_SECOND = 20e9  # of one core; no file of the system has the rate of its memory
+# shares of the published rates that real kernels reach, chosen before any comparison with measured runs
+MATRIX_SHARE = 0.7  # of the peak of dense matrix products
+MEMORY_SHARE = 0.8  # of the memory's rate
+LINK_SHARE, NETWORK_SHARE = 0.8, 0.9  # of the links within a machine, and between machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,15 @@ class Device:
     link_bytes_per_second: float
     network_bytes_per_second: float
     devices_per_machine: int
+
+    def peak(self, *types: str) -> float:
+        """Return the FLOP/s of matrix products in the first of these types that the device has, else in fp32."""
+        return next((self.peak_flops[name] for name in types if name in self.peak_flops), self.peak_flops["float32"])
+
+    def link_rate(self, *, ranks: int, here: int) -> float:
+        """Return bytes per second of one of `ranks`, `here` of them on its machine, whose network these share."""
+        link, network = self.link_bytes_per_second * LINK_SHARE, self.network_bytes_per_second * NETWORK_SHARE
+        return link if here == ranks else min(link, here * network)
 
     def shared_by(self, processes: int) -> Device:
         """Return one process's part of a CPU machine on which `processes` run; a GPU is never shared."""
