@@ -61,9 +61,14 @@ def peak(setup: Setup) -> Peak:
     """Return the peak of the rank that needs most."""
     stages = [_stage_peak(setup, stage) for stage in range(setup.axes["pipe"])]
     kinds, state = max(stages, key=lambda found: sum(found[0].values()))
-    several = COMMUNICATION_BYTES if setup.world_size > 1 else 0
-    fixed = 0 if setup.on_cpu else CONTEXT_BYTES + several
-    return Peak(bytes_by_kind=kinds, allowance_bytes=fixed + FRAGMENTATION * sum(kinds.values()), state_bytes=state)
+    allowance = allowance_bytes(sum(kinds.values()), ranks=setup.world_size, on_cpu=setup.on_cpu)
+    return Peak(bytes_by_kind=kinds, allowance_bytes=allowance, state_bytes=state)
+
+
+def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> float:
+    """Return what comes on top of the bytes that are allocated at the peak: context, communication, fragmentation."""
+    fixed = 0 if on_cpu else CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
+    return fixed + FRAGMENTATION * allocated
 
 
 def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:

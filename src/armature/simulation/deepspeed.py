@@ -54,7 +54,7 @@ def report(
         one, rank=rank, world_size=ranks, axes={"data": ranks}, held=held, peak=one.peak + change,
         peak_by_kind={**one.peak_by_kind, **held, "communication": bucket},
         peak_by_phase={phase: size + change for phase, size in one.peak_by_phase.items()},
-        allowance=one.allowance + (memory.COMMUNICATION_BYTES if ranks > 1 else 0), volumes=volumes,
+        allowance=memory.allowance_bytes(one.peak + change, ranks=ranks), volumes=volumes,
         samples_per_step=one.samples_per_step * ranks, notes=(*one.notes, NOTE),
         model_flops=None if one.model_flops is None else one.model_flops * ranks,
     )  # fmt: skip

@@ -231,13 +231,12 @@ def _report(
     data, world_size = run.data, layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(1, _micro(data, layout) * layout.data_ranks)
     counted = _with_repeats(probe, repeats)
-    allowance = memory.CONTEXT_BYTES + memory.FRAGMENTATION * meter.peak
-    allowance += memory.COMMUNICATION_BYTES if world_size > 1 else 0
     return Report(
         rank=rank, world_size=world_size, axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
         hardware=device.name, parameters=getattr(strategy, "parameter_count", 0), held=probe.held,
         peak=meter.peak, peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
-        peak_by_phase=meter.peak_by_phase, peak_at=meter.peak_at, allowance=allowance, capacity=device.memory_bytes,
+        peak_by_phase=meter.peak_by_phase, peak_at=meter.peak_at,
+        allowance=memory.allowance_bytes(meter.peak, ranks=world_size), capacity=device.memory_bytes,
         flops=counted["flops"], operators=counted["operators"],
         volumes=[
             Volume(axis=axis, kind=kind, ranks=ranks, calls=calls, bytes=size, seconds=seconds)
