@@ -17,7 +17,7 @@ COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
-DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed reduces or gathers at once, at most
+DEEPSPEED_BUCKET = 200_000_000  # elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
 
 
 @dataclass(frozen=True, kw_only=True)
