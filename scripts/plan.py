@@ -52,12 +52,12 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
             "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command line."
         )
     values = dict(each.split("=", 1) for each in typed)
-    fixed = ranking.Fixed(
-        micro=number(values, "data.micro_batch_size"), recompute=values.get("strategy.activation_checkpointing")
+    micro, count, num_nodes = (
+        cli.whole_number(key, values.get(key, "auto"))
+        for key in ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes")
     )
-    pairs = ranking.counts(
-        device, devices=number(values, "trainer.devices"), num_nodes=number(values, "trainer.num_nodes")
-    )
+    fixed = ranking.Fixed(micro=micro, recompute=values.get("strategy.activation_checkpointing"))
+    pairs = ranking.counts(device, devices=count, num_nodes=num_nodes)
     runs, refused = ranking.rank(cfg, device, pairs, fixed=fixed)
     if not arguments.quick:
         runs = refine.simulated(cfg, device, runs)
@@ -94,19 +94,9 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     cfg = prefer_typed(cli.compose(overrides), overrides)
     cfg.trainer.accelerator = device.accelerator
     if cfg.trainer.precision == "auto":
-        cfg.trainer.precision = "bf16-mixed" if "bfloat16" in device.peak_flops else "32-true"
+        cfg.trainer.precision = device.precision
     cfg.trainer.devices, cfg.trainer.num_nodes = 1, 1  # the layouts decide them
     return checks.decide(cfg), device
-
-
-def number(values: dict[str, str], key: str) -> int | None:
-    """Return a typed whole number; None if it was not typed, or as auto."""
-    typed = values.get(key, "auto")
-    if typed == "auto":
-        return None
-    if not typed.isdigit() or typed == "0":
-        raise ConfigError(f"{key}={typed}: type a whole number of at least 1, or leave it out.")
-    return int(typed)
 
 
 def configured_units(cfg: DictConfig, units_per_sample: int) -> float | None:

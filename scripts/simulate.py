@@ -16,13 +16,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from omegaconf import DictConfig
 
 from armature import cli, hardware, simulation
 from armature.errors import ConfigError
 from armature.planner import auto, devices
+from armature.simulation import settings
 from armature.validation import checks
 
 DEFAULT = "h100_80gb"  # on a machine without a GPU
@@ -46,10 +47,13 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
+    if problems := settings.problems(cfg, device):  # before the simulator's process is started
+        raise ConfigError(problems)
+    choose_strategy(cfg, device)
     if arguments.order:
         from armature.simulation import order
 
-        problems = order.check(cfg)
+        problems = order.check(cfg, device=device)
         print("\n".join(problems) if problems else "The collectives of all ranks meet.")
         sys.exit(bool(problems))
     world_size = cfg.trainer.devices * cfg.trainer.num_nodes
@@ -68,23 +72,28 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
 
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
-    """Return the configuration of a command line, with the number of devices decided, and the device."""
+    """Return the configuration of a command line, unchecked, with the number of devices decided, and the device."""
     name, overrides = devices.take_name(typed)
     default = devices.THIS if hardware.gpu_count() else DEFAULT
     device = devices.named(default if name is None else name)
     cfg = cli.compose(overrides)
-    if cfg.trainer.devices == "auto":
-        cfg.trainer.devices = 1
-    as_there = cfg.copy()
-    as_there.trainer.accelerator = "gpu"
-    as_there.trainer.precision = "bf16-mixed" if "bfloat16" in device.peak_flops else "32-true"
+    for key in ("devices", "num_nodes"):
+        cfg.trainer[key] = cli.whole_number(f"trainer.{key}", str(cfg.trainer[key])) or 1
+    return cfg, device
+
+
+def choose_strategy(cfg: DictConfig, device: devices.Device) -> None:
+    """Replace strategy=auto by what it would be on a machine with this device, and print why."""
+    there = cfg.copy()
+    there.trainer.accelerator = "gpu"
+    if there.trainer.precision == "auto":
+        there.trainer.precision = device.precision
     decided, chosen = auto.decide(
-        checks.decide(as_there), memory_bytes=device.memory_bytes, problems=checks.layout_problems
+        checks.decide(there), memory_bytes=device.memory_bytes, problems=checks.layout_problems
     )
     if chosen is not None:
         cfg.strategy = decided.strategy
         print(chosen, file=sys.stderr)
-    return cfg, device
 
 
 def numbers(option: str, text: str | None) -> list[int]:

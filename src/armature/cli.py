@@ -244,6 +244,15 @@ def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[a
     return args, typed
 
 
+def whole_number(key: str, typed: str) -> int | None:
+    """Return a typed whole number, or None for auto."""
+    if typed == "auto":
+        return None
+    if not typed.isdigit() or typed == "0":
+        raise ConfigError(f"{key}={typed}: type a whole number of at least 1, or leave it out.")
+    return int(typed)
+
+
 def accelerator(name: str) -> str:
     """Return cpu, gpu or mps; `auto` is what this machine has."""
     if name == "gpu" and not hardware.gpu_count():

@@ -43,6 +43,11 @@ class Device:
     network_bytes_per_second: float
     devices_per_machine: int
 
+    @property
+    def precision(self) -> str:
+        """What trainer.precision=auto becomes on it."""
+        return "bf16-mixed" if "bfloat16" in self.peak_flops else "32-true"
+
     def peak(self, *types: str) -> float:
         """Return the FLOP/s of matrix products in the first of these types that the device has, else in fp32."""
         return next((self.peak_flops[name] for name in types if name in self.peak_flops), self.peak_flops["float32"])
