@@ -16,17 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from armature import cli, config
+from armature import cli
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.planner import budget, devices, ranking, refine, seconds, text
 from armature.planner.setup import cost_of
 from armature.training.limits import prefer_typed
 from armature.validation import checks
-from armature.validation.compose import CONFIG_ERRORS, explain
 
 KEPT = tuple(f"strategy.{name}=" for name in ("activation_checkpointing", "compile", "compile_mode", "float8"))
 CHOSEN = ("strategy", "trainer.devices", "trainer.num_nodes", "hardware")  # keys that the plan's command replaces
@@ -38,9 +36,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, help="tokens (or samples) to train on, instead of the configuration's")
     parser.add_argument("--budget", help="FLOPs as in 1e22, or GPU hours as in 5000h: the compute-optimal sizes for it")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw memory and throughput of the layouts")
-    arguments, typed = parser.parse_known_args()
-    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
-        parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py, or an option")
+    arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
         plan(arguments, typed)
     except ConfigError as error:
@@ -56,12 +52,12 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
             "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command line."
         )
     values = dict(each.split("=", 1) for each in typed)
-    fixed = ranking.Fixed(
-        micro=number(values, "data.micro_batch_size"), recompute=values.get("strategy.activation_checkpointing")
+    micro, count, num_nodes = (
+        cli.whole_number(key, values.get(key, "auto"))
+        for key in ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes")
     )
-    pairs = ranking.counts(
-        device, devices=number(values, "trainer.devices"), num_nodes=number(values, "trainer.num_nodes")
-    )
+    fixed = ranking.Fixed(micro=micro, recompute=values.get("strategy.activation_checkpointing"))
+    pairs = ranking.counts(device, devices=count, num_nodes=num_nodes)
     runs, refused = ranking.rank(cfg, device, pairs, fixed=fixed)
     if not arguments.quick:
         runs = refine.simulated(cfg, device, runs)
@@ -91,32 +87,16 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     """Return the configuration of a command line, with `auto` values decided for the device, and the device."""
-    chosen = [each.partition("=")[2] for each in typed if each.startswith("hardware=")]
-    if not chosen:
+    name, overrides = devices.take_name(typed)
+    if name is None:
         raise ConfigError(f"hardware: a value is required. Type hardware=… with one of {', '.join(devices.names())}.")
-    device = devices.named(chosen[-1])
-    overrides = [cli.addable(cli.quoted(each)) for each in typed if not each.startswith("hardware=")]
-    config.register()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-            cfg = prefer_typed(compose("train", overrides), overrides)
-    except CONFIG_ERRORS as error:
-        raise ConfigError(explain(error, overrides, ROOT / "configs", sweep=False)) from error
+    device = devices.named(name)
+    cfg = prefer_typed(cli.compose(overrides), overrides)
     cfg.trainer.accelerator = device.accelerator
     if cfg.trainer.precision == "auto":
-        cfg.trainer.precision = "bf16-mixed" if "bfloat16" in device.peak_flops else "32-true"
+        cfg.trainer.precision = device.precision
     cfg.trainer.devices, cfg.trainer.num_nodes = 1, 1  # the layouts decide them
     return checks.decide(cfg), device
-
-
-def number(values: dict[str, str], key: str) -> int | None:
-    """Return a typed whole number; None if it was not typed, or as auto."""
-    typed = values.get(key, "auto")
-    if typed == "auto":
-        return None
-    if not typed.isdigit() or typed == "0":
-        raise ConfigError(f"{key}={typed}: type a whole number of at least 1, or leave it out.")
-    return int(typed)
 
 
 def configured_units(cfg: DictConfig, units_per_sample: int) -> float | None:

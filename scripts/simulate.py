@@ -16,16 +16,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from armature import cli, config, hardware, simulation
+from armature import cli, hardware, simulation
 from armature.errors import ConfigError
 from armature.planner import auto, devices
+from armature.simulation import settings
 from armature.validation import checks
-from armature.validation.compose import CONFIG_ERRORS, explain
 
 DEFAULT = "h100_80gb"  # on a machine without a GPU
 
@@ -36,9 +35,7 @@ def main() -> None:
     parser.add_argument("--depths", help="two numbers of layers, such as 2,4: simulate these and extrapolate (faster)")
     parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    arguments, typed = parser.parse_known_args()
-    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
-        parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py, or an option")
+    arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
         run(arguments, typed)
     except ConfigError as error:
@@ -50,10 +47,13 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
+    if problems := settings.problems(cfg, device):  # before the simulator's process is started
+        raise ConfigError(problems)
+    choose_strategy(cfg, device)
     if arguments.order:
         from armature.simulation import order
 
-        problems = order.check(cfg)
+        problems = order.check(cfg, device=device)
         print("\n".join(problems) if problems else "The collectives of all ranks meet.")
         sys.exit(bool(problems))
     world_size = cfg.trainer.devices * cfg.trainer.num_nodes
@@ -72,28 +72,28 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
 
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
-    """Return the configuration of a command line, with the number of devices decided, and the device."""
-    chosen = [each.partition("=")[2] for each in typed if each.startswith("hardware=")]
-    device = devices.named(chosen[-1] if chosen else devices.THIS if hardware.gpu_count() else DEFAULT)
-    overrides = [cli.addable(cli.quoted(each)) for each in typed if not each.startswith("hardware=")]
-    config.register()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-            cfg = compose("train", overrides)
-    except CONFIG_ERRORS as error:
-        raise ConfigError(explain(error, overrides, ROOT / "configs", sweep=False)) from error
-    if cfg.trainer.devices == "auto":
-        cfg.trainer.devices = 1
-    as_there = cfg.copy()
-    as_there.trainer.accelerator = "gpu"
-    as_there.trainer.precision = "bf16-mixed" if "bfloat16" in device.peak_flops else "32-true"
+    """Return the configuration of a command line, unchecked, with the number of devices decided, and the device."""
+    name, overrides = devices.take_name(typed)
+    default = devices.THIS if hardware.gpu_count() else DEFAULT
+    device = devices.named(default if name is None else name)
+    cfg = cli.compose(overrides)
+    for key in ("devices", "num_nodes"):
+        cfg.trainer[key] = cli.whole_number(f"trainer.{key}", str(cfg.trainer[key])) or 1
+    return cfg, device
+
+
+def choose_strategy(cfg: DictConfig, device: devices.Device) -> None:
+    """Replace strategy=auto by what it would be on a machine with this device, and print why."""
+    there = cfg.copy()
+    there.trainer.accelerator = "gpu"
+    if there.trainer.precision == "auto":
+        there.trainer.precision = device.precision
     decided, chosen = auto.decide(
-        checks.decide(as_there), memory_bytes=device.memory_bytes, problems=checks.layout_problems
+        checks.decide(there), memory_bytes=device.memory_bytes, problems=checks.layout_problems
     )
     if chosen is not None:
         cfg.strategy = decided.strategy
         print(chosen, file=sys.stderr)
-    return cfg, device
 
 
 def numbers(option: str, text: str | None) -> list[int]:

@@ -18,15 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from armature import cli, config
+from armature import cli
 from armature.errors import ConfigError
-from armature.validation.compose import CONFIG_ERRORS, explain
 
 HERE = Path(__file__).resolve().parent
-CONFIGS = ROOT / "configs"
 TEXT = ("time", "partition", "account", "qos", "array")
 
 
@@ -127,12 +124,10 @@ def geometry_problems(job: DictConfig, typed: dict[str, str]) -> list[str]:
 
 def config_problems(overrides: list[str]) -> list[str]:
     """Return misspelt keys and options. Checks that depend on the machine run with the job."""
-    config.register()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-            compose("train", overrides=overrides)
-    except CONFIG_ERRORS as error:
-        return explain(error, overrides, CONFIGS)
+        cli.compose(overrides)
+    except ConfigError as error:
+        return error.problems
     return []
 
 

@@ -21,16 +21,11 @@ if "hydra" in sys.modules:  # so that Hydra's own compose("train") works in a no
 
 def compose(*overrides: str) -> DictConfig:
     """Return the checked configuration that a command line would train: `armature.compose("experiment=digits")`."""
-    import hydra
-
-    from armature import config
+    from armature import cli
     from armature.training.limits import prefer_typed
     from armature.validation.checks import check
 
-    config.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
-        cfg = hydra.compose("train", overrides=list(overrides))
-    return check(prefer_typed(cfg, list(overrides)), prepare=False)
+    return check(prefer_typed(cli.compose(overrides), list(overrides)), prepare=False)
 
 
 def load(path: str | Path, **options: Any) -> L.LightningModule:

@@ -10,11 +10,12 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
+import hydra
 from dotenv import load_dotenv
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
@@ -136,6 +137,17 @@ def addable(argument: str) -> str:
     return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
 
 
+def compose(typed: Sequence[str]) -> DictConfig:
+    """Return the configuration of a command line of KEY=VALUE, unchecked. ConfigError: all that does not compose."""
+    overrides = [addable(quoted(each)) for each in typed]
+    config.register()
+    try:
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+            return hydra.compose("train", overrides)
+    except CONFIG_ERRORS as error:
+        raise ConfigError(explain(error, overrides, config.CONFIGS)) from error
+
+
 def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
     """Print a ConfigError or RunFailed and end the process. A sweep's failed trial raises, and the others run."""
 
@@ -219,11 +231,26 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set."""
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
-    args, typed = parser.parse_known_args()
-    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
-        parser.error(f"{' '.join(wrong)}: type KEY=VALUE to change the run's configuration, or an option")
+    args, typed = parse_overrides(parser, purpose=" to change the run's configuration")
     args.overrides = [*args.set, *typed]
     return args
+
+
+def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a command line, and its KEY=VALUE. `purpose` of these is said of any other word."""
+    args, typed = parser.parse_known_args()
+    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+        parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")
+    return args, typed
+
+
+def whole_number(key: str, typed: str) -> int | None:
+    """Return a typed whole number, or None for auto."""
+    if typed == "auto":
+        return None
+    if not typed.isdigit() or typed == "0":
+        raise ConfigError(f"{key}={typed}: type a whole number of at least 1, or leave it out.")
+    return int(typed)
 
 
 def accelerator(name: str) -> str:

@@ -1,5 +1,6 @@
 """Simulated ranks: a fixture simulates a few once, and the tests read the reports."""
 
+import argparse
 import dataclasses
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from armature import simulation
 from armature.errors import ConfigError
 from armature.planner import devices
-from armature.simulation import deepspeed
+from armature.simulation import deepspeed, processes
 from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
 from benchmarks import simulate_check
@@ -103,6 +104,22 @@ def test_a_group_is_as_fast_as_its_slowest_link():
         Roofline(device=devices.named("t4"), rank=0, tf32=True).peak(torch.bfloat16)
         == (devices.named("t4").peak_flops["float32"])
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["data.micro_batch_size=3"], r"data.global_batch_size=64 is not a multiple of data.micro_batch_size=3"),
+        (["trainer.devices=none"], r"trainer.devices=none: type a whole number of at least 1"),
+        (["model.layers=many"], r"model.layers='many': .* takes int"),
+        (["strategy=fsdp", "trainer.devices=8", "hardware=t4", "strategy.float8=true"], r"float8"),
+    ],
+)
+def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeypatch):
+    monkeypatch.setattr(processes, "_server", lambda: pytest.fail("the simulator was started"))
+    options = argparse.Namespace(order=False, ranks=None, depths=None, json=False)
+    with pytest.raises(ConfigError, match=answer):
+        command.run(options, [*TINY, *words])
 
 
 def test_a_mistyped_command_is_refused():

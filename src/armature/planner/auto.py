@@ -176,8 +176,10 @@ def warning(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tup
     except ConfigError:
         return None
     compiled = layout.options.get("compile", "none") != "none"  # the formulas are of uncompiled blocks, which keep more
-    if compiled or setup is None or memory_bytes is None or not knows_optimizer(cfg):
+    if compiled or _unknown(cfg, setup, memory_bytes):
         return None
+    assert setup is not None
+    assert memory_bytes is not None
     peak = memory.peak(setup)
     if peak.total_bytes <= memory_bytes:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,10 @@ GIB = 2**30
 THIS = "this"  # the name of the machine that asks
 FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
 CPU_BYTES_PER_SECOND = 20e9  # of one core; no file of the system has the rate of its memory
+# shares of the published rates that real kernels reach, chosen before any comparison with measured runs
+MATRIX_SHARE = 0.7  # of the peak of dense matrix products
+MEMORY_SHARE = 0.8  # of the memory's rate
+LINK_SHARE, NETWORK_SHARE = 0.8, 0.9  # of the links within a machine, and between machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,20 @@ class Device:
     network_bytes_per_second: float
     devices_per_machine: int
 
+    @property
+    def precision(self) -> str:
+        """What trainer.precision=auto becomes on it."""
+        return "bf16-mixed" if "bfloat16" in self.peak_flops else "32-true"
+
+    def peak(self, *types: str) -> float:
+        """Return the FLOP/s of matrix products in the first of these types that the device has, else in fp32."""
+        return next((self.peak_flops[name] for name in types if name in self.peak_flops), self.peak_flops["float32"])
+
+    def link_rate(self, *, ranks: int, here: int) -> float:
+        """Return bytes per second of one of `ranks`, `here` of them on its machine, whose network these share."""
+        link, network = self.link_bytes_per_second * LINK_SHARE, self.network_bytes_per_second * NETWORK_SHARE
+        return link if here == ranks else min(link, here * network)
+
     def shared_by(self, processes: int) -> Device:
         """Return one process's part of a CPU machine on which `processes` run; a GPU is never shared."""
         if self.accelerator != "cpu" or processes <= self.devices_per_machine:
@@ -56,6 +74,12 @@ class Device:
 def names() -> list[str]:
     """Return what may be typed as hardware=…"""
     return [*sorted(file.stem for file in FOLDER.glob("*.yaml")), THIS]
+
+
+def take_name(typed: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the last hardware=NAME of a command line, None if it has none, and the other words."""
+    chosen = [each.removeprefix("hardware=") for each in typed if each.startswith("hardware=")]
+    return chosen[-1] if chosen else None, [each for each in typed if not each.startswith("hardware=")]
 
 
 def named(name: str) -> Device:

@@ -17,7 +17,7 @@ COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
-DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed reduces or gathers at once, at most
+DEEPSPEED_BUCKET = 200_000_000  # elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,14 @@ def peak(setup: Setup) -> Peak:
     """Return the peak of the rank that needs most."""
     stages = [_stage_peak(setup, stage) for stage in range(setup.axes["pipe"])]
     kinds, state = max(stages, key=lambda found: sum(found[0].values()))
-    several = COMMUNICATION_BYTES if setup.world_size > 1 else 0
-    fixed = 0 if setup.on_cpu else CONTEXT_BYTES + several
-    return Peak(bytes_by_kind=kinds, allowance_bytes=fixed + FRAGMENTATION * sum(kinds.values()), state_bytes=state)
+    allowance = allowance_bytes(sum(kinds.values()), ranks=setup.world_size, on_cpu=setup.on_cpu)
+    return Peak(bytes_by_kind=kinds, allowance_bytes=allowance, state_bytes=state)
+
+
+def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> float:
+    """Return what comes on top of the bytes that are allocated at the peak: context, communication, fragmentation."""
+    fixed = 0 if on_cpu else CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
+    return fixed + FRAGMENTATION * allocated
 
 
 def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:

@@ -89,7 +89,13 @@ def counts(device: Device, *, devices: int | None, num_nodes: int | None) -> lis
         )
     if devices is not None or num_nodes is not None:
         return [(devices or most, num_nodes or 1)]
-    return [(min(count, most), -(-count // most)) for count in COUNTS]
+    return [_pair(device, count) for count in COUNTS]
+
+
+def _pair(device: Device, count: int) -> tuple[int, int]:
+    """Return devices per machine and machines of `count` devices."""
+    most = device.devices_per_machine
+    return min(count, most), -(-count // most)
 
 
 def rank(
@@ -125,12 +131,11 @@ def _of_count(cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, 
 
 
 def _best(cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_nodes: int, fixed: Fixed) -> Candidate:
-    """Return a layout's fastest variant that fits, or the one that needs least."""
+    """Return a layout's fastest variant that fits, or the one that needs least. Changes the batch sizes of `cfg`."""
     layout = Layout.of(cfg)
     size = batching.configured_batch_size(cfg.data) or layout.data_ranks
     pipe = layout.axes["pipe"]
     pieces = [number for number in PIECES if number >= pipe] if pipe > 1 else [1]
-    cfg = cfg.copy()
     cfg.data.global_batch_size = batch = _batch(size, layout.data_ranks, fixed, least=pieces[0])
     cfg.data.micro_batch_size = fixed.micro or pieces[0]
     setup = setup_of(cfg, layout)
@@ -234,8 +239,7 @@ def devices_needed(cfg: DictConfig, device: Device, *, fixed: Fixed, most: int =
     """Return the fewest devices on which some layout fits, among powers of two; None if more than `most` are needed."""
     count = 1
     while count <= most:
-        pair = (min(count, device.devices_per_machine), -(-count // device.devices_per_machine))
-        if any(each.fits for each in rank(cfg, device, [pair], fixed=fixed)[0]):
+        if any(each.fits for each in rank(cfg, device, [_pair(device, count)], fixed=fixed)[0]):
             return count
         count *= 2
     return None

@@ -1,7 +1,7 @@
 """Seconds of a training step by a roofline, with all communication hidden behind arithmetic, and with none.
 
-The shares of the published rates were chosen before any comparison, and the memory traffic of a block is fitted to the
-simulator, which has the same rates (docs/planner.md says how far to trust the result).
+The rates are the simulator's, and the memory traffic of a block is fitted to it (docs/planner.md says how far to trust
+the result).
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 from armature.parallel.split import bubble_share
 from armature.planner import memory
-from armature.planner.devices import Device
+from armature.planner.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 from armature.planner.setup import Setup
 
-MATRIX_SHARE = 0.7  # of the peak of dense matrix products
-MEMORY_SHARE = 0.8  # of the memory's rate
-LINK_SHARE, NETWORK_SHARE = 0.8, 0.9  # of the links within a machine, and between machines
 HOST_BYTES_PER_SECOND = 20e9  # between a device and its host's memory: PCIe 4.0 x16, shared
 HOST_STEP_BYTES_PER_SECOND = 10e9  # of weights, gradients and state that a CPU's optimizer reads and writes, per rank
 # memory traffic of operators without arithmetic, in bytes per byte that a block keeps
@@ -68,8 +65,7 @@ def step_seconds(setup: Setup, device: Device) -> Seconds:
 
 def peak_flops(setup: Setup, device: Device) -> float:
     """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger one."""
-    wanted = ["tf32"] if setup.compute_bytes == 4 else ["bfloat16" if "bf16" in setup.precision else "float16"]
-    return next((device.peak_flops[name] for name in wanted if name in device.peak_flops), device.peak_flops["float32"])
+    return device.peak("tf32" if setup.compute_bytes == 4 else "bfloat16" if "bf16" in setup.precision else "float16")
 
 
 def _compute(setup: Setup, device: Device) -> float:
@@ -152,6 +148,4 @@ def _ring(size: float, ranks: int, stride: int, device: Device) -> float:
 
 def _rate(ranks: int, stride: int, device: Device) -> float:
     """Return bytes per second of one rank: its link, or its part of its machine's network."""
-    link, network = device.link_bytes_per_second * LINK_SHARE, device.network_bytes_per_second * NETWORK_SHARE
-    here = max(1, min(ranks, device.devices_per_machine // stride))
-    return link if here == ranks else min(link, here * network)
+    return device.link_rate(ranks=ranks, here=max(1, min(ranks, device.devices_per_machine // stride)))

@@ -18,13 +18,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature.data import batching
 from armature.layout import Layout
 from armature.planner import memory
 from armature.planner.devices import Device
 from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
 
-BUCKET = 200_000_000  # elements of Lightning's defaults for reduce_bucket_size and allgather_bucket_size
 NOTE = (
     "DeepSpeed's engine is not simulated: held state and volume are by ZeRO's formulas for Adam, activations are those "
     "of one process."
@@ -43,18 +43,19 @@ def report(
         held["optimizer state"] = held["gradients"] = 0.0
     if options["offload_parameters"]:
         held["parameters"] = 0.0
-    bucket = 2.0 * min(BUCKET, one.parameters) * width
+    bucket = 2.0 * min(memory.DEEPSPEED_BUCKET, one.parameters) * width
     change = sum(held.values()) - sum(one.held.values()) + bucket
     roofline = Roofline(device=device, rank=rank, tf32=True)
     volumes = []
-    for kind, size in volume(one.parameters * width, stage=options["stage"], micro_batches=_micro_batches(cfg, layout)):
+    batches = batching.plan_batches(cfg.data.global_batch_size, cfg.data.micro_batch_size, ranks)
+    for kind, size in volume(one.parameters * width, stage=options["stage"], micro_batches=batches.accumulate):
         seconds = roofline.collective(kind, size, range(ranks))
         volumes.append(Volume(axis="world", kind=kind, ranks=ranks, calls=1, bytes=size, seconds=seconds))
     return dataclasses.replace(
         one, rank=rank, world_size=ranks, axes={"data": ranks}, held=held, peak=one.peak + change,
         peak_by_kind={**one.peak_by_kind, **held, "communication": bucket},
         peak_by_phase={phase: size + change for phase, size in one.peak_by_phase.items()},
-        allowance=one.allowance + (memory.COMMUNICATION_BYTES if ranks > 1 else 0), volumes=volumes,
+        allowance=memory.allowance_bytes(one.peak + change, ranks=ranks), volumes=volumes,
         samples_per_step=one.samples_per_step * ranks, notes=(*one.notes, NOTE),
         model_flops=None if one.model_flops is None else one.model_flops * ranks,
     )  # fmt: skip
@@ -77,11 +78,6 @@ def volume(weights: float, *, stage: int, micro_batches: int) -> list[tuple[str,
         return [("all_gather", 2 * weights * micro_batches), ("reduce_scatter", weights * micro_batches)]
     # stage 2 has no room for unreduced gradients, so it reduces those of each micro-batch
     return [("all_gather", weights), ("reduce_scatter", weights * (micro_batches if stage == 2 else 1))]
-
-
-def _micro_batches(cfg: DictConfig, layout: Layout) -> int:
-    micro, size = cfg.data.micro_batch_size, cfg.data.global_batch_size
-    return size // (micro * layout.world_size) if isinstance(micro, int) else 1
 
 
 def _single(cfg: DictConfig, layout: Layout) -> DictConfig:

@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,7 +26,7 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner import memory
 from armature.planner.devices import Device
-from armature.simulation import deepspeed, fake_cuda, hooks, order, substitutes
+from armature.simulation import deepspeed, fake_cuda, hooks, order, settings, substitutes
 from armature.simulation.meter import Meter
 from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import Report, Volume
@@ -37,7 +37,6 @@ from armature.training.stop import StopOnSignal
 from armature.validation import checks
 
 MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
-CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
 VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
 
 
@@ -59,12 +58,13 @@ def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: 
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
-    capability = CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
+    capability = settings.capability(device)
     substitutes.install(devices=cfg.trainer.devices, capability=capability)
     fake_cuda.present(
         fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
     )
-    notes = _simplify(cfg, folder)
+    notes = settings.simplify(cfg, root=str(folder))
+    (folder / cfg.run.name / "logs").mkdir(parents=True)
     cfg = checks.check(cfg)
     cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
     layout = Layout.of(cfg)
@@ -127,28 +127,6 @@ def _world_size(cfg: DictConfig, device: Device) -> int:
     if cfg.trainer.devices == "auto":
         cfg.trainer.devices = device.devices_per_machine
     return cfg.trainer.devices * cfg.trainer.num_nodes
-
-
-def _simplify(cfg: DictConfig, folder: Path) -> list[str]:
-    """Leave out what has no part in a step; return what of it changes the result."""
-    cfg.run.root, cfg.run.name, cfg.resume = str(folder), "run", "never"
-    (folder / "run" / "logs").mkdir(parents=True)
-    cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
-    notes = []
-    if cfg.strategy.get("compile", "none") != "none":
-        notes.append(
-            f"strategy.compile={cfg.strategy.compile} is simulated without: compiled blocks keep fewer activations and "
-            "move less memory, so the peak is at most what is printed, and the run faster."
-        )
-        cfg.strategy.compile = "none"
-    if cfg.model is not None and cfg.model.get("document_token") is not None:
-        notes.append(
-            "model.document_token: FlexAttention is simulated as attention with a dense mask, which holds more memory."
-        )
-    with open_dict(cfg):
-        if cfg.data.get("num_workers"):
-            cfg.data.num_workers = 0
-    return notes
 
 
 def _simulate(
@@ -231,13 +209,12 @@ def _report(
     data, world_size = run.data, layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(1, _micro(data, layout) * layout.data_ranks)
     counted = _with_repeats(probe, repeats)
-    allowance = memory.CONTEXT_BYTES + memory.FRAGMENTATION * meter.peak
-    allowance += memory.COMMUNICATION_BYTES if world_size > 1 else 0
     return Report(
         rank=rank, world_size=world_size, axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
         hardware=device.name, parameters=getattr(strategy, "parameter_count", 0), held=probe.held,
         peak=meter.peak, peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
-        peak_by_phase=meter.peak_by_phase, peak_at=meter.peak_at, allowance=allowance, capacity=device.memory_bytes,
+        peak_by_phase=meter.peak_by_phase, peak_at=meter.peak_at,
+        allowance=memory.allowance_bytes(meter.peak, ranks=world_size), capacity=device.memory_bytes,
         flops=counted["flops"], operators=counted["operators"],
         volumes=[
             Volume(axis=axis, kind=kind, ranks=ranks, calls=calls, bytes=size, seconds=seconds)

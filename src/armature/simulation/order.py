@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from armature.errors import ConfigError
-from armature.planner import devices
 from armature.planner.devices import Device
 from armature.simulation import processes
 
@@ -301,7 +300,7 @@ def _lacks(rank: int, operation: Operation, queues: list[_Queue]) -> str:
 
 
 # ---------------------------------------------------------------- a run
-def check(cfg: DictConfig, *, device: Device | None = None) -> list[str]:
+def check(cfg: DictConfig, *, device: Device) -> list[str]:
     """Simulate all ranks of a composed configuration, in a validation and a training step; return what would hang.
 
     Raises:
@@ -314,7 +313,6 @@ def check(cfg: DictConfig, *, device: Device | None = None) -> list[str]:
             f"--order simulates each of the run's {ranks} ranks, and takes at most {MAX_RANKS}. Type smaller axes: 2 "
             "ranks along each axis (4 along pipe) issue the same operations in the same order."
         )
-    device = device or devices.named("h100_80gb")
     requests = [processes.Request(cfg=cfg, rank=rank, device=device, record=True) for rank in range(ranks)]
     found: list[Any] = processes.simulate_all(requests)
     for result in found:

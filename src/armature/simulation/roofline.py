@@ -1,8 +1,7 @@
 """Seconds of operators and collectives on a device, from its published rates.
 
 An operator takes the longer of its arithmetic and its memory traffic. A collective takes the time of a ring over its
-slowest link. The shares of the published rates that real kernels reach were chosen before any comparison:
-docs/simulator.md compares the result with published runs.
+slowest link. docs/simulator.md compares the result with published runs.
 """
 
 from __future__ import annotations
@@ -12,11 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from armature.planner.devices import Device
-
-MATRIX_SHARE = 0.7  # of the peak of dense matrix products
-MEMORY_SHARE = 0.8  # of the memory's rate
-LINK_SHARE, NETWORK_SHARE = 0.8, 0.9  # of the links within a machine, and across machines
+from armature.planner.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +29,10 @@ class Roofline:
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of matrix products in a type; a type that the device lacks runs in the next larger one."""
-        peaks = self.device.peak_flops
         wanted = ["float8"] if dtype.itemsize == 1 else []
         wanted += ["bfloat16" if dtype == torch.bfloat16 else "float16"] if dtype.itemsize <= 2 else []
         wanted += ["tf32"] if self.tf32 else []
-        return next((peaks[name] for name in wanted if name in peaks), peaks["float32"])
+        return self.device.peak(*wanted)
 
     def collective(self, kind: str, size: float, members: Sequence[int]) -> float:
         """Return the seconds of a collective of `size` bytes (of the gathered or reduced tensor) among ranks."""
@@ -52,6 +46,4 @@ class Roofline:
         """Return bytes per second of one rank: its link, or its machine's network divided among its members there."""
         machine = self.device.devices_per_machine
         here = sum(member // machine == self.rank // machine for member in members)
-        link = self.device.link_bytes_per_second * LINK_SHARE
-        network = self.device.network_bytes_per_second * NETWORK_SHARE
-        return link if here == len(members) else min(link, max(1, here) * network)
+        return self.device.link_rate(ranks=len(members), here=max(1, here))

@@ -38,11 +38,14 @@ LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
 
-def check(cfg: DictConfig, *, prepare: bool = True, overrides: Sequence[str] = ()) -> DictConfig:
+def check(
+    cfg: DictConfig, *, prepare: bool = True, open_data: bool = True, overrides: Sequence[str] = ()
+) -> DictConfig:
     """Return the configuration with `auto` values decided, or raise a ConfigError with every problem that was found.
 
     Args:
         prepare: the data too, which may take long.
+        open_data: build the data source and check it, which may import torch.
         overrides: as typed. One that changes nothing is refused.
     """
     values.hide_secrets(cfg)
@@ -67,7 +70,7 @@ def check(cfg: DictConfig, *, prepare: bool = True, overrides: Sequence[str] = (
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
-    if not unsound and not any(each.startswith("data.") for each in problems):
+    if open_data and not unsound and not any(each.startswith("data.") for each in problems):
         problems += _data_problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

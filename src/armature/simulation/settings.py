@@ -1,0 +1,54 @@
+"""The configuration of a simulated run, and what is wrong with it on the machine that is simulated. Torch-free."""
+
+from __future__ import annotations
+
+import tempfile
+from unittest.mock import patch
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature import hardware
+from armature.errors import ConfigError
+from armature.planner.devices import Device
+from armature.validation import checks
+
+CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
+
+
+def capability(device: Device) -> tuple[int, int]:
+    """Return CUDA's compute capability of a device of configs/hardware/."""
+    return CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
+
+
+def problems(cfg: DictConfig, device: Device) -> list[str]:
+    """Return what train.py would refuse on a machine with this device, the data apart; [] if nothing."""
+    cfg = cfg.copy()
+    simplify(cfg, root=tempfile.gettempdir())
+    cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
+    there = {"gpu_count": lambda: count, "compute_capability": lambda: capability(device)}
+    with patch.multiple(hardware, **there, gpu_memory_bytes=lambda: device.memory_bytes):
+        try:
+            checks.check(cfg, prepare=False, open_data=False)
+        except ConfigError as error:
+            return error.problems
+    return []
+
+
+def simplify(cfg: DictConfig, *, root: str) -> list[str]:
+    """Leave out what has no part in a step; return what of it changes the result. `root`: of the run directory."""
+    cfg.run.root, cfg.run.name, cfg.resume = root, "run", "never"
+    cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
+    notes = []
+    if OmegaConf.select(cfg, "strategy.compile", default="none") != "none":
+        notes.append(
+            f"strategy.compile={cfg.strategy.compile} is simulated without: compiled blocks keep fewer activations and "
+            "move less memory, so the peak is at most what is printed, and the run faster."
+        )
+        cfg.strategy.compile = "none"
+    if OmegaConf.select(cfg, "model.document_token") is not None:
+        notes.append(
+            "model.document_token: FlexAttention is simulated as attention with a dense mask, which holds more memory."
+        )
+    if OmegaConf.select(cfg, "data.num_workers"):
+        cfg.data.num_workers = 0
+    return notes
