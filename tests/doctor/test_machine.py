@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from armature.doctor import communication, environment, finding, launch, order, replicas, run_directory
 from armature.doctor.communication import Link
+from armature.doctor.examine import examine
 
 
 @pytest.fixture
@@ -109,6 +110,17 @@ def test_ranks_that_disagree_with_devices_are_named(run):
     found = only(launch.world_size(run, environ))
     assert "asks for 8 ranks, but the launcher started 4" in found.what
     assert "trainer.devices=2 trainer.num_nodes=2" in found.remedy
+
+
+@pytest.mark.parametrize(("rank", "local"), [("abc", "0"), ("", "0"), ("4", "0"), ("1", "1")])
+def test_one_rank_of_each_machine_reports_what_ends_the_examination(run, tmp_path, monkeypatch, rank, local):
+    for key, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": "6"}.items():
+        monkeypatch.setenv(key, value)
+    run.run.root, shown = str(tmp_path), []
+    code = examine(run, deadlines={}, show=shown.extend)
+    assert (code, bool(shown)) == ((2, True) if local == "0" else (0, False))
+    if rank == "abc":
+        assert any(each.what == "RANK=abc: no number." for each in shown)
 
 
 @pytest.mark.parametrize(

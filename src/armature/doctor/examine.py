@@ -47,15 +47,15 @@ def _examine(cfg: DictConfig, deadlines: dict[str, float], report: Callable[[lis
         slurm.join(cfg)
     except ConfigError as error:
         remedy = "Correct the batch script or the configuration."
-        if os.environ.get("SLURM_PROCID", "0") == "0":
+        if environment.is_first("SLURM_PROCID"):
             report([finding.failure(launch.GROUP, problem, remedy=remedy) for problem in error.problems])
         return
     joined = environment.is_joined()
     own = launch.check(cfg)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if environment.is_first("LOCAL_RANK"):
         own = [*machine.check(cfg), *own, *run_directory.check(cfg)]
     if any(each.level == finding.FAILURE and each.group != run_directory.GROUP for each in own):
-        if os.environ.get("RANK", "0") == "0":  # ranks would only fail for the same reason
+        if environment.is_first("LOCAL_RANK"):  # the other ranks of a machine would only fail for the same reason
             report(own)
     elif joined:
         rank.run(cfg, deadlines=deadlines, own=own, report=report)
