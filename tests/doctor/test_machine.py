@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from armature.doctor import communication, environment, finding, launch, order, replicas, run_directory
 from armature.doctor.communication import Link
 from armature.doctor.examine import examine
+from armature.planner import devices
 
 
 @pytest.fixture
@@ -198,6 +199,16 @@ def test_a_slow_link_a_slow_rank_and_a_slow_kind_of_link_are_named():
     assert only(rank).what == "All links of rank 3 on node0 have 20% of the others' bandwidth."
     kind = judged(links(), between=4e11)
     assert kind[1].what == "Links between machines: 20 GB/s, 10 µs; the hardware's give 400 GB/s."
+
+
+@pytest.mark.parametrize(
+    ("gpu", "links"),
+    [("NVIDIA H100 80GB HBM3", {"within": 450e9, "between": 50e9}), ("NVIDIA H100 PCIe", {"within": 0, "between": 0})],
+)
+def test_a_card_without_nvlink_is_not_judged_by_the_links_of_its_namesake(monkeypatch, gpu, links):
+    monkeypatch.setattr(devices.hardware, "gpu_count", lambda: 8)
+    monkeypatch.setattr(devices.hardware, "gpu_name", lambda: gpu)
+    assert communication.expected_links(torch.device("cuda")) == links
 
 
 def test_clocks_that_differ_are_named():
