@@ -69,7 +69,7 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
 def test_a_driver_that_is_too_old_is_named(run, monkeypatch):
     monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 4)
     monkeypatch.setattr(environment, "_installed", lambda name: "2.13.0+cu130")
-    monkeypatch.setattr(environment, "cuda_driver_version", lambda: (12, 2))
+    monkeypatch.setattr(environment.hardware, "cuda_driver_version", lambda: (12, 2))
     found = [each for each in environment.gpus(run, {}) if each.level == "failure"]
     assert "was built for CUDA 13.0, but the driver supports up to 12.2" in only(found).what
 

@@ -102,7 +102,7 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield ok(GROUP, f"{count} GPUs are visible.")
     built = re.search(r"\+cu(\d+)(\d)", torch_version)
-    driver = cuda_driver_version()
+    driver = hardware.cuda_driver_version()
     if built and driver and driver < (int(built[1]), 0):
         yield failure(
             GROUP,
@@ -110,18 +110,6 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{driver[0]}.{driver[1]}.",
             remedy=f"Update the NVIDIA driver, or install a torch built for CUDA {driver[0]}.",
         )
-
-
-def cuda_driver_version() -> tuple[int, int] | None:
-    """Return the newest CUDA that the installed driver supports, or None without a driver."""
-    import ctypes
-
-    if (driver := hardware._cuda_driver()) is None:
-        return None
-    version = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 # ------------------------------------------------------------ limits
