@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import hardware
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.layout import Layout
+from armature.strategies import extension_locks as locks
 
 GROUP = "environment"
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
@@ -209,12 +210,9 @@ def extension_locks(cfg: DictConfig, root: Path | None = None) -> Iterator[Findi
     if root is None:
         default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-    if not any(root.glob("**/lock")):
-        return
-    from armature.strategies import extension_locks as locks
-
-    stale = [lock for lock in sorted(root.glob("**/lock")) if locks.seconds_left(lock) <= 0]
-    for lock in stale:
+    for lock in sorted(root.glob("**/lock")):
+        if locks.seconds_left(lock) > 0:
+            continue
         what = f"{lock} was left by a process that was killed while it compiled."
         used = Layout.of(cfg).kind == "deepspeed"
         why = " strategy=deepspeed removes it; other programs that use DeepSpeed wait for ever." if used else ""
