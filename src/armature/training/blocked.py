@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from armature import files
+from armature.errors import own_frames
 from armature.launcher import environment, hang
 
 POLL_SECONDS = 1.0
@@ -39,8 +40,7 @@ def _record(*, place: str) -> dict[str, Any]:
     assert main is not None
     frame = sys._current_frames().get(main)
     frames = list(reversed(traceback.extract_stack(frame))) if frame is not None else []
-    own = [each for each in frames if "site-packages" not in each.filename]  # torch and Lightning say little here
-    shown = frames[:1] + [each for each in own if each is not frames[0]]
+    shown = frames[:1] + own_frames(frames[1:])  # torch and Lightning say little here
     stack = [f"{each.filename}:{each.lineno} {each.name}" for each in shown[:FRAMES]]
     return {"place": place, "stack": stack, "collectives": collectives()}
 
