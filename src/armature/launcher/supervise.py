@@ -295,13 +295,13 @@ def describe(
 
 
 def _hang(watcher: RankWatcher, folder: Path) -> Failure:
-    stopped = {rank: hang for rank, hang in watcher.hung.items() if hang.stopped}
+    stopped = {rank: each for rank, each in watcher.hung.items() if each.stopped}
     ranks = sorted(stopped or watcher.hung)  # if one is stopped by a signal, the others wait for it
     seconds = max(watcher.hung[rank].seconds for rank in ranks)
     several = len(ranks) > 1
     log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
     why = "stopped by a signal such as SIGSTOP" if stopped else f"{'their' if several else 'its'} stacks are in {log}"
-    what = f"rank{'s' * several} {', '.join(map(str, ranks))} made no step for {seconds:.0f} s ({why})"
+    what = f"{hang.named(ranks)} made no step for {seconds:.0f} s ({why})"
     verdict = hang.verdict(watcher.blocked, ranks=watcher.asked) if not stopped else ""
     file = folder / "logs" / hang.REPORT
     with suppress(OSError):
