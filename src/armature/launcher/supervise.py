@@ -209,16 +209,13 @@ class _Attempts:
         return None
 
     def _variables(self, number: int, beats: Path) -> dict[str, str]:
-        path = [SOURCES, _script_folder(), os.environ.get("PYTHONPATH")]
         one_machine = not self.cfg.launch.rdzv_endpoint
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
-        threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
         return {
-            **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
+            **process_variables(devices, _script_folder()),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "64"),  # collectives known after a hang
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
             **(loopback_variables() if one_machine else {}),
             **environment.rank_variables(
                 attempt=number,
@@ -337,6 +334,13 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     if file.is_file():
         return file.stat().st_mtime
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
+
+
+def process_variables(devices: int, folder: str | None) -> dict[str, str]:
+    """Return what processes of this machine need: modules of this project and of a folder, and a share of the cores."""
+    path = os.pathsep.join(filter(None, [SOURCES, folder, os.environ.get("PYTHONPATH")]))
+    threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
+    return {"PYTHONPATH": path, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
 
 
 def loopback_variables() -> dict[str, str]:
