@@ -28,6 +28,7 @@ from armature import cli
 from armature.doctor import finding
 from armature.doctor.examine import examine
 from armature.errors import ConfigError
+from armature.launcher import environment
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
 
@@ -59,12 +60,12 @@ def show(found: list[finding.Finding], *, as_json: bool) -> None:
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 @cli.report_errors
 def main(cfg: DictConfig) -> None:
-    shows = partial(show, as_json=bool(options["--json"]))
+    shows, overrides = partial(show, as_json=bool(options["--json"])), cli.overrides()
     try:
         with cli.checking():
-            cfg = check(prefer_typed(cfg, cli.overrides()))
+            cfg = check(prefer_typed(cfg, overrides), overrides=overrides)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if environment.is_first("RANK", "SLURM_PROCID"):
             remedy = "Correct the command; nothing else was examined."
             shows([finding.failure("launch", problem, remedy=remedy) for problem in error.problems])
         code = 2

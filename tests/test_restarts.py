@@ -397,28 +397,33 @@ def test_auto_brings_several_ranks_back_and_leaves_one_in_this_process(composed)
     assert composed("trainer.devices=1").launch.max_restarts == 0
 
 
+def end_batch(beats):
+    beats.on_train_batch_end(SimpleNamespace(accumulate_grad_batches=1, is_last_batch=False), None, None, None, 0)
+
+
 def test_a_heart_beats_once_a_second_from_the_first_batch_on(monkeypatch, tmp_path):
     monkeypatch.setenv("ARMATURE_HEARTBEATS", str(tmp_path))
     now = 100.0
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    monkeypatch.setattr(heartbeat.blocked, "answer_requests", lambda folder, place: None)
     beats, file = heartbeat.Heartbeat(), tmp_path / str(os.getpid())
     beats.on_validation_batch_end()
     assert not file.exists()
-    beats.on_train_batch_end()
+    end_batch(beats)
     os.utime(file, (0, 0))
     now = 100.9
-    beats.on_train_batch_end()
+    end_batch(beats)
     assert file.stat().st_mtime == 0
     now = 101.1
     beats.on_validation_batch_end()
     assert file.stat().st_mtime > 0
     shutil.rmtree(tmp_path)
     now = 103.0
-    beats.on_train_batch_end()  # a folder that is gone ends nothing
+    end_batch(beats)  # a folder that is gone ends nothing
 
 
 def test_without_a_parent_that_watches_there_is_no_beat(monkeypatch, tmp_path):
     monkeypatch.delenv("ARMATURE_HEARTBEATS", raising=False)
     monkeypatch.chdir(tmp_path)
-    heartbeat.Heartbeat().on_train_batch_end()
+    end_batch(heartbeat.Heartbeat())
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,9 @@
 """Errors that are shown to the user without a traceback. Torch-free: a mistake is reported before torch is imported."""
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
+from traceback import FrameSummary
 
 
 class ConfigError(ValueError):
@@ -51,6 +53,11 @@ class MaskingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return masked(super().format(record))
+
+
+def own_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
+    """Return those of a traceback or a stack that lie outside of installed packages; all of them if none does."""
+    return [each for each in frames if f"{os.sep}site-packages{os.sep}" not in each.filename] or [*frames]
 
 
 def error_line(error: BaseException) -> str:

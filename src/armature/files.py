@@ -33,6 +33,14 @@ def replacing(file: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return the path itself, or the nearest of its parents that exists. OSError, ValueError: no path has this name."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def clear_parts(folder: Path) -> None:
     """Remove the leftovers of this machine's dead processes. Others may be writing at this moment: their files stay."""
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):

@@ -122,7 +122,10 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    checkpointing = Checkpointing(resume.folder(directory, cfg), step_log, manifest_entries=entries, **policy)
+    heartbeat = Heartbeat()
+    checkpointing = Checkpointing(
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
+    )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
@@ -131,7 +134,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(cfg), Heartbeat(), progress, step_log, *chosen, checkpointing, stop, display],
+        callbacks=[RecordError(cfg), heartbeat, progress, step_log, *chosen, checkpointing, stop, display],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,

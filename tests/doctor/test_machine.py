@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from armature.doctor import communication, environment, finding, launch, order, replicas, run_directory
 from armature.doctor.communication import Link
+from armature.doctor.examine import examine
+from armature.planner import devices
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
 def test_a_driver_that_is_too_old_is_named(run, monkeypatch):
     monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 4)
     monkeypatch.setattr(environment, "_installed", lambda name: "2.13.0+cu130")
-    monkeypatch.setattr(environment, "cuda_driver_version", lambda: (12, 2))
+    monkeypatch.setattr(environment.hardware, "cuda_driver_version", lambda: (12, 2))
     found = [each for each in environment.gpus(run, {}) if each.level == "failure"]
     assert "was built for CUDA 13.0, but the driver supports up to 12.2" in only(found).what
 
@@ -109,6 +111,17 @@ def test_ranks_that_disagree_with_devices_are_named(run):
     found = only(launch.world_size(run, environ))
     assert "asks for 8 ranks, but the launcher started 4" in found.what
     assert "trainer.devices=2 trainer.num_nodes=2" in found.remedy
+
+
+@pytest.mark.parametrize(("rank", "local"), [("abc", "0"), ("", "0"), ("4", "0"), ("1", "1")])
+def test_one_rank_of_each_machine_reports_what_ends_the_examination(run, tmp_path, monkeypatch, rank, local):
+    for key, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": "6"}.items():
+        monkeypatch.setenv(key, value)
+    run.run.root, shown = str(tmp_path), []
+    code = examine(run, deadlines={}, show=shown.extend)
+    assert (code, bool(shown)) == ((2, True) if local == "0" else (0, False))
+    if rank == "abc":
+        assert any(each.what == "RANK=abc: no number." for each in shown)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +199,16 @@ def test_a_slow_link_a_slow_rank_and_a_slow_kind_of_link_are_named():
     assert only(rank).what == "All links of rank 3 on node0 have 20% of the others' bandwidth."
     kind = judged(links(), between=4e11)
     assert kind[1].what == "Links between machines: 20 GB/s, 10 µs; the hardware's give 400 GB/s."
+
+
+@pytest.mark.parametrize(
+    ("gpu", "links"),
+    [("NVIDIA H100 80GB HBM3", {"within": 450e9, "between": 50e9}), ("NVIDIA H100 PCIe", {"within": 0, "between": 0})],
+)
+def test_a_card_without_nvlink_is_not_judged_by_the_links_of_its_namesake(monkeypatch, gpu, links):
+    monkeypatch.setattr(devices.hardware, "gpu_count", lambda: 8)
+    monkeypatch.setattr(devices.hardware, "gpu_name", lambda: gpu)
+    assert communication.expected_links(torch.device("cuda")) == links
 
 
 def test_clocks_that_differ_are_named():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from armature.config import CONFIGS
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.doctor.session import Session
+from armature.errors import ConfigError
 from armature.launcher import environment
 from armature.layout import Layout
 from armature.parallel import mesh, process_group
+from armature.planner import devices
 
 GROUP = "communication"
 POLL_SECONDS = 0.001
@@ -210,12 +209,11 @@ def expected_links(device: torch.device) -> Mapping[str, float]:
     """
     if device.type != "cuda":
         return {}
-    name = torch.cuda.get_device_name(device)
-    for file in sorted((CONFIGS / "hardware").glob("*.yaml")):
-        values = yaml.safe_load(file.read_text())
-        if any(re.search(rf"\b{words}\b", name) for words in values["names"]):
-            return {"within": values["link_gb_per_second"] * 1e9, "between": values["network_gb_per_second"] * 1e9}
-    return {"within": 0.0, "between": 0.0}
+    try:
+        this = devices.this()
+    except ConfigError:
+        return {"within": 0.0, "between": 0.0}
+    return {"within": this.link_bytes_per_second, "between": this.network_bytes_per_second}
 
 
 def link_findings(

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import hardware
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.layout import Layout
+from armature.strategies import extension_locks as locks
 
 GROUP = "environment"
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
@@ -102,7 +103,7 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
     else:
         yield ok(GROUP, f"{count} GPUs are visible.")
     built = re.search(r"\+cu(\d+)(\d)", torch_version)
-    driver = cuda_driver_version()
+    driver = hardware.cuda_driver_version()
     if built and driver and driver < (int(built[1]), 0):
         yield failure(
             GROUP,
@@ -110,18 +111,6 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{driver[0]}.{driver[1]}.",
             remedy=f"Update the NVIDIA driver, or install a torch built for CUDA {driver[0]}.",
         )
-
-
-def cuda_driver_version() -> tuple[int, int] | None:
-    """Return the newest CUDA that the installed driver supports, or None without a driver."""
-    import ctypes
-
-    if (driver := hardware._cuda_driver()) is None:
-        return None
-    version = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 # ------------------------------------------------------------ limits
@@ -221,12 +210,9 @@ def extension_locks(cfg: DictConfig, root: Path | None = None) -> Iterator[Findi
     if root is None:
         default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-    if not any(root.glob("**/lock")):
-        return
-    from armature.strategies import extension_locks as locks
-
-    stale = [lock for lock in sorted(root.glob("**/lock")) if locks.seconds_left(lock) <= 0]
-    for lock in stale:
+    for lock in sorted(root.glob("**/lock")):
+        if locks.seconds_left(lock) > 0:
+            continue
         what = f"{lock} was left by a process that was killed while it compiled."
         used = Layout.of(cfg).kind == "deepspeed"
         why = " strategy=deepspeed removes it; other programs that use DeepSpeed wait for ever." if used else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature import config, hardware
+from armature import config
 from armature.doctor import environment as machine
 from armature.doctor import finding, launch, rank, run_directory
 from armature.doctor.finding import Finding
@@ -47,15 +47,15 @@ def _examine(cfg: DictConfig, deadlines: dict[str, float], report: Callable[[lis
         slurm.join(cfg)
     except ConfigError as error:
         remedy = "Correct the batch script or the configuration."
-        if os.environ.get("SLURM_PROCID", "0") == "0":
+        if environment.is_first("SLURM_PROCID"):
             report([finding.failure(launch.GROUP, problem, remedy=remedy) for problem in error.problems])
         return
     joined = environment.is_joined()
     own = launch.check(cfg)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if environment.is_first("LOCAL_RANK"):
         own = [*machine.check(cfg), *own, *run_directory.check(cfg)]
     if any(each.level == finding.FAILURE and each.group != run_directory.GROUP for each in own):
-        if os.environ.get("RANK", "0") == "0":  # ranks would only fail for the same reason
+        if environment.is_first("LOCAL_RANK"):  # the other ranks of a machine would only fail for the same reason
             report(own)
     elif joined:
         rank.run(cfg, deadlines=deadlines, own=own, report=report)
@@ -100,24 +100,17 @@ class _Ranks:
         if self.cfg.launch.rdzv_endpoint:
             nodes, devices = self.cfg.trainer.num_nodes, self.cfg.trainer.devices
             agent = [
-                *(
-                    "-m",
-                    "torch.distributed.run",
-                    "--rdzv-backend=c10d",
-                    f"--rdzv-endpoint={self.cfg.launch.rdzv_endpoint}",
-                ),
-                *("--rdzv-id=armature-doctor", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "--max-restarts=0"),
-                "-m",
-            ]
+                "-m", "torch.distributed.run",
+                "--rdzv-backend=c10d", f"--rdzv-endpoint={self.cfg.launch.rdzv_endpoint}", "--rdzv-id=armature-doctor",
+                f"--nnodes={nodes}", f"--nproc-per-node={devices}", "--max-restarts=0", "-m",
+            ]  # fmt: skip
             self._start(0, agent, {})
             return self
         devices = self.cfg.trainer.devices
-        threads = str(max(1, hardware.cpu_count() // devices))
         for number in range(devices):
             variables = {
                 "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(devices),
                 "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0",
-                **({"OMP_NUM_THREADS": threads} if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
                 **environment.rank_variables(
                     attempt=0, heartbeats=self.folder / "heartbeats", resized="", store=self.folder / "store"
                 ),
@@ -127,8 +120,8 @@ class _Ranks:
         return self
 
     def _start(self, number: int, options: list[str], variables: dict[str, str]) -> None:
-        folders = [supervise.SOURCES, str(config.CONFIGS.parent), os.environ.get("PYTHONPATH")]
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
+        shared = supervise.process_variables(self.cfg.trainer.devices, str(config.CONFIGS.parent))
+        variables = {**os.environ, **shared, **variables}
         with (self.folder / f"rank_{number}.log").open("wb") as log:
             command = [sys.executable, *options, "armature.doctor.rank", str(self.folder)]
             process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)

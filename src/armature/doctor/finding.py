@@ -1,7 +1,7 @@
 """What a check found, and the report of all of them. Torch-free."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ OK, WARNING, FAILURE = "ok", "warning", "failure"
 EXIT_CODES = {OK: 0, WARNING: 1, FAILURE: 2}
 GROUPS = ("environment", "launch", "communication", "gradients", "data", "run directory")
 MOST_PLACES = 4  # named in a line of the report
+MOST_NAMES = 8  # of ranks, in a sentence
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,15 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return max((EXIT_CODES[finding.level] for finding in findings), default=0)
 
 
+def listed(names: Sequence[str], *, most: int = MOST_NAMES) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 2`; `no other rank` for none."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}" if ranks else "no other rank"
+
+
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings in the order of GROUPS, those that several machines or ranks share as one."""
     places: dict[tuple[str, str, str, str], list[str]] = {}
@@ -63,8 +73,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
             known.append(each.where)
     joined = []
     for (level, group, what, remedy), names in places.items():
-        more = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
-        joined.append(Finding(level, group, what, remedy, ", ".join(names[:MOST_PLACES]) + more))
+        joined.append(Finding(level, group, what, remedy, listed(names, most=MOST_PLACES)))
     return sorted(joined, key=lambda each: GROUPS.index(each.group))
 
 

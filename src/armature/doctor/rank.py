@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from armature import config, files
 from armature.doctor import finding
 from armature.doctor.finding import Finding
-from armature.errors import ConfigError, error_line, masked
+from armature.errors import ConfigError, error_line, masked, own_frames
 from armature.launcher import rank
 
 REPORT, CONFIG, SETTINGS = "report.json", "config.yaml", "settings.json"  # in the folder of an examination
@@ -69,8 +69,7 @@ def _naming_errors(met: Any, group: str) -> Iterator[None]:
 
 def _place(error: BaseException) -> str:
     """Return the innermost line of the traceback that lies outside of installed packages."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    own = own_frames(traceback.extract_tb(error.__traceback__))
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "unknown place"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armature.doctor.finding import Finding, failure
+from armature.doctor.finding import Finding, failure, listed_ranks
 
 GROUP = "gradients"
 CHUNK = 2**24  # elements that are summed at once
@@ -62,7 +62,7 @@ def difference(what: str, everyones: Sequence[Prints], *, name: Callable[[int], 
     if not wrong:
         return
     first = next(groups for groups in _by_part(wrong[0], everyones).values() if len(groups) > 1)
-    parties = " from ".join(_ranks(ranks) for ranks in first.values())
+    parties = " from ".join(listed_ranks(ranks) for ranks in first.values())
     more = f" {len(wrong) - 1} more differ after it." if len(wrong) > 1 else ""
     yield failure(
         GROUP,
@@ -86,11 +86,6 @@ def _by_part(key: str, everyones: Sequence[Prints]) -> dict[tuple[int, ...], dic
             part, bits = each[key]
             found[part][bits].append(rank)
     return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 # ------------------------------------------------------------ batches
@@ -125,7 +120,7 @@ def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:
         by_print[bits][place].append(rank)
     for groups in by_place.values():
         if len(groups) > 1:
-            parties = " and ".join(_ranks(ranks) for ranks in groups.values())
+            parties = " and ".join(listed_ranks(ranks) for ranks in groups.values())
             yield failure(
                 "data",
                 f"{parties} must train on the same samples (they share a tensor or pipeline group), but their batches "
@@ -136,7 +131,7 @@ def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:
             return
     for places in by_print.values():
         if len(places) > 1:
-            parties = " and ".join(_ranks(ranks) for ranks in places.values())
+            parties = " and ".join(listed_ranks(ranks) for ranks in places.values())
             yield failure(
                 "data",
                 f"{parties} train on the same samples: each must have its own part of the global batch.",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from armature import files
 from armature.doctor.finding import Finding, failure, ok, warning
 
 GROUP = "run directory"
@@ -36,10 +37,10 @@ def check(cfg: DictConfig) -> list[Finding]:
 
 def folder(path: Path, *, key: str) -> list[Finding]:
     """Write a file, rename it over another and rename a folder, as saving does."""
-    here, made = _existing(path), path
+    here = files.nearest_existing(path)
     try:
-        made.mkdir(parents=True, exist_ok=True)
-        work = made / f".doctor-{os.getpid()}-{time.monotonic_ns()}"
+        path.mkdir(parents=True, exist_ok=True)
+        work = path / f".doctor-{os.getpid()}-{time.monotonic_ns()}"
         work.mkdir()
     except OSError as error:
         return [_unusable(path, error, key=key)]
@@ -57,7 +58,7 @@ def folder(path: Path, *, key: str) -> list[Finding]:
         ]
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        _remove_empty(made, until=here)
+        _remove_empty(path, until=here)
     if seconds > SLOW_SECONDS:
         what = f"{key}={path}: a small file took {seconds:.1f} s to write."
         return [warning(GROUP, what, remedy=f"Type a {key} on a faster file system, or checkpoint.background=true.")]
@@ -94,13 +95,6 @@ def _unusable(path: Path, error: OSError, *, key: str) -> Finding:
     return failure(GROUP, f"{key}={path}: {why}.", remedy=remedy)
 
 
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 def _remove_empty(path: Path, *, until: Path) -> None:
     path = path.absolute()
     while path != until:
@@ -127,7 +121,7 @@ def kept_checkpoints(cfg: DictConfig) -> int:
 def free_bytes(cfg: DictConfig) -> int | None:
     """Return the free space where checkpoints are written, or None for an object store."""
     root = cfg.checkpoint.root or cfg.run.root
-    return None if "://" in root else shutil.disk_usage(_existing(Path(root))).free
+    return None if "://" in root else shutil.disk_usage(files.nearest_existing(Path(root))).free
 
 
 def room(cfg: DictConfig, *, free: int, parameters: int) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from armature.doctor import finding, launch
-from armature.doctor.finding import Finding
+from armature.doctor.finding import Finding, listed, listed_ranks
+from armature.errors import own_frames
 from armature.launcher import environment
 
 POLL_SECONDS = 0.5
@@ -179,13 +180,15 @@ class Session:
                 waiting.append(rank)
         stacks = {rank: self._read("stack", rank) for rank in waiting}
         if missing:
-            what = f"{check}: {_names(missing)} never came within {seconds:.0f} s; {_count(waiting)} waited there."
+            what = (
+                f"{check}: {listed(missing)} never came within {seconds:.0f} s; {listed_ranks(waiting)} waited there."
+            )
             remedy = (
                 "Look at that rank's machine: does the process live (ps, nvidia-smi), does it wait for a disk or for "
                 "data? A rank that takes another way through the code than the others makes them wait for ever."
             )
         elif gone:
-            what = f"{check}: {_names(gone)} left it, but {_count(waiting)} never did within {seconds:.0f} s."
+            what = f"{check}: {listed(gone)} left it, but {listed_ranks(waiting)} never did within {seconds:.0f} s."
             remedy = "The ranks did not make the same collective calls. Look for code that runs on some ranks only."
         else:
             what = f"{check}: all ranks came, but it did not end within {seconds:.0f} s."
@@ -194,7 +197,7 @@ class Session:
         for at_rank, text in stacks.items():
             places.setdefault(text or "unknown", []).append(at_rank)
         if group != "communication" or len(places) > 1:
-            what += " " + "; ".join(f"{_count(ranks)}: {text}" for text, ranks in list(places.items())[:3])
+            what += " " + "; ".join(f"{listed_ranks(ranks)}: {text}" for text, ranks in list(places.items())[:3])
         return finding.failure(group, what, remedy=remedy)
 
     def _is_first(self) -> bool:
@@ -261,8 +264,8 @@ def _never_started(missing: list[int], ranks: int, hosts: list[str], *, seconds:
     known = sorted({host for host in hosts if host})
     return finding.failure(
         launch.GROUP,
-        f"{_names([f'rank {rank}' for rank in missing])} of {ranks} never started within {seconds:.0f} s; the others "
-        f"are on {', '.join(known)}.",
+        f"{listed_ranks(missing)} of {ranks} never started within {seconds:.0f} s; the "
+        f"others are on {', '.join(known)}.",
         remedy="Look at the launcher's output on that rank's machine: the command must run on every node, with the "
         "same MASTER_ADDR, MASTER_PORT and number of nodes, and find the same Python environment.",
     )
@@ -280,8 +283,8 @@ def _places(places: list[tuple[str, int]], ranks: int) -> Iterator[Finding]:
         seen[place] = rank
     counts = {host: sum(h == host for h, _ in places) for host in hosts}
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{count} on {host}" for host, count in counts.items())
-        what = f"The machines run unequal numbers of ranks: {listed}."
+        numbers = ", ".join(f"{count} on {host}" for host, count in counts.items())
+        what = f"The machines run unequal numbers of ranks: {numbers}."
         yield finding.failure(launch.GROUP, what, remedy="Start the same number on each.")
     machines = f"{len(hosts)} machine{'s' * (len(hosts) > 1)}"
     yield finding.ok(launch.GROUP, f"All {ranks} ranks started and found each other, on {machines}.")
@@ -317,14 +320,5 @@ def _too_slow(check: str, seconds: float, stack: str, *, group: str) -> Finding:
 def _stack_of(thread: int) -> str:
     """Return the innermost calls of a thread as one line, preferring code outside of torch."""
     frame = sys._current_frames().get(thread)
-    frames = traceback.extract_stack(frame) if frame is not None else []
-    shown = [each for each in frames if f"{os.sep}site-packages{os.sep}" not in each.filename] or frames
+    shown = own_frames(traceback.extract_stack(frame) if frame is not None else [])
     return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in reversed(shown[-FRAMES:]))
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _count(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_names([str(rank) for rank in ranks])}" if ranks else "no other rank"

@@ -82,7 +82,6 @@ class Watch(L.Callback):
         self.without_gradient: list[str] = []
         self._began = 0.0
         self.seconds = self.waited = 0.0
-        self._done = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._compare("initial weight", self._weights(trainer, pl_module))
@@ -116,8 +115,7 @@ class Watch(L.Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         wait: timings.DataWait = trainer.fit_loop.epoch_loop.data_wait  # pyright: ignore[reportAttributeAccessIssue]
-        if not self._done:
-            self._done = True
+        if not self._began:
             self.compared_weights = self._compare("weight after a step", self._weights(trainer, pl_module))
             wait.clear()
             self._began = time.perf_counter()

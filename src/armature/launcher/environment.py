@@ -54,6 +54,15 @@ def rank() -> int:
     return _number("RANK", 0)
 
 
+def is_first(*names: str) -> bool:
+    """Return False in all processes but one, by the first of these variables that is set; True if it is no number.
+
+    For what is reported before the ranks have met, also about these variables themselves.
+    """
+    value = next((os.environ[name] for name in names if os.environ.get(name)), "0")
+    return not value.isdecimal() or int(value) == 0
+
+
 def world_size() -> int:
     return _number("WORLD_SIZE", 1) if is_joined() else 1
 

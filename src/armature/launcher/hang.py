@@ -49,10 +49,10 @@ def verdict(records: Records, *, ranks: Sequence[int]) -> str:
     if len(names) > 1:
         called = ", ".join(f"rank {rank} {_name(waiting[rank])}" for rank in here)
         return f"The ranks made different calls as collective {number} of {_group(each)}: {called}."
-    came = f"{_ranks(here)} wait{'s' * (len(here) == 1)} in {_name(each)}, collective {number} of {_group(each)}"
+    came = f"{named(here)} wait{'s' * (len(here) == 1)} in {_name(each)}, collective {number} of {_group(each)}"
     if not absent:
         return f"{came}; all ranks came, so the network or a device hangs."
-    return f"{came}; {_ranks(absent)} never came{_places(records, absent)}."
+    return f"{came}; {named(absent)} never came{_places(records, absent)}."
 
 
 def report(records: Records, *, ranks: Sequence[int], seconds: float) -> str:
@@ -102,5 +102,6 @@ def _places(records: Records, ranks: Sequence[int]) -> str:
     return f" (rank {ranks[0]} is at {record['stack'][0]})" if record and record["stack"] else ""
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 2`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -209,16 +209,13 @@ class _Attempts:
         return None
 
     def _variables(self, number: int, beats: Path) -> dict[str, str]:
-        path = [SOURCES, _script_folder(), os.environ.get("PYTHONPATH")]
         one_machine = not self.cfg.launch.rdzv_endpoint
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
-        threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
         return {
-            **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {}),
+            **process_variables(devices, _script_folder()),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "64"),  # collectives known after a hang
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
             **(loopback_variables() if one_machine else {}),
             **environment.rank_variables(
                 attempt=number,
@@ -295,13 +292,13 @@ def describe(
 
 
 def _hang(watcher: RankWatcher, folder: Path) -> Failure:
-    stopped = {rank: hang for rank, hang in watcher.hung.items() if hang.stopped}
+    stopped = {rank: each for rank, each in watcher.hung.items() if each.stopped}
     ranks = sorted(stopped or watcher.hung)  # if one is stopped by a signal, the others wait for it
     seconds = max(watcher.hung[rank].seconds for rank in ranks)
     several = len(ranks) > 1
     log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
     why = "stopped by a signal such as SIGSTOP" if stopped else f"{'their' if several else 'its'} stacks are in {log}"
-    what = f"rank{'s' * several} {', '.join(map(str, ranks))} made no step for {seconds:.0f} s ({why})"
+    what = f"{hang.named(ranks)} made no step for {seconds:.0f} s ({why})"
     verdict = hang.verdict(watcher.blocked, ranks=watcher.asked) if not stopped else ""
     file = folder / "logs" / hang.REPORT
     with suppress(OSError):
@@ -337,6 +334,13 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     if file.is_file():
         return file.stat().st_mtime
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
+
+
+def process_variables(devices: int, folder: str | None) -> dict[str, str]:
+    """Return what processes of this machine need: modules of this project and of a folder, and a share of the cores."""
+    path = os.pathsep.join(filter(None, [SOURCES, folder, os.environ.get("PYTHONPATH")]))
+    threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
+    return {"PYTHONPATH": path, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
 
 
 def loopback_variables() -> dict[str, str]:

@@ -164,10 +164,9 @@ class RankWatcher:
 
     def _timeout(self) -> float | None:
         """Return the seconds after which ranks hang. While one validates or saves, the others may wait for it."""
-        if self.hang_timeout != "auto":
-            assert not isinstance(self.hang_timeout, str)
-            return self.hang_timeout
-        return max([AUTO_SECONDS, *(AUTO_STEPS * rank.slowest for rank in self._ranks.values())])
+        if isinstance(self.hang_timeout, str):  # auto
+            return max([AUTO_SECONDS, *(AUTO_STEPS * rank.slowest for rank in self._ranks.values())])
+        return self.hang_timeout
 
     def _kill_overdue_ranks(self) -> None:
         if self._kill_deadline is not None and time.monotonic() > self._kill_deadline[0]:

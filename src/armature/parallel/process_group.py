@@ -56,9 +56,8 @@ class RankEnvironment(ClusterEnvironment):
 
 
 def init(
-    backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None,
-    store: Any = None,
-) -> None:  # fmt: skip
+    backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None, store: Any = None
+) -> None:
     """Join the default process group, unless there is only one process or the group exists already.
 
     `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.

@@ -7,6 +7,7 @@ collectives, of NCCL and of gloo alike; TORCH_FR_BUFFER_SIZE, set by the launche
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from armature import files
+from armature.errors import own_frames
 from armature.launcher import environment, hang
 
 POLL_SECONDS = 1.0
@@ -23,23 +25,22 @@ FRAMES = 12
 
 def answer_requests(folder: Path, *, place: Callable[[], str]) -> None:
     """Start a thread that answers requests in the folder of heartbeats; `place` says where the run is."""
+    threading.Thread(target=_wait, args=(folder, place), daemon=True).start()
+
+
+def _wait(folder: Path, place: Callable[[], str]) -> None:
+    while not (folder / hang.REQUEST).exists():
+        time.sleep(POLL_SECONDS)
+    answer = folder / hang.ANSWER.format(rank=environment.rank())
+    files.replace(answer, json.dumps(_record(place=place())))
+
+
+def _record(*, place: str) -> dict[str, Any]:
     main = threading.main_thread().ident
     assert main is not None
-    threading.Thread(target=_wait, args=(folder, main, place, threading.Event()), daemon=True).start()
-
-
-def _wait(folder: Path, main: int, place: Callable[[], str], over: threading.Event) -> None:
-    while not (folder / hang.REQUEST).exists():
-        over.wait(POLL_SECONDS)
-    rank = environment.rank()
-    files.replace(folder / hang.ANSWER.format(rank=rank), json.dumps(_record(main, place=place())))
-
-
-def _record(thread: int, *, place: str) -> dict[str, Any]:
-    frame = sys._current_frames().get(thread)
+    frame = sys._current_frames().get(main)
     frames = list(reversed(traceback.extract_stack(frame))) if frame is not None else []
-    own = [each for each in frames if "site-packages" not in each.filename]  # torch and Lightning say little here
-    shown = frames[:1] + [each for each in own if each is not frames[0]]
+    shown = frames[:1] + own_frames(frames[1:])  # torch and Lightning say little here
     stack = [f"{each.filename}:{each.lineno} {each.name}" for each in shown[:FRAMES]]
     return {"place": place, "stack": stack, "collectives": collectives()}
 

@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import stock_callbacks
-from armature.training.heartbeat import Heartbeat
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -38,6 +38,7 @@ class Checkpointing(Checkpoint):
         background: write in a thread, while training continues.
         on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
         manifest_entries: what the manifests state about the run.
+        save_begins: called on each rank before a save, and before it waits for the previous one.
 
     Attributes:
         writer: writes the checkpoints. Its last save is finished at the end of training, with or without an error.
@@ -60,6 +61,7 @@ class Checkpointing(Checkpoint):
         background: bool,
         on_failure: str,
         manifest_entries: dict[str, Any] | None = None,
+        save_begins: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.step_log = step_log
@@ -67,7 +69,7 @@ class Checkpointing(Checkpoint):
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
         self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
-        self.on_failure = on_failure
+        self.on_failure, self.save_begins = on_failure, save_begins
         self.writer = CheckpointWriter(background=background, entries=manifest_entries, on_saved=self._saved)
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
@@ -179,9 +181,7 @@ class Checkpointing(Checkpoint):
             return
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
-        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, Heartbeat):
-                callback.rest()  # to wait for the previous save is no step
+        self.save_begins()
         try:
             self.writer.finish()  # the previous save, which may have failed in the meantime
         except OSError as error:

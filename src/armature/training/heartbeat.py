@@ -25,11 +25,11 @@ class Heartbeat(Callback):
     """
 
     def __init__(self) -> None:
-        self._folder = environment.heartbeat_folder()
-        self._file = self._folder / str(os.getpid()) if self._folder else None
-        self._next = 0.0 if self._folder else math.inf
-        self._begun = self._answers = False
-        self.slowest = math.inf  # seconds of a step, without the first after a start, a validation or a save
+        folder = environment.heartbeat_folder()
+        self._file = folder / str(os.getpid()) if folder else None
+        self._next = 0.0
+        self._begun = False
+        self._slowest = 0.0  # seconds of a step, without the first after a start, a validation or a save
         self._step_began: float | None = None
         self._resting = False
 
@@ -39,39 +39,37 @@ class Heartbeat(Callback):
             self._beat()
 
     def on_train_batch_end(
-        self, trainer: Any = None, pl_module: Any = None, outputs: Any = None, batch: Any = None, batch_idx: int = 0
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._file is None:
             return
         now = time.monotonic()
-        if trainer is not None and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             if self._step_began is not None:
-                took = now - self._step_began
-                self.slowest = took if self.slowest == math.inf else max(self.slowest, took)
+                self._slowest = max(self._slowest, now - self._step_began)
             self._step_began = now
         if now >= self._next:
-            self._begun = True
             self._beat()
-            if trainer is not None and not self._answers:
+            if not self._begun:
+                self._begun = True
                 self._answer_requests(trainer)
-        if trainer is not None and trainer.is_last_batch:  # hooks at an epoch's end and new loaders may take any time
+        if trainer.is_last_batch:  # hooks at an epoch's end and new loaders may take any time
             self.rest()
 
     def _answer_requests(self, trainer: Trainer) -> None:
-        assert self._folder is not None
-        self._answers = True
+        assert self._file is not None
 
         def place() -> str:
             stage = trainer.state.stage
             return f"{stage.value if stage else 'ending'} after step {completed_batches(trainer)}"
 
-        blocked.answer_requests(self._folder, place=place)
+        blocked.answer_requests(self._file.parent, place=place)
 
     def _beat(self) -> None:
         self._next = time.monotonic() + MIN_INTERVAL_SECONDS
         assert self._file is not None
         with suppress(OSError):  # a missed beat must not end the run
-            self._file.write_text("inf" if self._resting else repr(self.slowest))
+            self._file.write_text(str(math.inf if self._resting else self._slowest or math.inf))
 
     def _beat_if_due(self, *args: Any, **kwargs: Any) -> None:
         if time.monotonic() >= self._next and self._begun:
@@ -89,5 +87,5 @@ class Heartbeat(Callback):
     on_validation_start = on_test_start = on_train_epoch_end = on_train_end = on_fit_end = rest
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._beat_if_due()
         self.rest()
+        self._beat_if_due()

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from armature import hardware
+from armature import files, hardware
 from armature.checkpoint import resume
 from armature.config import Config
 from armature.data import batching
@@ -291,10 +291,8 @@ def _name_problems(name: str | None) -> list[str]:
 def _folder_problems(key: str, folder: str | None) -> list[str]:
     if folder is None or "://" in folder:
         return []
-    existing = Path(folder).absolute()
     try:
-        while not existing.exists():
-            existing = existing.parent
+        existing = files.nearest_existing(Path(folder))
     except (OSError, ValueError) as error:
         return [f"{key}={folder}: no folder can have this name ({error}). Type another {key}."]
     if not existing.is_dir():
