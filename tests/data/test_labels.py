@@ -168,7 +168,12 @@ def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
         used_by(run, build("image_folder", path=str(tmp_path / "other"), **options)).dataset("test")
 
 
-def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
+def test_a_folder_of_images_that_is_not_there_is_named_first(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere: there is no such folder"):
+        build("image_folder", path=str(tmp_path / "nowhere")).setup("fit")
+
+
+def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch, caplog):
     pytest.importorskip("datasets", reason="make setup EXTRAS=data")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
@@ -191,3 +196,11 @@ def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
     assert texts.names() == {}
     with pytest.raises(ConfigError, match=r"column x has 1 empty cells"):
         hf("x,k\n1,a\n,b\n", "e.csv").dataset("train")
+    with pytest.raises(ConfigError, match=r"column k has 1 empty cells"):
+        hf("x,k\n1,a\n2,b\n3,\n", "f.csv").setup("fit")
+    with pytest.raises(ConfigError, match=r"data.path=csv: the training data have the class a alone"):
+        hf("x,k\n1,a\n2,a\n", "g.csv").setup("fit")
+    numbers = hf("x,k\n1,2.5\n2,1.5\n", "h.csv")
+    numbers.save_assets(run)
+    used_by(run, numbers)
+    assert "classes are numbered from" not in caplog.text
