@@ -117,6 +117,11 @@ def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
         read()
 
 
+def test_an_empty_class_is_no_class_of_its_own(tmp_path):
+    with pytest.raises(ConfigError, match="column kind is empty in data row 3"):
+        _ = table(tmp_path / "t.csv", "a,kind\n1,x\n2,y\n3,\n").found_sizes  # else: type model.classes=3
+
+
 def test_files_that_are_no_tables_are_named(tmp_path):
     (tmp_path / "latin.csv").write_bytes(b"a,kind\n1,caf\xe9\n")
     (tmp_path / "text.parquet").write_text("a,kind\n")

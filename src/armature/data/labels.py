@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from typing_extensions import override
 
 from armature import files
@@ -136,8 +135,3 @@ def read(file: Path) -> dict[str, list[str]] | None:
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
     raise ConfigError(f"{file} is damaged. Copy it from another run on the same data, or type rm {file}.")
-
-
-def unique(values: np.ndarray) -> list[str]:
-    """Return the sorted texts of a column's values."""
-    return np.unique(values.astype(str)).tolist()
