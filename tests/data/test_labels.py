@@ -117,6 +117,11 @@ def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
         read()
 
 
+def test_an_empty_class_is_no_class_of_its_own(tmp_path):
+    with pytest.raises(ConfigError, match="column kind is empty in data row 3"):
+        _ = table(tmp_path / "t.csv", "a,kind\n1,x\n2,y\n3,\n").found_sizes  # else: type model.classes=3
+
+
 def test_files_that_are_no_tables_are_named(tmp_path):
     (tmp_path / "latin.csv").write_bytes(b"a,kind\n1,caf\xe9\n")
     (tmp_path / "text.parquet").write_text("a,kind\n")
@@ -168,7 +173,12 @@ def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
         used_by(run, build("image_folder", path=str(tmp_path / "other"), **options)).dataset("test")
 
 
-def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
+def test_a_folder_of_images_that_is_not_there_is_named_first(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere: there is no such folder"):
+        build("image_folder", path=str(tmp_path / "nowhere")).setup("fit")
+
+
+def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch, caplog):
     pytest.importorskip("datasets", reason="make setup EXTRAS=data")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
@@ -191,3 +201,11 @@ def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):
     assert texts.names() == {}
     with pytest.raises(ConfigError, match=r"column x has 1 empty cells"):
         hf("x,k\n1,a\n,b\n", "e.csv").dataset("train")
+    with pytest.raises(ConfigError, match=r"column k has 1 empty cells"):
+        hf("x,k\n1,a\n2,b\n3,\n", "f.csv").setup("fit")
+    with pytest.raises(ConfigError, match=r"data.path=csv: the training data have the class a alone"):
+        hf("x,k\n1,a\n2,a\n", "g.csv").setup("fit")
+    numbers = hf("x,k\n1,2.5\n2,1.5\n", "h.csv")
+    numbers.save_assets(run)
+    used_by(run, numbers)
+    assert "classes are numbered from" not in caplog.text

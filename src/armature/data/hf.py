@@ -38,11 +38,12 @@ class HFData(LabeledData):
         streaming: bool = False, classes: bool = True, **loader: Any,
     ) -> None:  # fmt: skip
         super().__init__(**loader)
-        self.texts_are_classes = classes
+        self.path, self.texts_are_classes = path, classes
         files = data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
         self.source = {"path": path, "name": name, "data_files": files, "data_dir": data_dir, "streaming": streaming}
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
         self.columns = {"inputs": inputs, "targets": targets}
+        self._loaded: dict[str, Any] = {}  # rows by split, since a name on the hub is looked up at each load
 
     @override
     def dataset(self, split: Split) -> Any:
@@ -56,10 +57,10 @@ class HFData(LabeledData):
         self._check(rows, list(columns.values()))
         names = self._class_names(rows) if "targets" in columns else None
         numbers = None
-        if names is not None and split == "predict" and not set(names) <= set(self.classes or []):
+        if names is not None and split == "predict" and not self.knows(names):
             del columns["targets"]  # they are not needed, and have no numbers
         elif names is not None:
-            where = f"data.path={self.source['path']}, split {self.splits[of]}, column {columns['targets']},"
+            where = f"data.path={self.path}, split {self.splits[of]}, column {columns['targets']},"
             keys = names if _is_text(rows, columns["targets"]) else range(len(names))
             numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}  # -1: not labeled
         kind = StreamedColumns if self.source["streaming"] else Columns
@@ -83,31 +84,35 @@ class HFData(LabeledData):
                 f"data.targets={column} holds texts, which a stream cannot number. Type data.streaming=false, or "
                 "data.classes=false if they are no names of classes."
             )
+        self._check(rows, [column])
         return sorted(rows.unique(column))
 
     def _check(self, rows: Any, columns: list[str]) -> None:
         known = rows.column_names
         if known is not None and (missing := [column for column in columns if column not in known]):
             raise ConfigError(
-                f"data.path={self.source['path']} has no column {', '.join(missing)}. Its columns: {', '.join(known)}. "
+                f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(known)}. "
                 "Type data.inputs=… data.targets=…"
             )
         for column in () if self.source["streaming"] else columns:
             if empty := rows.data.column(column).null_count:
                 raise ConfigError(
-                    f"data.path={self.source['path']}: column {column} has {empty} empty cells. Fill them in, or leave "
+                    f"data.path={self.path}: column {column} has {empty} empty cells. Fill them in, or leave "
                     "out these rows."
                 )
 
     def _load(self, split: str) -> Any:
+        if split in self._loaded:
+            return self._loaded[split]
         name = self.splits[split]
         datasets = extras.load("datasets", needed_by="data=hf")
         try:
-            return datasets.load_dataset(split=name, **self.source)
+            rows = self._loaded[split] = datasets.load_dataset(split=name, **self.source)
+            return rows
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else error
             raise ConfigError(
-                f"data.path={self.source['path']}, split {name}: {error_line(cause or error)} Type "
+                f"data.path={self.path}, split {name}: {error_line(cause or error)} Type "
                 f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)."
             ) from error
 

@@ -92,6 +92,7 @@ class ImageFolderData(LabeledData):
     """
 
     model_sizes: ClassVar[dict[str, int | str]] = {"image_size": "size", "channels": 3}  # read before launch
+    path: Path
     predict_split = "predict"  # all images below path; of the test folder, if there is one
 
     def __init__(
@@ -115,8 +116,7 @@ class ImageFolderData(LabeledData):
 
     @override
     def names(self) -> dict[str, list[str]]:
-        train = self.path / "train"
-        return {"classes": _classes(train if train.is_dir() else self.path)}
+        return {"classes": _classes(self._split_folders().get("train", self.path))}
 
     @cached_property
     def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
@@ -154,13 +154,12 @@ class ImageFolderData(LabeledData):
         """All images below the path, of its test or val folder if it has one: with classes if all are known."""
         folders = self._split_folders()
         folder = folders.get("test") or folders.get("val") or folders.get("train") or self.path
-        known, every = self.classes or [], _files_below(folder)
+        every = _files_below(folder)
         if not every:
             raise ConfigError(f"data.path={folder}: there are no images below it ({_KINDS}).")
         names = [file.relative_to(folder).parts[0] for file in every]
-        if all(name in known for name in names):
-            return [(file, known.index(name)) for file, name in zip(every, names, strict=True)]
-        return [(file, None) for file in every]
+        numbers = self.numbers(names, where=f"data.path: {folder}") if self.knows(names) else [None] * len(every)
+        return list(zip(every, numbers, strict=True))
 
 
 _KINDS = ", ".join(sorted(SUFFIXES))
@@ -168,8 +167,6 @@ _KINDS = ", ".join(sorted(SUFFIXES))
 
 def _classes(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, except hidden ones."""
-    if not folder.is_dir():
-        return []
     below = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     return sorted(each.name for each in below)
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from typing_extensions import override
 
 from armature import files
@@ -30,10 +29,12 @@ class LabeledData(DataModule):
     """Base class of data whose targets are classes with names.
 
     Attributes:
+        path: of the data, as typed.
         saved: the names that the trained model knows, by their kind, as `names` returned them for the training data;
             None: number those of these data.
     """
 
+    path: Any
     saved: dict[str, list[str]] | None = None
 
     def names(self) -> dict[str, list[str]]:
@@ -56,16 +57,17 @@ class LabeledData(DataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and len(classes := self._own_names.get("classes", ["", ""])) < 2:
+        if stage != "fit" or (classes := self._own_names.get("classes")) is None:
+            return
+        if len(classes) < 2:
             raise ConfigError(
-                f"data.path={getattr(self, 'path', '')}: the training data have "
+                f"data.path={self.path}: the training data have "
                 f"{f'the class {classes[0]} alone' if classes else 'no classes'}. Name data of at least two."
             )
 
     @override
     def save_assets(self, run_dir: Path) -> None:
-        if names := self._own_names:
-            files.replace(run_dir / CLASSES_FILE, json.dumps(names, indent=2) + "\n")
+        files.replace(run_dir / CLASSES_FILE, json.dumps(self._own_names, indent=2) + "\n")
 
     @override
     def load_assets(self, run_dir: Path) -> None:
@@ -73,7 +75,7 @@ class LabeledData(DataModule):
         if self.saved is None:
             log.warning(
                 "%s has no %s, as runs of older versions: classes are numbered from data.path=%s, which must have the "
-                "same ones as the training data.", run_dir, CLASSES_FILE, getattr(self, "path", ""),
+                "same ones as the training data.", run_dir, CLASSES_FILE, self.path,
             )  # fmt: skip
 
     @override
@@ -92,6 +94,10 @@ class LabeledData(DataModule):
                     "the data, or train on these from step 0: type another run.name, or resume=never."
                 )
         super().load_state_dict(state_dict)
+
+    def knows(self, found: Iterable[str]) -> bool:
+        """Return whether all of these classes have numbers."""
+        return set(found) <= set(self.classes or [])
 
     def numbers(self, found: Sequence[str], *, where: str) -> list[int]:
         """Return the numbers of classes. Raises ConfigError for one that the trained model does not know."""
@@ -129,8 +135,3 @@ def read(file: Path) -> dict[str, list[str]] | None:
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
     raise ConfigError(f"{file} is damaged. Copy it from another run on the same data, or type rm {file}.")
-
-
-def unique(values: np.ndarray) -> list[str]:
-    """Return the sorted texts of a column's values."""
-    return np.unique(values.astype(str)).tolist()

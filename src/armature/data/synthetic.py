@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data.base import Batch, DataModule, Split
+from armature.data.samples import seed_of
 from armature.errors import ConfigError
 
 
@@ -45,46 +47,38 @@ class SyntheticData(DataModule):
                 f"data.image_size={image_size}, data.channels={channels}, data.classes={classes}: data=synthetic makes "
                 "images if it has all three sizes, and tokens if it has none. Type all, or null for each."
             )
-        self.tokens_per_sample = None if image_size else context
-        self.context, self.vocab_size, self.samples = context, source.vocab_size, samples
-        self.image_shape, self.classes = (channels or 0, image_size or 0, image_size or 0), classes or 0
+        self.samples = samples
+        if image_size and channels and classes:
+            self.draw = partial(draw_image, shape=(channels, image_size, image_size), classes=classes)
+        else:
+            self.tokens_per_sample = context
+            self.draw = partial(draw_tokens, context=context, vocab_size=source.vocab_size)
 
     @override
-    def dataset(self, split: Split) -> Dataset[Any]:
+    def dataset(self, split: Split) -> Dataset[Batch]:
         size = self.samples if split == "train" else max(64, self.samples // 100)
-        seed = f"{self.seed}/{split}"
-        if self.tokens_per_sample:
-            return RandomTokens(size, context=self.context, vocab_size=self.vocab_size, seed=hash_of(seed))
-        return RandomImages(size, shape=self.image_shape, classes=self.classes, seed=hash_of(seed))
+        return RandomSamples(size, seed=f"{self.seed}/{split}", draw=self.draw)
 
 
-def hash_of(text: str) -> int:
-    return int.from_bytes(text.encode(), "big") % (2**61 - 1)
+class RandomSamples(Dataset[Batch]):
+    """What a function draws with a generator for each sample."""
 
-
-class RandomTokens(Dataset[Batch]):
-    def __init__(self, size: int, *, context: int, vocab_size: int, seed: int) -> None:
-        self.size, self.context, self.vocab_size, self.seed = size, context, vocab_size, seed
+    def __init__(self, size: int, *, seed: str, draw: Callable[[torch.Generator], Batch]) -> None:
+        self.size, self.seed, self.draw = size, seed, draw
 
     def __len__(self) -> int:
         return self.size
 
     @override
     def __getitem__(self, index: int) -> Batch:
-        draw = torch.Generator().manual_seed((self.seed + index) % 2**63)
-        tokens = torch.randint(self.vocab_size, (self.context + 1,), generator=draw)
-        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+        return self.draw(torch.Generator().manual_seed(seed_of(self.seed, index)))
 
 
-class RandomImages(Dataset[Batch]):
-    def __init__(self, size: int, *, shape: tuple[int, ...], classes: int, seed: int) -> None:
-        self.size, self.shape, self.classes, self.seed = size, shape, classes, seed
+def draw_tokens(generator: torch.Generator, *, context: int, vocab_size: int) -> Batch:
+    tokens = torch.randint(vocab_size, (context + 1,), generator=generator)
+    return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
-    def __len__(self) -> int:
-        return self.size
 
-    @override
-    def __getitem__(self, index: int) -> Batch:
-        draw = torch.Generator().manual_seed((self.seed + index) % 2**63)
-        target: Tensor = torch.randint(self.classes, (), generator=draw)
-        return {"inputs": torch.rand(self.shape, generator=draw), "targets": target}
+def draw_image(generator: torch.Generator, *, shape: tuple[int, int, int], classes: int) -> Batch:
+    target = torch.randint(classes, (), generator=generator)
+    return {"inputs": torch.rand(shape, generator=generator), "targets": target}

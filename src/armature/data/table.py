@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Split
-from armature.data.labels import LabeledData, unique
+from armature.data.labels import LabeledData
 from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
 
@@ -36,6 +37,17 @@ class Rows(Dataset[dict[str, Tensor]]):
     def batch(self, indices: Any) -> dict[str, Tensor]:
         targets = {} if self.targets is None else {"targets": self.targets[indices]}
         return {"inputs": self.inputs[indices], **targets}
+
+
+@dataclass
+class Content:
+    """What files hold: inputs (N, F), and of the column to predict numbers (N,), or the index of each row's class."""
+
+    columns: list[str]
+    features: list[str]
+    inputs: Tensor
+    targets: Tensor | None = None
+    classes: list[str] = field(default_factory=list)
 
 
 class TableData(LabeledData):
@@ -66,21 +78,43 @@ class TableData(LabeledData):
 
     @override
     def dataset(self, split: Split) -> Rows:
+        content = self._content
         if split == "predict":
-            return Rows(self._inputs, self._targets if self.target in self._table else None)
-        if self._targets is None:
-            raise ConfigError(self._lacks([self.target]))
-        indices = torch.from_numpy(split_indices(len(self._targets), **self.fractions)[split])
-        return Rows(self._inputs[indices], self._targets[indices])
+            return Rows(content.inputs, None if content.targets is None else self._targets())
+        targets = self._targets()
+        indices = torch.from_numpy(split_indices(len(targets), **self.fractions)[split])
+        return Rows(content.inputs[indices], targets[indices])
 
     @override
     def names(self) -> dict[str, list[str]]:
-        own = {"features": self._features}
-        return {**own, "classes": unique(self._column(self.target))} if self.classes_are_targets else own
+        own = {"features": self._content.features}
+        if not self.classes_are_targets:
+            return own
+        self._require_target()
+        return {**own, "classes": self._content.classes}
 
     @cached_property
-    def _table(self) -> dict[str, np.ndarray]:
-        """The columns by name."""
+    def _content(self) -> Content:
+        """What is kept of the files: their cells, as text, would take many times as much memory."""
+        table = self._read()
+        features = self._features(list(table))
+        if missing := [name for name in features if name not in table]:
+            raise ConfigError(self._lacks(missing, columns=list(table)))
+        inputs = np.stack([_numbers(table[name], name, "features") for name in features], axis=1)
+        content = Content(columns=list(table), features=features, inputs=torch.from_numpy(inputs))
+        if (column := table.get(self.target)) is None:
+            return content
+        if not self.classes_are_targets:
+            content.targets = torch.from_numpy(_numbers(column, self.target, "target"))
+            return content
+        if (empty := _first_empty(column)) is not None:
+            raise ConfigError(f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in.")
+        values, index = np.unique(column.astype(str), return_inverse=True)
+        content.classes, content.targets = values.tolist(), torch.from_numpy(index)
+        return content
+
+    def _read(self) -> dict[str, np.ndarray]:
+        """Return the columns of all files by name."""
         tables = [(file.path, read(file.path)) for file in sources.find(self.path)]
         first, names = tables[0][0], sorted(tables[0][1])
         if other := next(((file, sorted(table)) for file, table in tables if sorted(table) != names), None):
@@ -93,54 +127,40 @@ class TableData(LabeledData):
             raise ConfigError(f"data.path={self.path}: the files have no rows.")
         return columns
 
-    @cached_property
-    def _features(self) -> list[str]:
-        """The columns to learn from, in the order in which the model gets them."""
+    def _features(self, columns: list[str]) -> list[str]:
+        """Return the columns to learn from, in the order in which the model gets them."""
         typed = self.features
         known = (self.saved or {}).get("features")
         if known is not None and typed is not None and typed != known:
             raise ConfigError(
                 f"data.features={typed}, but the model was trained with {known}. Leave data.features out."
             )
-        features = known or typed or [name for name in self._table if name != self.target]
+        features = known or typed or [name for name in columns if name != self.target]
         if not features:
             raise ConfigError(f"data.path={self.path} has no column but the target {self.target} to learn from.")
         if self.target in features:
             raise ConfigError(f"data.features={features} holds the target {self.target}. Leave it out.")
         return features
 
-    def _lacks(self, missing: list[str]) -> str:
+    def _lacks(self, missing: list[str], *, columns: list[str]) -> str:
         key = "data.target" if missing == [self.target] else "data.features"
         return (
-            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(self._table)}. "
+            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(columns)}. "
             f"Type {key}=…, or name the columns in the file so."
         )
 
-    def _column(self, name: str) -> np.ndarray:
-        if name not in self._table:
-            raise ConfigError(self._lacks([name]))
-        return self._table[name]
+    def _require_target(self) -> Tensor:
+        if self._content.targets is None:
+            raise ConfigError(self._lacks([self.target], columns=self._content.columns))
+        return self._content.targets
 
-    @cached_property
-    def _inputs(self) -> Tensor:
-        if missing := [name for name in self._features if name not in self._table]:
-            raise ConfigError(self._lacks(missing))
-        columns = [_numbers(self._table[name], name, "features") for name in self._features]
-        return torch.from_numpy(np.stack(columns, axis=1))
-
-    @cached_property
-    def _targets(self) -> Tensor | None:
-        """Classes or numbers; None if there is no column of them."""
-        if self.target not in self._table:
-            return None
-        column = self._table[self.target]
+    def _targets(self) -> Tensor:
+        """Return classes, as the trained model numbers them, or numbers. Raises ConfigError."""
+        targets = self._require_target()
         if not self.classes_are_targets:
-            return torch.from_numpy(_numbers(column, self.target, "target"))
-        if (empty := _first_empty(column)) is not None:
-            raise ConfigError(f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in.")
-        values, index = np.unique(column.astype(str), return_inverse=True)
-        numbers = self.numbers(values.tolist(), where=f"data.path={self.path}, column {self.target},")
-        return torch.from_numpy(np.array(numbers, dtype=np.int64)[index])
+            return targets
+        numbers = self.numbers(self._content.classes, where=f"data.path={self.path}, column {self.target},")
+        return torch.tensor(numbers)[targets]
 
 
 def read(file: Path) -> dict[str, np.ndarray]:

@@ -142,7 +142,7 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
     """Replace a group that the task does not take, if it refers to keys that these data do not have."""
     if OmegaConf.select(cfg, "task._target_") is None:
         return
-    for name in set(signatures.FACTORIES) - set(signatures.accepted(cfg.task)):
+    for name in signatures.unused(cfg.task):
         try:
             OmegaConf.to_container(cfg[name], resolve=True)
         except OmegaConfBaseException:

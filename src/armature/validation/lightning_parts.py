@@ -43,20 +43,20 @@ def problems(cfg: DictConfig) -> list[str]:
 
 
 def _warn_of_unused_groups(cfg: DictConfig) -> None:
-    accepted = signatures.accepted(cfg.task)
-    if unused := [name for name in signatures.FACTORIES if name not in accepted]:
+    if unused := signatures.unused(cfg.task):
         log.warning("%s does not take the groups %s: they are not used.", cfg.task._target_, ", ".join(unused))
 
 
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Return the typed keys of a group that the task does not take, if the task has one of its own of this name."""
-    unused, found = set(signatures.FACTORIES) - set(signatures.accepted(cfg.task)), []
-    written = str(OmegaConf.to_container(cfg.task, resolve=False))
-    unused = {group for group in unused if f"${{{group}" not in written}  # else the task takes the group's values
+    written, found = str(OmegaConf.to_container(cfg.task, resolve=False)), []
+    # a task that refers to a group takes its values
+    unused = [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
-        if "." in key and key.split(".")[0] in unused and OmegaConf.select(cfg, f"task.{key}") is not None:
-            found.append(f"{override}: task sets its own {key.split('.')[0]}. Type task.{key}={value}.")
+        group, dot, _ = key.partition(".")
+        if dot and group in unused and OmegaConf.select(cfg, f"task.{key}") is not None:
+            found.append(f"{override}: task sets its own {group}. Type task.{key}={value}.")
     return found
 
 

@@ -242,17 +242,24 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     if definition is None:
         return names
     signature = signature_of(*definition)
-    if signature.open and not derives(definition, ["LightningModule"]):
+    own = [name for name in names if name in signature.parameters]
+    if not signature.open:
+        return own
+    if not derives(definition, ["LightningModule"]):
         return names
-    keeps = _keeps_keywords(definition)
-    if signature.open and keeps and _reads_keywords(definition):
+    if not _keeps_keywords(definition):  # LightningModule's own constructor takes any keyword, and fails with each
+        return own
+    source = "".join(ast.unparse(node) for _, node in lineage(definition))
+    whole = re.search(r"\bhparams\b(?!\s*[.\[])", source)  # taken as a whole: anything may read it
+    if whole or _reads_keywords(definition):
         return names
-    # LightningModule's own constructor takes any keyword, and fails with each
-    source = "".join(ast.unparse(node) for _, node in lineage(definition)) if signature.open else ""
-    if keeps and re.search(r"\bhparams\b(?!\s*[.\[])", source):  # taken as a whole: anything may read it
-        return names
-    mentioned = re.findall(r"hparams\.(\w+)|[\"'](\w+)[\"']", source) if keeps else []
-    return [name for name in names if name in signature.parameters or any(name in pair for pair in mentioned)]
+    return [name for name in names if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"']", source)]
+
+
+def unused(task: Mapping[str, Any]) -> list[str]:
+    """Return the groups that a task does not take, or sets in its own node."""
+    taken = accepted(task)
+    return [name for name in FACTORIES if name not in taken]
 
 
 def _keeps_keywords(definition: Definition) -> bool:
@@ -267,11 +274,10 @@ def _keeps_keywords(definition: Definition) -> bool:
 
 
 def _reads_keywords(definition: Definition) -> bool:
-    inits = [(init, init.args.kwarg) for init in methods_of(definition, ["__init__"])]
+    """Return whether a constructor mentions its `**kwargs`."""
     return any(
-        isinstance(node, ast.Name) and node.id == keywords.arg
-        for init, keywords in inits
-        if keywords is not None
+        isinstance(node, ast.Name) and init.args.kwarg is not None and node.id == init.args.kwarg.arg
+        for init in methods_of(definition, ["__init__"])
         for node in ast.walk(init)
     )
 
