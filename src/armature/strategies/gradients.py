@@ -147,7 +147,7 @@ class GradientMixin(LayoutMixin):
     @property
     def skipped_step(self) -> bool:
         """Whether the newest optimizer step was left out on all ranks, because a gradient overflowed in fp16."""
-        return self.scaler is not None and self.scaler.skipped
+        return self.scaler is not None and self.scaler.skipped and not self._skips_step
 
     # ------------------------------------------------------------ scaling and clipping
     def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:
