@@ -1,3 +1,4 @@
+import functools
 import math
 import weakref
 from pathlib import Path
@@ -318,6 +319,13 @@ def test_a_subclass_that_replaces_the_loss_trains_on_it():
     doubled.load_state_dict(model.state_dict())
     inputs = torch.randint(0, 32, (2, 8))
     torch.testing.assert_close(doubled(inputs, inputs), 2 * model(inputs, inputs))
+
+
+def test_a_loss_that_wraps_the_decoders_own_is_not_taken_for_it():
+    model, (inputs, targets) = small(), tokens()
+    expected = 2 * model(inputs, targets)
+    model.loss = functools.wraps(Decoder.loss)(lambda outputs, targets: 2 * Decoder.loss(outputs, targets))
+    torch.testing.assert_close(model(inputs, targets), expected)
 
 
 def test_a_decoder_on_the_meta_device_has_a_loss():

@@ -125,6 +125,13 @@ def test_weights_of_a_module_that_is_made_in_on_fit_start_come_back(tmp_path):
     fit(tmp_path, never, ckpt=path, max_steps=3)
 
 
+def test_initial_weights_of_a_module_that_is_none_are_left_out_with_a_warning(tmp_path):
+    path, strategy = saved_by(tmp_path, LateTeacher()), SingleDevice()
+    strategy.connect(LateTeacher())
+    with pytest.warns(UserWarning, match=r"teacher\.weight.* is not loaded, since the module has None there"):
+        strategy.load_initial_weights(path)
+
+
 class Puts(Module):
     def __init__(self, value: Any) -> None:
         super().__init__()

@@ -7,8 +7,9 @@ the positions (dim 1) there, otherwise each rank holds all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -149,23 +150,28 @@ def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh,
     ties.restore(model, tied)
 
 
+@dataclass(frozen=True, slots=True)  # slots: functools.wraps copies a __dict__, and with it whose loss this is
+class ShardedLoss:
+    """A model's loss, called with outputs whose classes (the last dim) are sharded over `mesh`."""
+
+    unsharded: Callable[[Tensor, Tensor], Tensor]
+    mesh: DeviceMesh
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        value = self.unsharded(self.as_dtensor(outputs), targets)
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def as_dtensor(self, outputs: Tensor) -> DTensor:
+        return DTensor.from_local(outputs, self.mesh, [Shard(-1)], run_check=False)
+
+
 def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     """Let the model's loss take outputs whose classes (the last dim) are sharded, through torch's loss_parallel.
 
     Return a function that all-gathers such outputs: (…, classes / ranks) to (…, classes).
     """
-    loss: Callable[[Tensor, Tensor], Tensor] = model.loss  # pyright: ignore[reportAssignmentType]
-
-    def as_dtensor(outputs: Tensor) -> DTensor:
-        return DTensor.from_local(outputs, mesh, [Shard(-1)], run_check=False)
-
-    @wraps(loss)
-    def sharded_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = loss(as_dtensor(outputs), targets)
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    model.__dict__["loss"] = sharded_loss
-    return lambda outputs: as_dtensor(outputs).full_tensor()
+    loss = model.__dict__["loss"] = ShardedLoss(model.loss, mesh)  # pyright: ignore[reportArgumentType]
+    return lambda outputs: loss.as_dtensor(outputs).full_tensor()
 
 
 def gather_outputs(model: nn.Module, unshard: Callable[[Tensor], Tensor]) -> None:

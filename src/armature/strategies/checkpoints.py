@@ -192,8 +192,8 @@ class CheckpointMixin(LayoutMixin):
         elif self._loading is not None:
             late = state.load_weights(self._loading, self.module, strict=strict)
         self._late = late if fits else {}
-        if late and not fits:
-            rank_zero_warn(f"{self._source}: {', '.join(late)} is not loaded, since the module has None there.")
+        if not fits:
+            _warn_of_left_out(self._source, late)
         if self._loading is not None and not fits:
             state.load_optimizers(self._loading, self.module, [], groups=[], extra=self.extra_tensors())
 
@@ -226,14 +226,20 @@ class CheckpointMixin(LayoutMixin):
     def load_initial_weights(self, path: Path) -> None:
         """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""
         if not directory.is_file(path):
-            state.load_weights(path, self.module)
+            _warn_of_left_out(path, state.load_weights(path, self.module))
             return
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
-        state.place_weights(path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading)
+        late = state.place_weights(path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading)
+        _warn_of_left_out(path, late)
 
     # ------------------------------------------------------------ what callbacks freeze and unfreeze
     def _changed_flags(self) -> dict[str, bool]:
         """Return what has changed since the start, such as `requires_grad` of weights that a callback unfroze."""
         first = self.first_flags
         return {name: value for name, value in state.flags(self.module).items() if first.get(name, value) != value}
+
+
+def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
+    if late:
+        rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module has None there.")

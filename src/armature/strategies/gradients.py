@@ -51,7 +51,8 @@ class GradientMixin(LayoutMixin):
     _weighs_targets: bool
     _hooks_read_gradients: bool = False
     _skips_step: bool = False  # training_step returned None, after which Lightning clips but the scaler makes no step
-    _frozen: Sequence[Tensor] = ()  # weights that were not trained when gradients were arranged to be reduced
+    # weights that were not trained when gradients were arranged to be reduced over the ranks; of one rank, none
+    _frozen: Sequence[Tensor] = ()
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -63,7 +64,7 @@ class GradientMixin(LayoutMixin):
         if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
             plugin.scaler = SharedScaler.replacing(plugin.scaler, device=self.root_device, ranks=self.world_size)
         self._trainer, self._data_ranks = trainer, self.data_size
-        self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad] if self.world_size > 1 else ()
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
         self.target_weights.reset()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
@@ -78,7 +79,7 @@ class GradientMixin(LayoutMixin):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's, after counting the batch's targets if it is one of several of an optimizer step."""
-        if self._frozen and any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._frozen):
             self.reduce_unfrozen()
             self._frozen = [param for param in self._frozen if not param.requires_grad]
         weights = self.target_weights
@@ -93,7 +94,7 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self._frozen and self.world_size > 1 and any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._frozen):
             raise ConfigError(self._unfrozen_problem("inside training_step", "unfreeze them in on_train_batch_start"))
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
@@ -114,8 +115,7 @@ class GradientMixin(LayoutMixin):
     # ------------------------------------------------------------ weights that are unfrozen while the run trains
     def reduce_unfrozen(self) -> None:
         """Reduce the gradients of weights that were frozen until now, or raise ConfigError if that is impossible."""
-        if self.world_size > 1:
-            raise ConfigError(self._unfrozen_problem("during training", "type strategy=ddp"))
+        raise ConfigError(self._unfrozen_problem("during training", "type strategy=ddp"))
 
     def _unfrozen_problem(self, when: str, remedy: str) -> str:
         names = [name for name, param in self.module.named_parameters() if any(param is p for p in self._frozen)]
@@ -147,7 +147,7 @@ class GradientMixin(LayoutMixin):
     @property
     def skipped_step(self) -> bool:
         """Whether the newest optimizer step was left out on all ranks, because a gradient overflowed in fp16."""
-        return self.scaler is not None and self.scaler.skipped
+        return self.scaler is not None and self.scaler.skipped and not self._skips_step
 
     # ------------------------------------------------------------ scaling and clipping
     def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:

@@ -108,7 +108,7 @@ class EpochLoop(_TrainingEpochLoop):
             self._completed_batches = completed + (not self._should_accumulate())
 
         # learning rates
-        if not getattr(trainer.strategy, "skipped_step", False):
+        if (strategy := StrategyMixin.find(trainer)) is None or not strategy.skipped_step:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)

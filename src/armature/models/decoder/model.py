@@ -189,7 +189,7 @@ class Decoder(nn.Module):
             cache.length += inputs.shape[1]
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        own_loss = getattr(self.loss, "__wrapped__", self.loss) is Decoder.loss  # a tensor axis wraps it
+        own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss  # a tensor axis replaces it
         if targets is not None and own_loss and computes_loss(self.head):
             return self.head(x_BTD, targets)  # `self.loss` of the head's outputs, without holding all of them
         if targets is not None and self.loss is Decoder.loss and is_plain_linear(self.head):
