@@ -1,8 +1,12 @@
 """What runs of the command line share: a small corpus, and a cache that is not the user's."""
 
 import pytest
+from hypothesis import settings
 
 from tests import running
+
+settings.register_profile("no deadline", deadline=None)  # of an example: a shared machine may stall for longer
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")
