@@ -31,8 +31,11 @@ CASES = {  # name → (rank, overrides)
         f"strategy=fsdp trainer.devices=4 {UNITS} strategy.activation_checkpointing=every",
     ),
     "hsdp 2 × 2": (3, f"strategy=hsdp trainer.devices=4 {UNITS}"),
-    "tensor 2": (1, "strategy=tensor trainer.devices=2 data.micro_batch_size=8"),
-    "fsdp 2 × tensor 2": (2, f"strategy=fsdp_tensor trainer.devices=4 {UNITS} data.micro_batch_size=4"),
+    "tensor 2": (1, "strategy=tensor strategy.sequence_parallel=true trainer.devices=2 data.micro_batch_size=8"),
+    "fsdp 2 × tensor 2": (
+        2,
+        f"strategy=fsdp_tensor strategy.sequence_parallel=true trainer.devices=4 {UNITS} data.micro_batch_size=4",
+    ),
     "pipeline 2, first": (0, f"{PIPELINE} trainer.devices=2"),
     "pipeline 2, last": (1, f"{PIPELINE} trainer.devices=2"),
     "pipeline 2, interleaved": (1, f"{PIPELINE} trainer.devices=2 strategy.schedule=interleaved_1f1b"),

@@ -77,8 +77,8 @@ DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4
 
 
 def mesh(ranks: int, **options: Any) -> Job:
-    # otherwise this model would be a single unit
-    return Job("MeshStrategy", {"min_num_params": 0, **options}, ranks=ranks)
+    # otherwise this model would be a single unit; sequence parallel as on GPUs
+    return Job("MeshStrategy", {"min_num_params": 0, "sequence_parallel": True, **options}, ranks=ranks)
 
 
 LAYOUTS: dict[str, Job] = {
