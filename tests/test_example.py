@@ -38,7 +38,7 @@ def test_it_learns(single):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])  # ddp and tensor: tests/test_readme.py
 def test_the_strategy_does_not_change_it(single, strategy, tmp_path):
     run_dir = train(tmp_path, f"strategy={strategy}", ranks=2)
     # later, the rounding of earlier steps adds up to more
