@@ -1,6 +1,6 @@
 """Run tiny fp32 fits under any layout on gloo processes, and compare one run with another.
 
-Ranks are forks of a server that has imported torch and Lightning, so a layout costs one second instead of ten.
+Ranks are forks of a server that has imported everything (preload.py), so a layout costs one second instead of ten.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torchmetrics",
-    "lightning.pytorch",
-]
+ROOT = Path(__file__).parents[2]
+PRELOAD = ["benchmarks.parity.preload"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +106,15 @@ LAYOUTS: dict[str, Job] = {
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()  # Python 3.11 gives it neither this process's sys.path nor an error
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
     return context
 
 
