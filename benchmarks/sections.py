@@ -15,7 +15,7 @@ from typing import Any
 from armature import hardware
 from benchmarks import loss, scaling, serving, startup
 from benchmarks.contender import ROOT, Contender, environment
-from benchmarks.job import TINY, Workload, bare, compose, ours, rival
+from benchmarks.job import TINY, Workload, bare, compose, heap_variables, ours, rival
 from benchmarks.rounds import Record, Rounds
 
 NAMES = ("training", "strategies", "overhead", "startup", "loss", "data")
@@ -31,6 +31,7 @@ STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
 }
 LOSS = {"tokens": 4096, "width": 256, "vocabulary": 32000}
 TINY_MULTIPLE = 200
+UNTOUCHED = "glibc's default heap"  # added to the name of a contender that is run as people run it
 
 
 class Benchmark:
@@ -80,6 +81,8 @@ class Benchmark:
         workload = replace(self.workload, ranks=1)
         job_file = workload.job.save(self.folder / "job.json")
         contenders = [bare(job_file), ours(workload, self.folder)]
+        if heap_variables(job_file):
+            contenders.append(bare(job_file, name=f"bare loop, {UNTOUCHED}", keeps_memory=False))
         contenders += self.rivals(job_file)
         return self.section(workload, contenders)
 
@@ -95,6 +98,9 @@ class Benchmark:
         for name in ("ddp", "fsdp"):
             port = 29617 + len(contenders)
             contenders.append(bare(job_file, name, name=f"raw {name}", ranks=ranks, port=port))
+        if heap_variables(job_file):
+            name, port = f"raw ddp, {UNTOUCHED}", 29617 + len(contenders)
+            contenders.append(bare(job_file, "ddp", name=name, ranks=ranks, port=port, keeps_memory=False))
         for name, (more, fewest) in STRATEGIES.items():
             if ranks >= fewest and ranks % fewest == 0:
                 contenders.append(ours(workload, self.folder, *more, name=f"ours, {name}", ranks=ranks))

@@ -36,7 +36,7 @@ from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
-from armature.launcher import environment, lock
+from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
@@ -295,6 +295,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    heap.keep_freed_memory(cfg.trainer.accelerator)
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     hide_secrets(cfg)
