@@ -18,7 +18,7 @@ from benchmarks.contender import ROOT, Contender, environment
 from benchmarks.job import TINY, Workload, bare, compose, heap_variables, ours, rival
 from benchmarks.rounds import Record, Rounds
 
-NAMES = ("training", "strategies", "overhead", "startup", "loss", "data")
+NAMES = ("training", "strategies", "overhead", "startup", "loss", "data", "saves")
 STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
     "ddp": (("strategy=ddp",), 2),
     "fsdp": (("strategy=fsdp",), 2),
@@ -31,6 +31,7 @@ STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
 }
 LOSS = {"tokens": 4096, "width": 256, "vocabulary": 32000}
 TINY_MULTIPLE = 200
+SAVED_MEGABYTES = 1000
 UNTOUCHED = "glibc's default heap"  # added to the name of a contender that is run as people run it
 
 
@@ -138,6 +139,13 @@ class Benchmark:
         images = serving.images(self.folder, rounds=max(3, self.args.rounds // 3), say=self.say)
         return {**serving.serve(job_file), "images": images}
 
+    def saves(self) -> dict[str, Any]:
+        """A save of a gigabyte, and what it costs the steps after it."""
+        folder = self.folder / "saves"
+        folder.mkdir(exist_ok=True)
+        rounds, device = max(3, self.args.rounds // 2), self.workload.job.device
+        return printed("benchmarks.saves", str(SAVED_MEGABYTES), str(rounds), device, str(folder))
+
     def scale(self) -> dict[str, Any]:
         """Weak and strong scaling of ours, and a projection if there is more than one rank."""
         args = self.args
@@ -190,7 +198,11 @@ class Benchmark:
 
 
 def counted(*words: str) -> Any:
-    """What `benchmarks.flops` prints: in a process of its own, because this one imports no torch."""
-    command = [sys.executable, "-m", "benchmarks.flops", *words]
+    return printed("benchmarks.flops", *words)
+
+
+def printed(module: str, *words: str) -> Any:
+    """Return the JSON that a module prints: in a process of its own, because this one imports no torch."""
+    command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

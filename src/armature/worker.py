@@ -124,8 +124,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     entries = {"config_hash": run_dir.fingerprint(cfg)}
     heartbeat = Heartbeat()
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
-    )
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu", **policy,
+    )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
