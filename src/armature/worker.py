@@ -36,7 +36,7 @@ from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
-from armature.launcher import environment, lock
+from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
@@ -124,8 +124,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     entries = {"config_hash": run_dir.fingerprint(cfg)}
     heartbeat = Heartbeat()
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
-    )
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu", **policy,
+    )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
@@ -295,6 +296,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    heap.keep_freed_memory(cfg.trainer.accelerator)
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     hide_secrets(cfg)
