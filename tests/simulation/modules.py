@@ -39,9 +39,12 @@ class ReadsValues(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-class ReadsMemory(ReadsValues):
+class NeedsKernel(ReadsValues):
+    """Calls an operator that has no form without values."""
+
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) if batch["inputs"].data_ptr() else None
+        x = batch["inputs"].flatten()
+        torch.segment_reduce(x, "sum", lengths=torch.full((1,), len(x), device=x.device))
 
 
 class FailsOnValues(ReadsValues):

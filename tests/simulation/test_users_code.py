@@ -26,7 +26,7 @@ def request(module: str, *overrides: str) -> simulation.Request:
 def results():
     requests = {
         "single": request("ReadsValues"), "ddp": request("ReadsValues", *DDP), "fsdp": request("ReadsValues", *FSDP),
-        "memory": request("ReadsMemory"), "fails": request("FailsOnValues"),
+        "kernel": request("NeedsKernel"), "fails": request("FailsOnValues"),
     }  # fmt: skip
     return dict(zip(requests, simulation.simulate_all(list(requests.values())), strict=True))
 
@@ -51,11 +51,11 @@ def test_ddp_with_unused_parameters_sends_all_gradients_and_which_were_used(resu
 
 @pytest.mark.slow
 def test_what_cannot_be_simulated_is_one_sentence_with_its_line(results):
-    refused = results["memory"]
+    refused = results["kernel"]
     assert isinstance(refused, ConfigError), refused
     (sentence,) = refused.problems
     assert sentence.startswith("simulation/modules.py:")
-    assert "needs the values of a tensor" in sentence
+    assert "aten::segment_reduce needs the values of a tensor" in sentence
     assert "Traceback" not in sentence
 
 

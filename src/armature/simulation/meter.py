@@ -27,7 +27,7 @@ from armature.parallel import mesh
 from armature.simulation.roofline import Roofline
 
 KINDS = {  # by the start of an operator's name
-    "reduce_scatter": "reduce_scatter", "allgather": "all_gather", "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter", "reduce": "reduce", "allgather": "all_gather", "all_gather": "all_gather",
     "allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast", "alltoall": "all_to_all",
     "all_to_all": "all_to_all", "shard_dim_alltoall": "all_to_all", "send": "send", "isend": "send",
 }  # fmt: skip

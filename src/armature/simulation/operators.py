@@ -7,6 +7,7 @@ that it can be, so that the peak is at most what is printed.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,9 @@ def install(meter: Meter) -> None:
         aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
         aten._unique2.default: lambda x, *_, **__: _unique(x, None),
         aten.unique_dim.default: lambda x, dim, *_, **__: _unique(x, dim),
-        aten.unique_consecutive.default: lambda x, *args, dim=None, **_: _unique(x, (*args, None, None, dim)[2]),
-        aten.bincount.default: lambda x, weights=None, minlength=0: (x if weights is None else weights).new_empty(
-            max(1, minlength)
+        aten.unique_consecutive.default: lambda x, inverse=False, counts=False, dim=None: _unique(x, dim),
+        aten.bincount.default: lambda x, weights=None, minlength=0: (
+            _indices(x, max(1, minlength)) if weights is None else weights.new_empty(max(1, minlength))
         ),
         aten.repeat_interleave.Tensor: lambda x, *, output_size=None: _indices(
             x, x.numel() if output_size is None else output_size
@@ -57,8 +58,6 @@ def install(meter: Meter) -> None:
     fake_impls.op_implementations_dict |= {operator: largest(answer) for operator, answer in sized.items()}
     fake_impls.op_implementations_dict |= {operator: _within(answer) for operator, answer in BATCH_NORM.items()}
     fake_impls.op_implementations_dict[aten._pack_padded_sequence.default] = _pack
-    # of DDP's map of unused parameters, which it takes to be pinned
-    fake_impls.op_implementations_dict[aten.is_pinned.default] = lambda mode, func, x, *_, **__: not x.is_cuda
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         setattr(_VF, name, _recurrent(getattr(_VF, name)))
     _VF._pad_packed_sequence = _unpack  # pyright: ignore[reportAttributeAccessIssue]
@@ -67,12 +66,13 @@ def install(meter: Meter) -> None:
 
 
 def lacking(error: Exception) -> str | None:
-    """Return the operator that has failed since it needs values, or None if it has not."""
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException | UnsupportedOperatorException):
-        return str(error.func)
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in NEEDS_VALUES):
-        return "an operator"
-    return None
+    """Return the operator that failed because tensors have no values, or None if that is not what happened."""
+    known = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | UnsupportedOperatorException)
+    if not known and not (isinstance(error, RuntimeError) and any(words in str(error) for words in NEEDS_VALUES)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    dispatched = [frame for frame in frames if frame.f_code is Meter.__torch_dispatch__.__code__]
+    return dispatched[-1].f_locals["func"].name() if dispatched else "this operator"
 
 
 def _within(answer: Callable[..., Any]) -> Callable[..., Any]:
