@@ -77,11 +77,7 @@ class Forks:
             expect: the exit code of rank 0; None: any.
             seconds: after which a rank is ended by SIGALRM; 0: never.
         """
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"overrides": overrides, "ranks": ranks, "seconds": seconds}) + "\n")
-        self._server.stdin.flush()
-        ended = Ended(**json.loads(self._server.stdout.readline()))
+        ended = Ended(**self._answer({"overrides": overrides, "ranks": ranks, "seconds": seconds}))
         assert expect in (None, ended.codes[0]), f"{ended.codes}\n{ended.output[-5000:]}"
         return ended
 
@@ -89,13 +85,15 @@ class Forks:
         self, command: list[str], *, cwd: Path, env: dict[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """Runs a Python script as `subprocess.run` does, where it imports nothing that depends on `env`."""
+        job = {"command": command[1:], "cwd": str(cwd), "env": env, "seconds": math.ceil(timeout)}
+        return subprocess.CompletedProcess(command, **self._answer(job))
+
+    def _answer(self, job: dict[str, Any]) -> dict[str, Any]:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        job = {"command": command[1:], "cwd": str(cwd), "env": env, "seconds": math.ceil(timeout)}
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
-        answer = json.loads(self._server.stdout.readline())
-        return subprocess.CompletedProcess(command, answer["code"], answer["stdout"], answer["stderr"])
+        return json.loads(self._server.stdout.readline())
 
 
 @functools.cache
@@ -114,21 +112,20 @@ def serve() -> None:
         __import__(name)
     with contextlib.suppress(ModuleNotFoundError):
         __import__("wandb")
-    log = Path("output.log")
     for line in requests:
         job = json.loads(line)
-        if "command" in job:
-            answers.write(json.dumps(_run(job)) + "\n")
-            answers.flush()
-            continue
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        log.write_text("")
-        pids = [_fork(job, rank, port, log) for rank in range(job["ranks"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        answers.write(json.dumps({"codes": codes, "output": log.read_text()}) + "\n")
+        answers.write(json.dumps(_run(job) if "command" in job else _train(job)) + "\n")
         answers.flush()
+
+
+def _train(job: dict[str, Any]) -> dict[str, Any]:
+    log = Path("output.log")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log.write_text("")
+    pids = [_fork(job, rank, port, log) for rank in range(job["ranks"])]
+    return {"codes": [_exit_code(pid) for pid in pids], "output": log.read_text()}
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
@@ -136,8 +133,11 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     for path in outputs:
         path.write_text("")
     pid = _start(job["command"], *outputs, env=job["env"], cwd=job["cwd"], seconds=job["seconds"])
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return {"code": code, "stdout": outputs[0].read_text(), "stderr": outputs[1].read_text()}
+    return {"returncode": _exit_code(pid), "stdout": outputs[0].read_text(), "stderr": outputs[1].read_text()}
+
+
+def _exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _fork(job: dict[str, Any], rank: int, port: int, log: Path) -> int:

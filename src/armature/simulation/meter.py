@@ -36,6 +36,12 @@ ROUNDING = 512  # bytes; the caching allocator rounds up to it
 LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 
 
+def kind_of(func: Any) -> str | None:
+    """Return the kind of an operator of torch.distributed; None if it sends nothing."""
+    name = func.__name__.lstrip("_")
+    return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+
+
 class Collectives(TorchDispatchMode):
     """Count calls and bytes of collectives by (axis, kind, ranks): bytes of the reduced tensor, or the gathered one.
 
@@ -58,8 +64,7 @@ class Collectives(TorchDispatchMode):
         return out
 
     def collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        name = func.__name__.split(".")[0].lstrip("_")
-        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+        kind = kind_of(func)
         if kind is None or not tensors:
             return
         axis, members = self.group(fake_collectives.CollectiveOp.get_process_group(func, args))

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from armature.models.autocast import to_compute_dtype
 from armature.models.decoder import documents
 from armature.models.decoder.check import problems
-from armature.models.decoder.loss import ChunkedCrossEntropy, Head, computes_loss, is_plain_linear
+from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy
 
 
@@ -192,9 +192,8 @@ class Decoder(nn.Module):
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss  # a tensor axis replaces it
         if targets is not None and own_loss and computes_loss(self.head):
             return self.head(x_BTD, targets)  # `self.loss` of the head's outputs, without holding all of them
-        if targets is not None and self.loss is Decoder.loss and is_plain_linear(self.head):
-            with_gradients = torch.is_grad_enabled()
-            return ChunkedCrossEntropy.apply(x_BTD.flatten(0, 1), self.head.weight, targets.flatten(), with_gradients)
+        if targets is not None and own_loss and is_plain_linear(self.head):  # a tensor axis would have hooks on it
+            return chunked_loss(x_BTD, self.head.weight, targets)
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
         return outputs if targets is None else self.loss(outputs, targets)
 
