@@ -129,6 +129,32 @@ def a_tenth_of_the_speed() -> None:
     torch.mm = slow
 
 
+def wrong_address() -> None:
+    """Be told another address than the others, as by a script that runs on each node."""
+    os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+
+
+def another_torch() -> None:
+    """Run in another environment than the others."""
+    import torch
+
+    torch.__version__ = "2.12.1"
+
+
+def other_data() -> None:
+    """Draw other samples than the ranks of the same place on the data axis."""
+    from armature.doctor.training import Watch
+
+    usual = Watch.on_train_batch_start
+
+    def on_train_batch_start(self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for tensor in batch.values() if isinstance(batch, dict) else batch:
+            tensor.copy_(tensor.flip(0))
+        usual(self, trainer, module, batch, batch_idx)
+
+    Watch.on_train_batch_start = on_train_batch_start
+
+
 def raises() -> None:
     from armature.doctor import training
 

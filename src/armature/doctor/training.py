@@ -62,7 +62,7 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
         "trainer.profile": False, "trainer.log_every_n_steps": STEPS + 1,
         "checkpoint.every_n_steps": None, "checkpoint.every_n_minutes": None, "checkpoint.keep_every_n_steps": None,
         "checkpoint.at_end": False, "checkpoint.keep_best": 0, "checkpoint.root": None, "checkpoint.background": False,
-        "callbacks": None, "logger": None,
+        "callbacks": None, "logger": None, "launch.hang_timeout": None,
     }  # fmt: skip
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value, merge=False)
