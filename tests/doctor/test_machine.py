@@ -66,6 +66,9 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
     found = list(environment.gpus(run, {"CUDA_VISIBLE_DEVICES": "0,1"}))
     assert found[0].what == "torch 2.13.0+cpu was built without CUDA, but trainer.accelerator=gpu."
     assert found[1].what == "trainer.devices=4, but CUDA_VISIBLE_DEVICES=0,1 shows 2 GPUs."
+    monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 1)
+    bound = list(environment.gpus(run, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}))[1]
+    assert bound.remedy.startswith("Each task must see all GPUs of its node: remove --gpus-per-task")
 
 
 def test_a_driver_that_is_too_old_is_named(run, monkeypatch):

@@ -101,7 +101,7 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield failure(
             GROUP,
             f"trainer.devices={devices}, but {shown} shows {count} GPUs.",
-            remedy=f"Type trainer.devices={count}, or ask the scheduler for {devices} GPUs per node.",
+            remedy=_more_gpus(count, devices, environ),
         )
     else:
         yield ok(GROUP, f"{count} GPUs are visible.")
@@ -114,6 +114,13 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{driver[0]}.{driver[1]}.",
             remedy=f"Update the NVIDIA driver, or install a torch built for CUDA {driver[0]}.",
         )
+
+
+def _more_gpus(count: int, devices: int, environ: Mapping[str, str]) -> str:
+    if count == 1 and environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        bound = "Each task must see all GPUs of its node: remove --gpus-per-task, --gpu-bind"
+        return f"{bound} and CUDA_VISIBLE_DEVICES from the command, and type --gpus-per-node={devices}."
+    return f"Type trainer.devices={count}, or ask the scheduler for {devices} GPUs per node."
 
 
 # ------------------------------------------------------------ limits

@@ -193,7 +193,7 @@ class _Attempts:
         )  # fmt: skip
         oom_kills = _oom_kills()
         timeout = cfg.launch.hang_timeout
-        if nodes > 1:  # the ranks watch themselves (training/hang_watch.py): this process knows only its own ones
+        if endpoint:  # the ranks watch themselves (training/hang_watch.py): this process knows only its own ones
             timeout = None if timeout in ("auto", None) else timeout + WATCH_SECONDS
         watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=timeout)
         with _environment(self._variables(number, beats)), watcher:
