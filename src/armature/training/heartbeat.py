@@ -113,6 +113,9 @@ class Heartbeat(Callback):
         self.rest()
         self._beat_if_due()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """End this rank's own watch: an error or the end of fit follows, or another fit in this process."""
         if self._watch is not None:
             self._watch.stop()
+
+    teardown = on_exception = stop
