@@ -155,6 +155,20 @@ def other_data() -> None:
     Watch.on_train_batch_start = on_train_batch_start
 
 
+def nan_in_a_layer() -> None:
+    """Let a layer return NaN on this rank, as an overflow or a broken device does."""
+    from armature.doctor.training import Watch
+
+    usual = Watch.on_train_start
+
+    def on_train_start(self: Any, trainer: Any, module: Any) -> None:
+        usual(self, trainer, module)
+        layer = next(part for name, part in module.named_modules() if name.endswith(".1.attention"))
+        layer.register_forward_hook(lambda layer, inputs, output: output * float("nan"), prepend=True)
+
+    Watch.on_train_start = on_train_start
+
+
 def raises() -> None:
     from armature.doctor import training
 

@@ -85,3 +85,12 @@ def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
     said = " ".join(each.what for each in found)
     assert "rank 0 and rank 1 must train on the same samples" in said, found
     assert re.search(rf"torch differs between the ranks: \S+ on rank 0 on {HOST}, 2.12.1 on rank 1 on {HOST}", said)
+
+
+def test_a_layer_with_nan_is_named_with_its_rank(cfg):
+    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    (found,) = failures(examined(cfg, fault="nan_in_a_layer", deadlines=deadlines))
+    assert re.fullmatch(rf"rank 1 on {HOST}", found.where)
+    first = r"The loss of batch 1 is nan. The first module whose output is not finite is "
+    first += r"model\.blocks\.1\.attention \(\w+\)"
+    assert re.match(f"{first}; its input is finite.", found.what), found

@@ -1,6 +1,7 @@
 """Ranks that no process of ours watches find a hang themselves, report it and end."""
 
 import math
+import re
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from armature.training import hang_watch
 from armature.training.hang_watch import HangWatch, Pulse
-from tests import running
+from tests import forked, running
 
 
 @pytest.fixture
@@ -82,3 +83,30 @@ def test_a_store_that_never_answers_ends_the_run(make):
     make(1, store=Dead()).start()
     running.wait_for(lambda: make.ended, seconds=10, what="the end")
     assert "the process or the machine of rank 0 hangs, or the network is cut. Rank 1 is at" in make.ended[0][1]
+
+
+@pytest.mark.slow
+def test_ranks_that_another_launcher_started_report_a_hang(corpus):
+    forks = forked.shared()
+    ended = forks.train(
+        *running.TINY,
+        f"data.path={corpus}",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "run.name=hanging",
+        "launch.hang_timeout=2",
+        "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
+        "+callbacks.sleeps={_target_:tests.launcher.hanging.Sleeps,step:2}",
+        ranks=2,
+        expect=1,
+        seconds=60,
+    )
+    assert ended.codes == [1, 1]
+    came = (
+        r"No step was made for \d s. Rank 0 waits in all_reduce.*, collective \d+ of all ranks; rank 1 never came "
+        r"\(rank 1 is at \S+hanging.py"
+    )
+    assert re.search(came, ended.output), ended.output
+    logs = forks.cwd / "outputs" / "hanging" / "logs"
+    assert re.search(r"rank 1: train after step \d; its last finished", (logs / "hang.txt").read_text())
+    assert "hanging.py" in (logs / "rank_0001.log").read_text()

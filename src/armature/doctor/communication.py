@@ -323,12 +323,9 @@ def axis_findings(
         what = f"axis {axis}, {words}: {len(own[0].ranks)} ranks all-reduce at {_rate(typical)}, {latency * 1e6:.0f} µs"
         slow = [each for each in own if (crosses or expected) and each.bandwidth < SLOW * typical]
         for each in slow[:4]:
-            slower = (
-                f"{listed_ranks(each.ranks)} all-reduce at {each.bandwidth / typical:.0%} of the speed of the other"
-            )
-            yield warning(
-                GROUP, f"axis {axis}: {slower} groups of this axis.", remedy="Look at these ranks' links above."
-            )
+            who, share = listed_ranks(each.ranks), each.bandwidth / typical
+            slower = f"axis {axis}: {who} all-reduce at {share:.0%} of the other groups' speed."
+            yield warning(GROUP, slower, remedy="Look at these ranks' links above.")
         published = expected.get(kind)
         if published is not None and typical < EXPECTED_SHARE * published:
             remedy = _SLOW_KIND[kind] + (
