@@ -191,7 +191,10 @@ class HangWatch:
     def _end(self, text: str) -> None:
         if self._over.is_set():
             return
-        self.record(RunFailed(f"{text} launch.hang_timeout limits a step, a validation batch and a save."))
+        try:  # torchrun shows the traceback
+            raise RunFailed(f"{text} launch.hang_timeout limits a step, a validation batch and a save.")
+        except RunFailed as error:
+            self.record(error)
         time.sleep(LAST_SECONDS if self.rank == 0 else 0.0)
         sys.stdout.flush()
         sys.stderr.flush()
