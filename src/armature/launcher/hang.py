@@ -58,12 +58,9 @@ def verdict(records: Records, *, ranks: Sequence[int]) -> str:
 
 
 def _by_stacks(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return which ranks wait within torch.distributed: gloo's sends and receives, as of a pipeline, are not recorded."""
-    inside = {
-        rank: record["stack"][0]
-        for rank, record in records.items()
-        if record["stack"] and _COMMUNICATION in record["stack"][0]
-    }
+    """Return which ranks wait within torch.distributed: gloo's sends and receives (a pipeline) are not recorded."""
+    innermost = {rank: record["stack"][0] for rank, record in records.items() if record["stack"]}
+    inside = {rank: frame for rank, frame in innermost.items() if _COMMUNICATION in frame}
     absent = [rank for rank in ranks if rank not in inside]
     if not inside or not absent:
         return ""
