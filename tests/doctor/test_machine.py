@@ -22,7 +22,7 @@ def run():
     return OmegaConf.create({
         "trainer": {"devices": 4, "num_nodes": 2, "accelerator": "gpu", "max_steps": 100},
         "data": {"num_workers": 2},
-        "run": {"root": "outputs", "dir": "outputs/none"},
+        "run": {"root": "outputs", "name": None, "dir": None},
         "launch": {"rdzv_endpoint": None},
         "checkpoint": {"root": None, "keep_last": 2, "keep_best": 1, "keep_every_n_steps": None},
     })  # fmt: skip
@@ -318,7 +318,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
 
 def test_another_run_in_the_run_directory_is_named(run, tmp_path):
-    run.run.dir = str(tmp_path / "mine")
+    run.run = {"root": str(tmp_path), "name": "mine", "dir": str(tmp_path / "mine")}
     (tmp_path / "mine").mkdir()
     assert not list(run_directory.in_use(run))
     with lock.hold(run):

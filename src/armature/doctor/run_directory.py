@@ -37,9 +37,13 @@ def check(cfg: DictConfig) -> list[Finding]:
 
 
 def in_use(cfg: DictConfig) -> Iterator[Finding]:
-    """Find another run that holds the run directory."""
+    """Find another run that holds the run directory; one without run.name gets a new directory."""
+    if cfg.run.name is None:
+        return
+    named = cfg.copy()
+    named.run.dir = str(Path(cfg.run.root) / cfg.run.name)
     try:
-        lock.check(cfg)
+        lock.check(named)
     except ConfigError as error:
         yield failure(GROUP, str(error), remedy="Type another run.name, or wait for the end of that run.")
 
