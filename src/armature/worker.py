@@ -122,7 +122,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=_record)
     checkpointing = Checkpointing(
         resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
         idle=cfg.trainer.accelerator == "cpu", **policy,
@@ -337,7 +337,8 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    _init_group(cfg)
+    environment.record_collectives()
+    _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             return _run_joined(cfg, overrides)
@@ -358,7 +359,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     """Join the process group, in which a collective fails after launch.hang_timeout.
 
     Args:
-        later: additional seconds, if a parent watches the ranks: it can name the one that hangs.
+        later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(
