@@ -40,7 +40,7 @@ from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
-from armature.loggers import log_hyperparameters
+from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import memory, report
@@ -283,6 +283,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
         target = get_object(node._target_)
         purges = isinstance(target, type) and issubclass(target, TensorBoardLogger) and "purge_step" not in node
         loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
+    mask_secrets(loggers)
     return loggers
 
 
