@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, dtensors, initialization, pipeline, tensor, ties
+from armature.parallel import blocks, copies, dtensors, initialization, pipeline, tensor, ties
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
@@ -169,6 +170,9 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
     model.register_forward_hook(reshard_without_grad)
+    if len(sharded) == 1:
+        copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
+        copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 
 
 def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
