@@ -23,8 +23,10 @@ def allow(model: nn.Module, shard: Callable[[nn.Module], None]) -> None:
     """
 
     def deepcopy(original: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        if "_armature_shard" not in vars(original):  # another model of the same class
+            raise AssertionError("FSDP does not support deepcopy of a model in several units.")
         copied = _unsharded_copy(original, memo)
-        original.__dict__["_armature_shard"](copied)
+        vars(original)["_armature_shard"](copied)
         return copied
 
     model.__dict__["_armature_shard"] = shard
@@ -44,7 +46,7 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}
     hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
     memo |= hooks | {id(model.__dict__["_armature_shard"]): None}
-    original = next(cls for cls in type(model).__mro__[1:] if not issubclass(cls, FSDPModule) and cls is not FSDPModule)
+    original = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     copied = original.__new__(original)
     memo[id(model)] = copied
     copied.__dict__.update(copy.deepcopy(kept, memo))
