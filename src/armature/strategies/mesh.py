@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
@@ -46,7 +47,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     """
 
     remedies: ClassVar = {
-        "mixed torch.Tensor and DTensor":
+        dtensors.MIXED:
             "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
             "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
             "type strategy=ddp.",
@@ -187,6 +188,37 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def teardown(self) -> None:
         self._run_contexts.close()
         super().teardown()
+
+    # ------------------------------------------------------------ steps
+    def _step_context(self) -> AbstractContextManager[None]:
+        """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
+        others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
+        return nullcontext() if others or self.data_size == 1 or self.compile != "none" else dtensors.gathers()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step_context():  # activation checkpointing computes forwards again
+            return super().backward(closure_loss, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().predict_step(*args, **kwargs)
 
     @contextmanager
     @override
