@@ -119,6 +119,7 @@ def test_every_experiment_opens_with_its_command(path):
     assert f"experiment={path.stem}" in head[1]
 
 
+@pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
     axes = ["3d", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
