@@ -118,23 +118,28 @@ class Session:
         self._publish()
         self._note("finished", "yes")
         if self.rank == 0:
-            end = time.monotonic() + seconds
-            while self.store is not None and time.monotonic() < end:
-                if all(self._read("finished", rank) for rank in range(self.ranks)):
-                    break
-                time.sleep(0.05)
+            self._wait_for("finished", range(self.ranks), seconds=seconds)
             if self._is_first():
                 self._report()
             self._note("reported", "yes")
+            self._wait_for("left", range(1, self.ranks), seconds=COLLECT_SECONDS)
         elif self.store is not None:  # the store lives in rank 0's process, and an agent ends all ranks with the first
-            with suppress(dist.DistError, RuntimeError):
-                self.store.wait(["reported/0"], timedelta(seconds=seconds))
+            self._wait_for("reported", [0], seconds=seconds)
+            self._note("left", "yes")
 
     # ------------------------------------------------------------ notes
     def _note(self, kind: str, text: str) -> None:
         if self.store is not None:
             with suppress(dist.DistError, RuntimeError):
                 self.store.set(f"{kind}/{self.rank}", text)
+
+    def _wait_for(self, kind: str, ranks: Sequence[int], *, seconds: float) -> None:
+        """Wait until these ranks have left a note. Not with `store.wait`, whose failure prints a stack of C++."""
+        end = time.monotonic() + seconds
+        while self.store is not None and time.monotonic() < end:
+            if all(self._read(kind, rank) for rank in ranks):
+                return
+            time.sleep(0.05)
 
     def _read(self, kind: str, rank: int) -> str | None:
         with suppress(dist.DistError, RuntimeError):
@@ -228,13 +233,19 @@ _REMEDIES = {
 
 
 def meet(
-    *, deadlines: Deadlines, own: list[Finding], report: Callable[[list[Finding]], None], alike: Mapping[str, str]
+    *,
+    deadlines: Deadlines,
+    own: list[Finding],
+    report: Callable[[list[Finding]], None],
+    alike: Mapping[str, str],
+    on_gpus: bool,
 ) -> Session:
     """Join the other ranks. Raise Unreachable if this rank cannot; end with a report if others do not come.
 
     Args:
         own: what this rank has found before.
         alike: what must be equal on all ranks, such as torch's version, by its name.
+        on_gpus: two ranks in one place of a machine fail then; on CPUs they only share its cores.
     """
     rank, ranks = environment.rank(), environment.world_size()
     if ranks == 1:
@@ -260,7 +271,7 @@ def meet(
         session._end(2)
     places = [(present[other]["host"], present[other]["local_rank"]) for other in range(ranks)]
     if rank == 0:
-        session.add(*_places(places, ranks))
+        session.add(*_places(places, ranks, on_gpus=on_gpus))
         session.add(*differences([present[other]["alike"] for other in range(ranks)], name=session.name))
     return session
 
@@ -292,15 +303,14 @@ def _never_started(missing: list[int], ranks: int, hosts: list[str], *, seconds:
     )
 
 
-def _places(places: list[tuple[str, int]], ranks: int) -> Iterator[Finding]:
+def _places(places: list[tuple[str, int]], ranks: int, *, on_gpus: bool) -> Iterator[Finding]:
     hosts = list(dict.fromkeys(host for host, _ in places))
     seen: dict[tuple[str, int], int] = {}
     for rank, place in enumerate(places):
         if place in seen:
             what = f"Ranks {seen[place]} and {rank} both have LOCAL_RANK={place[1]} on {place[0]}: they share a device."
-            yield finding.failure(
-                launch.GROUP, what, remedy="Start one rank per device; look at the launcher's script."
-            )
+            found = finding.failure if on_gpus else finding.warning
+            yield found(launch.GROUP, what, remedy="Start one rank per device; look at the launcher's script.")
         seen[place] = rank
     counts = {host: sum(h == host for h, _ in places) for host in hosts}
     if len(set(counts.values())) > 1:
