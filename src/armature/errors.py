@@ -34,6 +34,7 @@ class RunFailed(Exception):
         return super().__str__() + (resume if self.run_name is not None else "")
 
 
+MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 
 
@@ -44,7 +45,7 @@ def hide(values: Iterable[str]) -> None:
 
 def masked(text: str) -> str:
     for value in sorted(_hidden, key=len, reverse=True):
-        text = text.replace(value, "***")
+        text = text.replace(value, MASK)
     return text
 
 

@@ -36,11 +36,11 @@ from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
-from armature.launcher import environment, lock
+from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
-from armature.loggers import log_hyperparameters
+from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import memory, report
@@ -124,8 +124,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     entries = {"config_hash": run_dir.fingerprint(cfg)}
     heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=_record)
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
-    )
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu", **policy,
+    )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
@@ -282,6 +283,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
         target = get_object(node._target_)
         purges = isinstance(target, type) and issubclass(target, TensorBoardLogger) and "purge_step" not in node
         loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
+    mask_secrets(loggers)
     return loggers
 
 
@@ -295,6 +297,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    heap.keep_freed_memory(cfg.trainer.accelerator)
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     hide_secrets(cfg)

@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from armature import hardware
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, RunFailed
-from armature.launcher import environment, hang
+from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, resize
 
@@ -214,6 +214,7 @@ class _Attempts:
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
         return {
             **process_variables(devices, _script_folder()),
+            **heap.rank_variables(self.cfg.trainer.accelerator),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "64"),  # collectives known after a hang
