@@ -7,6 +7,7 @@ never completes keeps the doctor waiting.
 
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from armature.doctor import finding, launch
 from armature.doctor.finding import Finding, listed, listed_ranks
 from armature.errors import own_frames
-from armature.launcher import environment
+from armature.launcher import environment, lock
 
 POLL_SECONDS = 0.5
 COLLECT_SECONDS = 2.0  # that the reporting rank waits for the others' stacks after a deadline
@@ -67,6 +68,7 @@ class Session:
     report: Callable[[list[Finding]], None]
     findings: list[Finding] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
+    folder: Path | None = None  # of temporary files, removed also when the process is ended
     _step: int = 0
     _finished: bool = False
 
@@ -218,6 +220,8 @@ class Session:
             self._note("failed", "yes")  # the others end then
 
     def _end(self, code: int) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -253,8 +257,8 @@ def meet(
     started = time.monotonic()
     group_store, store = _stores(rank, ranks, seconds=deadlines.meeting)
     session = Session(store, group_store, rank, ranks, deadlines, report, findings=own)
-    here = {"host": socket.gethostname(), "local_rank": environment.local_rank(), "alike": dict(alike)}
-    session._note("here", json.dumps(here))
+    place = {"host": socket.gethostname(), "machine": _machine(), "node": environment.node_rank()}
+    session._note("here", json.dumps({**place, "local_rank": environment.local_rank(), "alike": dict(alike)}))
     end = started + deadlines.meeting
     present: dict[int, dict[str, Any]] = {}
     while len(present) < ranks and time.monotonic() < end:
@@ -262,18 +266,37 @@ def meet(
             if other not in present and (text := session._read("here", other)):
                 present[other] = json.loads(text)
         time.sleep(0.02 if len(present) < ranks else 0)
-    session.hosts = [present[other]["host"] if other in present else "" for other in range(ranks)]
+    session.hosts = host_names(present, ranks=ranks)
     if missing := [other for other in range(ranks) if other not in present]:
         if session._is_first():
             session.add(_never_started(missing, ranks, session.hosts, seconds=deadlines.meeting))
             session._report()
         time.sleep(COLLECT_SECONDS)
         session._end(2)
-    places = [(present[other]["host"], present[other]["local_rank"]) for other in range(ranks)]
+    places = [(session.hosts[other], present[other]["local_rank"]) for other in range(ranks)]
     if rank == 0:
         session.add(*_places(places, ranks, on_gpus=on_gpus))
         session.add(*differences([present[other]["alike"] for other in range(ranks)], name=session.name))
     return session
+
+
+def _machine() -> str:
+    """Return an identity of this machine, or of this container with a network of its own."""
+    with suppress(OSError):
+        return f"{lock.machine()} {os.readlink('/proc/self/ns/net')}"
+    return lock.machine()
+
+
+def host_names(present: Mapping[int, Mapping[str, Any]], *, ranks: int) -> list[str]:
+    """Return each rank's host, empty if it is not present; machines of the same name get their node's number."""
+    machines: dict[str, set[str]] = {}
+    for each in present.values():
+        machines.setdefault(each["host"], set()).add(each["machine"])
+    names = {
+        rank: each["host"] if len(machines[each["host"]]) == 1 else f"{each['host']} (node {each['node']})"
+        for rank, each in present.items()
+    }
+    return [names.get(rank, "") for rank in range(ranks)]
 
 
 def differences(everyones: Sequence[Mapping[str, str]], *, name: Callable[[int], str]) -> Iterator[Finding]:
