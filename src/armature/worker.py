@@ -36,7 +36,7 @@ from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
-from armature.launcher import environment, lock
+from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
@@ -122,10 +122,11 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=_record)
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
-    )
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu", **policy,
+    )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
@@ -296,6 +297,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    heap.keep_freed_memory(cfg.trainer.accelerator)
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     hide_secrets(cfg)
@@ -336,7 +338,8 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    _init_group(cfg)
+    environment.record_collectives()
+    _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             return _run_joined(cfg, overrides)
@@ -357,7 +360,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     """Join the process group, in which a collective fails after launch.hang_timeout.
 
     Args:
-        later: additional seconds, if a parent watches the ranks: it can name the one that hangs.
+        later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(

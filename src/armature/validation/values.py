@@ -29,6 +29,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.stage": (1, 2, 3),
+    "strategy.sequence_parallel": ("auto", True, False),
 }
 ALIASES = {
     "trainer.precision": {
