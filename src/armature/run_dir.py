@@ -34,6 +34,7 @@ from armature.launcher import environment
 from armature.validation.overrides import keep_references
 
 log = logging.getLogger(__name__)
+FILES = ("config.yaml", "overrides.txt", "metrics.csv", "summary.json", "tokenizer.json", "classes.json")
 _new_roots: set[Path] = set()  # values of run.root that did not exist when this process decided on a run directory
 
 
@@ -95,6 +96,9 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     If the directory, or the run that `resume=PATH` names, does not match, nothing is changed and ConfigError is raised.
     """
     run_dir = Path(cfg.run.dir)
+    files_of_run = [*(run_dir / name for name in FILES), directory.folder_of(run_dir) / directory.LAST]
+    if no_files := [path for path in files_of_run if path.exists() and not path.is_file()]:
+        raise ConfigError([f"{path} is no file, but the run writes a file of this name. Move it." for path in no_files])
     checkpoint = resume.checkpoint_for(cfg, run_dir)
     if checkpoint is None and cfg.resume == "required":
         raise ConfigError(
