@@ -38,6 +38,7 @@ class MicroBatchTooLarge(RuntimeError):
     """Memory ran out in a step that a smaller micro-batch repeats: recorded for the process that starts the ranks."""
 
 
+MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 
 
@@ -48,7 +49,7 @@ def hide(values: Iterable[str]) -> None:
 
 def masked(text: str) -> str:
     for value in sorted(_hidden, key=len, reverse=True):
-        text = text.replace(value, "***")
+        text = text.replace(value, MASK)
     return text
 
 

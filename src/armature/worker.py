@@ -36,11 +36,11 @@ from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
-from armature.launcher import environment, lock
+from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
-from armature.loggers import log_hyperparameters
+from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import report
@@ -49,7 +49,7 @@ from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.micro_batch import release
+from armature.training.micro_batch import begins_anew_here, release
 from armature.training.record_error import RecordError, record
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
@@ -89,7 +89,6 @@ def run(cfg: DictConfig) -> None:
     try:
         while (size := _attempt(cfg, stop)) is not None:
             release()
-            _seed(cfg)
             cfg = micro_batch.continued(cfg, size)
     finally:
         stop.restore()
@@ -99,12 +98,13 @@ def run(cfg: DictConfig) -> None:
 
 def _attempt(cfg: DictConfig, stop: StopOnSignal) -> int | None:
     """Train and test. Return the micro-batch size to begin anew with if memory ran out in this only process."""
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
     built = build(cfg, stop)
     try:
         fit_and_test(built)
     except Exception:
         found = built.errors.smaller
-        if found is None or process_group.ranks() > 1:
+        if found is None or not begins_anew_here():
             raise
         log.warning(found.line)
         return found.size
@@ -142,10 +142,11 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
-    )
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu", **policy,
+    )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
@@ -302,6 +303,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
         target = get_object(node._target_)
         purges = isinstance(target, type) and issubclass(target, TensorBoardLogger) and "purge_step" not in node
         loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
+    mask_secrets(loggers)
     return loggers
 
 
@@ -315,6 +317,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    heap.keep_freed_memory(cfg.trainer.accelerator)
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     hide_secrets(cfg)
@@ -322,12 +325,7 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    _seed(cfg)
     return handler
-
-
-def _seed(cfg: DictConfig) -> None:
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
 
 
 def quiet() -> None:
@@ -359,7 +357,8 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    _init_group(cfg)
+    environment.record_collectives()
+    _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             return _run_joined(cfg, overrides)
@@ -380,7 +379,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     """Join the process group, in which a collective fails after launch.hang_timeout.
 
     Args:
-        later: additional seconds, if a parent watches the ranks: it can name the one that hangs.
+        later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(

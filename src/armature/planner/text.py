@@ -78,7 +78,7 @@ def report(
     best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
     for place, (_, each) in enumerate(sorted(best.items())):
         lines += [] if place else ["", "Type:"]
-        lines.append(f"  python train.py {typed} {each.words}".replace("  python train.py  ", "  python train.py "))
+        lines.append(f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}")
     if any("data.global_batch_size=" in each.words for each in best.values()):
         lines.append("  (data.global_batch_size: one that divides among the ranks; this changes the result)")
     if not fitting:

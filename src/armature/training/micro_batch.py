@@ -18,6 +18,8 @@ from omegaconf import DictConfig
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from armature import run_dir
+from armature.launcher import environment
+from armature.parallel import process_group
 from armature.training import memory
 from armature.training.loops import EpochLoop
 from armature.training.progress import completed_batches
@@ -59,6 +61,11 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
         f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of {batches.global_batch_size}. "
         f"Type data.micro_batch_size={size} to start with it{keep}.{note}"
     ))  # fmt: skip
+
+
+def begins_anew_here() -> bool:
+    """Return whether this process itself begins anew: it is the only one, and no parent of it restarts it."""
+    return process_group.ranks() == 1 and environment.heartbeat_folder() is None
 
 
 def release() -> None:

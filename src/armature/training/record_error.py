@@ -10,7 +10,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature.errors import MicroBatchTooLarge
 from armature.launcher import environment
-from armature.parallel import process_group
 from armature.training import memory, micro_batch
 from armature.training.stop import StoppedBySignal
 
@@ -40,7 +39,7 @@ class RecordError(Callback):
                 self.smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
         if self.smaller is not None:
             exception.add_note(self.smaller.line)
-            if process_group.ranks() > 1:  # else this process continues
+            if not micro_batch.begins_anew_here():
                 record(MicroBatchTooLarge(self.smaller.line))
         elif not isinstance(exception, StoppedBySignal):
             record(exception)
