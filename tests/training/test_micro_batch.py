@@ -1,13 +1,10 @@
 """data.micro_batch_size=auto: memory that runs out in a step leads to a smaller micro-batch and the same result."""
 
-import weakref
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 
 import armature
@@ -23,29 +20,9 @@ ALLOWED = "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests
 MANUAL = ["task._target_=tests.lightning_habits.regression.Manual", "~task.preview_prompt", "~task.preview_tokens"]
 
 
-class Greedy(Callback):
-    """Raises in the model of one rank, from one step on, where a micro-batch has more samples than fit."""
-
-    modules: ClassVar[list[weakref.ref]] = []  # of this process
-
-    def __init__(self, fits: int, *, step: int = 0, rank: int = 0, training: bool = True) -> None:
-        self.fits, self.step, self.rank, self.training = fits, step, rank, training
-
-    def on_fit_start(self, trainer, pl_module):
-        assert not any(earlier() for earlier in self.modules), "the module of a failed attempt still holds its memory"
-        self.modules.append(weakref.ref(pl_module))
-
-        def check(module, args):
-            here = trainer.global_rank == self.rank and trainer.training == self.training
-            if here and trainer.global_step >= self.step and len(args[0]) > self.fits:
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(args[0])} GiB")
-
-        pl_module.model.register_forward_pre_hook(check)
-
-
 def greedy(**arguments: object) -> list[str]:
     words = [f"+callbacks.greedy.{name}={value}" for name, value in arguments.items()]
-    return [f"+callbacks.greedy._target_={__name__}.Greedy", *words, ALLOWED]
+    return ["+callbacks.greedy._target_=tests.memory_parts.Greedy", *words, ALLOWED]
 
 
 @pytest.fixture
