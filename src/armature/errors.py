@@ -34,6 +34,10 @@ class RunFailed(Exception):
         return super().__str__() + (resume if self.run_name is not None else "")
 
 
+class MicroBatchTooLarge(RuntimeError):
+    """Memory ran out in a step that a smaller micro-batch repeats: recorded for the process that starts the ranks."""
+
+
 MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 

@@ -153,6 +153,13 @@ def fingerprint(cfg: DictConfig) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def record_micro_batch_size(run_dir: Path, size: int) -> None:
+    """Write into config.yaml what `data.micro_batch_size=auto` is from now on."""
+    cfg = read(run_dir)
+    cfg.run.micro_batch_size = size
+    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(cfg))
+
+
 def read(run_dir: Path) -> DictConfig:
     """Return the configuration of a run; references to the environment are resolved when they are used."""
     file = run_dir / "config.yaml"

@@ -10,8 +10,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import armature
 from armature import hardware
 from armature.training import memory
+from armature.training.record_error import RecordError
 from armature.validation.memory import overrides
-from armature.worker import RecordError
 from tests import running
 
 GIB = 2**30
