@@ -32,6 +32,7 @@ IMPORTED = (
     "armature.strategies.single",
     "armature.strategies.ddp",
     "tests.resume_parts",
+    "tests.nan_parts",
 )
 
 

@@ -34,6 +34,10 @@ class RunFailed(Exception):
         return super().__str__() + (resume if self.run_name is not None else "")
 
 
+class NotFinite(RunFailed):
+    """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`). A restart would not help."""
+
+
 _hidden: set[str] = set()  # values that no message and no log shows
 
 

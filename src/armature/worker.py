@@ -43,7 +43,7 @@ from armature.loading import build_task
 from armature.loggers import log_hyperparameters
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import memory, report
+from armature.training import memory, not_finite, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -72,6 +72,7 @@ class Run:
     trainer: Trainer
     checkpoint: Path | None  # to resume from
     step_log: StepLog
+    guard: not_finite.NotFiniteGuard
     checkpointing: Checkpointing
     stop: StopOnSignal
     display: Display
@@ -84,15 +85,15 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
-        fit_and_test(build(cfg, stop))
+        not_finite.with_rollbacks(cfg, lambda cfg, events: fit_and_test(build(cfg, stop, events)))
     finally:
         stop.restore()
         logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
         log_file.close()
 
 
-def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
-    """Build the objects that a configuration names."""
+def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | None = None) -> Run:
+    """Build the objects that a configuration names; `events` as for `not_finite.begin`."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(cfg)
@@ -113,12 +114,14 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
 
     csv = MetricsCSV(directory)
     csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
+    guard = not_finite.begin(cfg, data, strategy, resumes=csv.is_expected, events=events)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
         global_batch_size=data.global_batch_size,
         train_size=data.train_size,
         tokens_per_sample=data.tokens_per_sample,
+        rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
@@ -134,7 +137,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(cfg), heartbeat, progress, step_log, *chosen, checkpointing, stop, display],
+        callbacks=[RecordError(cfg), heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
@@ -146,7 +149,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
-        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
+        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log, guard=guard,
         checkpointing=checkpointing, stop=stop, display=display, limits=limits,
     )  # fmt: skip
 
@@ -203,8 +206,8 @@ def fit_and_test(run: Run) -> None:
     can_preview = hasattr(task, "preview") and (strategy is None or strategy.can_generate)
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
-        cfg, trainer, step_log, run.display, run.limits, reason=reason, metrics=metrics, best=run.checkpointing.best,
-        seconds=time.monotonic() - started, preview=preview,
+        cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
+        best=run.checkpointing.best, seconds=time.monotonic() - started, preview=preview,
         baselines=getattr(run.data, "baselines", list)(),
     )  # fmt: skip
 
@@ -227,7 +230,8 @@ def _trainer_arguments(
     if not task.automatic_optimization:
         size = batches.global_batch_size if batches.accumulate > 1 else None
         clip, micro = trainer.gradient_clip_val, batches.micro_batch_size
-        if found := manual.setting_problems(type(task).__name__, clip=clip, micro=micro, size=size):
+        name = type(task).__name__
+        if found := manual.setting_problems(name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,
@@ -383,7 +387,7 @@ class RecordError(L.Callback):
         if memory.is_missing(exception):
             with suppress(Exception):  # an explanation must not hide the error
                 exception.add_note(memory.explain(self.cfg, trainer, pl_module))
-        if not isinstance(exception, StoppedBySignal):
+        if not isinstance(exception, StoppedBySignal | not_finite.RolledBack):
             _record(exception)
 
 
