@@ -35,13 +35,16 @@ def main() -> None:
     parser.add_argument("--depths", help="two numbers of layers, such as 2,4: simulate these and extrapolate (faster)")
     parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
+    if arguments.config_dir:
+        typed.insert(0, f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]")
     try:
         run(arguments, typed)
     except ConfigError as error:
         cli.refuse(error.problems)
     except simulation.SimulationFailed as error:
-        print(f"The run raises this error, simulated or not:\n{error}", file=sys.stderr)
+        print(f"The run raises this error:\n{error}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -114,7 +114,9 @@ class Config:
 def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:
     """Return a size of the model; `otherwise` if it has no such size, or takes it from the data."""
     model = _root_.model
-    return otherwise if name not in model or OmegaConf.is_interpolation(model, name) else model[name]
+    # before `in`, which would follow the reference to the data back to here, until Python's stack is full
+    from_data = name in {*model} and OmegaConf.is_interpolation(model, name)
+    return otherwise if from_data or name not in model else model[name]
 
 
 OmegaConf.register_new_resolver("model_size", _model_size, replace=True)  # every config.yaml is read by this module

@@ -38,6 +38,7 @@ class NotFinite(RunFailed):
     """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`). A restart would not help."""
 
 
+MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 
 
@@ -48,7 +49,7 @@ def hide(values: Iterable[str]) -> None:
 
 def masked(text: str) -> str:
     for value in sorted(_hidden, key=len, reverse=True):
-        text = text.replace(value, "***")
+        text = text.replace(value, MASK)
     return text
 
 

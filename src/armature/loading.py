@@ -103,7 +103,7 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
 
 
 def load_data(cfg: DictConfig) -> DataModule:
-    """Return the data module of a run's configuration, with the tokens and classes that the run was trained with."""
+    """Return the data module of a run's configuration, with what the run saved for it, such as its classes."""
     data = adapter.build(cfg)
     data.load_assets(Path(cfg.run.dir))
     return data

@@ -36,11 +36,11 @@ from armature.checkpoint.state import is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
-from armature.launcher import environment, lock
+from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
-from armature.loggers import log_hyperparameters
+from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import memory, not_finite, report
@@ -125,15 +125,15 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=_record)
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest, **policy
-    )
+        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu", **policy,
+    )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
-    total = limits.global_batches
-    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=total)
+    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     progress = RestoreProgress()
     trainer = Trainer(
         strategy=strategy,
@@ -229,8 +229,7 @@ def _trainer_arguments(
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
         size = batches.global_batch_size if batches.accumulate > 1 else None
-        clip, micro = trainer.gradient_clip_val, batches.micro_batch_size
-        name = type(task).__name__
+        name, clip, micro = type(task).__name__, trainer.gradient_clip_val, batches.micro_batch_size
         if found := manual.setting_problems(name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan):
             raise ConfigError(found)
     return {
@@ -286,6 +285,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
         target = get_object(node._target_)
         purges = isinstance(target, type) and issubclass(target, TensorBoardLogger) and "purge_step" not in node
         loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
+    mask_secrets(loggers)
     return loggers
 
 
@@ -299,6 +299,7 @@ def _seconds(max_time: str | None) -> float | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    heap.keep_freed_memory(cfg.trainer.accelerator)
     rank = environment.rank()
     handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
     hide_secrets(cfg)
@@ -339,7 +340,8 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    _init_group(cfg)
+    environment.record_collectives()
+    _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             return _run_joined(cfg, overrides)
@@ -360,7 +362,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     """Join the process group, in which a collective fails after launch.hang_timeout.
 
     Args:
-        later: additional seconds, if a parent watches the ranks: it can name the one that hangs.
+        later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from armature.checkpoint import directory
+from armature.checkpoint.hashing import HashingFileSystem, SaveThreads
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -50,12 +51,26 @@ def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
     return part
 
 
-def complete(part: Path, checkpoint: Path, entries: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
-    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks."""
+def complete(
+    part: Path,
+    checkpoint: Path,
+    entries: dict[str, Any],
+    *,
+    written: directory.FileEntries,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks.
+
+    `written` describes files of this rank, which are not read again.
+    """
     rank, ranks = process_group.rank(), process_group.ranks()
 
     def describe_own() -> directory.FileEntries:
-        return directory.describe(part, [p.name for p in part.iterdir() if _writer_of(p.name, ranks) == rank])
+        for name, entry in written.items():
+            if (size := (part / name).stat().st_size) != entry["bytes"]:
+                raise OSError(f"{part / name} has {size} bytes, but {entry['bytes']} were written to it")
+        own = (path.name for path in part.iterdir() if _writer_of(path.name, ranks) == rank)
+        return written | directory.describe(part, [name for name in own if name not in written])
 
     described = process_group.on_all_ranks(describe_own, group=group)
 
@@ -117,10 +132,12 @@ def expect_single_process() -> Iterator[None]:
         yield
 
 
-def writer(part: Path) -> dcp.FileSystemWriter:
-    if directory.is_local(part):
-        return dcp.FileSystemWriter(part)
-    return FsspecWriter(str(part), **part.storage_options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
+def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
+    """Return torch's writer, and what will describe the files that it has written."""
+    options: dict[str, Any] = getattr(part, "storage_options", {})
+    writer: Any = dcp.FileSystemWriter(part) if directory.is_local(part) else FsspecWriter(str(part), **options)
+    writer.fs = hashed = HashingFileSystem(writer.fs, threads)
+    return writer, hashed.written
 
 
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:

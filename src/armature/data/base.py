@@ -99,6 +99,12 @@ class DataModule(L.LightningDataModule):
         """Use what `save_assets` has saved: called before other data are read for a trained model."""
 
     @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes in the order of their numbers, if the attribute `classes` has them."""
+        names = getattr(self, "classes", None)
+        return names if isinstance(names, list) else None
+
+    @property
     def found_sizes(self) -> dict[str, int]:
         """Sizes that the training data ask of the model, by its argument, as far as only the data tell them."""
         return {}
@@ -190,7 +196,9 @@ class DataModule(L.LightningDataModule):
 
     @override
     def predict_dataloader(self) -> Any:
-        return UnchangedLoader(self._evaluation_loader(self.predict_split))
+        dataset = self._dataset(self.predict_split)
+        sampler = self._evaluation_sampler(dataset, self.eval_batch_size, pads=False)
+        return UnchangedLoader(self._loader("predictions", dataset, sampler))
 
     def _train_sampler(self) -> TrainSampler:
         shuffled = not isinstance(self._dataset("train"), Stream)
@@ -223,9 +231,9 @@ class DataModule(L.LightningDataModule):
         dataset = self._dataset(split)
         return self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
 
-    def _evaluation_sampler(self, dataset: Any, batch_size: int) -> EvalSampler:
+    def _evaluation_sampler(self, dataset: Any, batch_size: int, *, pads: bool = True) -> EvalSampler:
         rank, ranks = self._rank_and_ranks()
-        return EvalSampler(len(dataset), batch_size=batch_size, rank=rank, ranks=ranks)
+        return EvalSampler(len(dataset), batch_size=batch_size, rank=rank, ranks=ranks, pads=pads)
 
     def _loader(
         self, name: str, dataset: Any, sampler: TrainSampler | EvalSampler, *, training: bool = False,

@@ -130,14 +130,21 @@ class EvalSampler:
     All ranks get the same number of batches. If samples do not fill the last batches, all ranks share them, so that
     each has at least one sample. Only if there are too few samples for that, a rank's batch is `[PADDING]`. No batch
     mixes samples and padding, since not every loss can ignore a part of a batch.
+
+    Args:
+        pads: False: a rank has no batch in place of one of padding, as no other rank waits for it.
     """
 
-    def __init__(self, size: int, *, batch_size: int, rank: int, ranks: int) -> None:
-        self.size, self.batch_size, self.rank, self.ranks = size, batch_size, rank, ranks
+    def __init__(self, size: int, *, batch_size: int, rank: int, ranks: int, pads: bool = True) -> None:
+        self.size, self.batch_size, self.rank, self.ranks, self.pads = size, batch_size, rank, ranks, pads
         self.population = size
 
     def __len__(self) -> int:
-        return -(-self.size // (self.batch_size * self.ranks))
+        batches = -(-self.size // (self.batch_size * self.ranks))
+        if self.pads or not batches or (batches > 1 and self.batch_size > 1):
+            return batches
+        last = self.size - (batches - 1) * self.batch_size * self.ranks
+        return batches - (last * self.rank // self.ranks == last * (self.rank + 1) // self.ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
         full, end = self.batch_size * self.ranks, 0
@@ -146,7 +153,8 @@ class EvalSampler:
             even = left == 2 and rest - full < self.ranks and self.batch_size > 1  # or the last would be too small
             end = start + (rest // 2 if even else min(full, rest))
             lower, upper = (start + (end - start) * r // self.ranks for r in (self.rank, self.rank + 1))
-            yield list(range(lower, upper)) or [PADDING]
+            if self.pads or upper > lower:
+                yield list(range(lower, upper)) or [PADDING]
 
 
 def permuted(places: NDArray[np.int64], *, size: int, seed: int | str, epoch: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -227,11 +227,14 @@ _REMEDIES = {
 }
 
 
-def meet(*, deadlines: Deadlines, own: list[Finding], report: Callable[[list[Finding]], None]) -> Session:
+def meet(
+    *, deadlines: Deadlines, own: list[Finding], report: Callable[[list[Finding]], None], alike: Mapping[str, str]
+) -> Session:
     """Join the other ranks. Raise Unreachable if this rank cannot; end with a report if others do not come.
 
     Args:
         own: what this rank has found before.
+        alike: what must be equal on all ranks, such as torch's version, by its name.
     """
     rank, ranks = environment.rank(), environment.world_size()
     if ranks == 1:
@@ -239,7 +242,8 @@ def meet(*, deadlines: Deadlines, own: list[Finding], report: Callable[[list[Fin
     started = time.monotonic()
     group_store, store = _stores(rank, ranks, seconds=deadlines.meeting)
     session = Session(store, group_store, rank, ranks, deadlines, report, findings=own)
-    session._note("here", json.dumps({"host": socket.gethostname(), "local_rank": environment.local_rank()}))
+    here = {"host": socket.gethostname(), "local_rank": environment.local_rank(), "alike": dict(alike)}
+    session._note("here", json.dumps(here))
     end = started + deadlines.meeting
     present: dict[int, dict[str, Any]] = {}
     while len(present) < ranks and time.monotonic() < end:
@@ -257,7 +261,24 @@ def meet(*, deadlines: Deadlines, own: list[Finding], report: Callable[[list[Fin
     places = [(present[other]["host"], present[other]["local_rank"]) for other in range(ranks)]
     if rank == 0:
         session.add(*_places(places, ranks))
+        session.add(*differences([present[other]["alike"] for other in range(ranks)], name=session.name))
     return session
+
+
+def differences(everyones: Sequence[Mapping[str, str]], *, name: Callable[[int], str]) -> Iterator[Finding]:
+    """Name what must be equal on all ranks and is not.
+
+    Args:
+        everyones: values by name, in order of ranks.
+    """
+    for what in everyones[0]:
+        first: dict[str, int] = {}
+        for rank, values in enumerate(everyones):
+            first.setdefault(values[what], rank)
+        if len(first) > 1:
+            shown = ", ".join(f"{value} on {name(rank)}" for value, rank in list(first.items())[:4])
+            remedy = "Start the same command in the same environment, with the same files, on every machine."
+            yield finding.failure("environment", f"{what} differs between the ranks: {shown}.", remedy=remedy)
 
 
 def _never_started(missing: list[int], ranks: int, hosts: list[str], *, seconds: float) -> Finding:

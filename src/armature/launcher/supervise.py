@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from armature import hardware
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, NotFinite, RunFailed
-from armature.launcher import environment, hang
+from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, resize
 
@@ -37,6 +37,7 @@ EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "tim
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
 SOURCES = str(Path(__file__).parents[2])
+WATCH_SECONDS = 60.0  # that the ranks of several machines have to end by themselves when they hang
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # never caused by the loss of another rank
 LOST_CONNECTION = ("by peer", "Broken pipe", "remote process exited")  # in errors caused by another rank's end
 
@@ -193,8 +194,8 @@ class _Attempts:
         )  # fmt: skip
         oom_kills = _oom_kills()
         timeout = cfg.launch.hang_timeout
-        if timeout == "auto" and nodes > 1:  # whether another machine validates or saves is not known here
-            timeout = None
+        if endpoint:  # the ranks watch themselves (training/hang_watch.py): this process knows only its own ones
+            timeout = None if timeout in ("auto", None) else timeout + WATCH_SECONDS
         watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=timeout)
         with _environment(self._variables(number, beats)), watcher:
             self.stop.watcher = watcher
@@ -214,6 +215,7 @@ class _Attempts:
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
         return {
             **process_variables(devices, _script_folder()),
+            **heap.rank_variables(self.cfg.trainer.accelerator),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "64"),  # collectives known after a hang

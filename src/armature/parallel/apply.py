@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, dtensors, initialization, pipeline, tensor, ties
+from armature.parallel import blocks, copies, dtensors, initialization, pipeline, tensor, ties
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
@@ -90,6 +91,12 @@ def parallelize(
     # 6. shard: units of blocks, and one unit for each end
     data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two axes: HSDP
     if data_mesh.size() > 1:
+        if plan is None:
+            log.warning(
+                "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "
+                "plan.py beside it that names its blocks, and each rank gathers the weights of one block at a time.",
+                type(model).__name__,
+            )
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     for head, ids in _head_hooks(model).items():
@@ -139,13 +146,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded = [model]
     dtensors.watch_frozen_weights(model)
-    if plan is None:
-        log.warning(
-            "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "
-            "plan.py beside it that names its blocks, and each rank gathers the weights of one block at a time.",
-            type(model).__name__,
-        )
-    else:
+    if plan is not None:
         units = sharding_units(model, plan, min_num_params=options.min_num_params)
         for unit in units:
             fully_shard(unit, **arguments)
@@ -169,6 +170,9 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
     model.register_forward_hook(reshard_without_grad)
+    if len(sharded) == 1:
+        copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
+        copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 
 
 def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:

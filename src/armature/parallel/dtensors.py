@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of a sharded weight and a plain tensor
 
 
 def support_user_code() -> None:
@@ -45,6 +51,62 @@ def _set_items(self: DTensor, key: Any, value: Any) -> None:
         self.to_local()[key.to_local()] = value  # each rank has the mask of its own elements
     else:
         Tensor.__setitem__(self, key, value)
+
+
+# ---------------------------------------------------------------- weights used outside of their model's forward
+@contextmanager
+def gathers() -> Iterator[None]:
+    """Within this context, an operation of sharded weights and plain tensors gathers the weights.
+
+    A model's forward has gathered weights, but a step may use layers without it: `self.net[:3](x)`, a method other than
+    forward, `F.linear(x, self.net.weight)`. All ranks must reach the operation, as they must reach a forward.
+    """
+    DTensor.__torch_function__ = classmethod(_gather_if_mixed)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        DTensor.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    try:
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+    except RuntimeError as error:
+        if MIXED not in str(error) or _is_in_place(func.__name__) or "out" in (kwargs or {}):
+            raise
+    args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs or {}))
+    return func(*args, **kwargs)
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether an operation changes its tensor: of gathered weights, the change would be lost."""
+    if name.endswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
+
+
+def _gathered(tensor: DTensor) -> Tensor:
+    gathered = _Gather.apply(tensor)
+    assert isinstance(gathered, Tensor)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """The whole tensor; its gradient is the mean over ranks, as that of weights which a forward gathers."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        return tensor.detach().full_tensor()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad.is_cuda:
+            torch.cuda.synchronize(grad.device)  # FSDP adds to the same gradient on a stream of its own
+        summed = DTensor.from_local(grad / ctx.mesh.size(), ctx.mesh, [Partial()] * ctx.mesh.ndim)
+        return summed.redistribute(placements=[Replicate() if p.is_partial() else p for p in ctx.placements])
 
 
 def watch_frozen_weights(model: nn.Module) -> None:

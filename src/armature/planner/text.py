@@ -62,11 +62,7 @@ def report(
     if any(each.simulated for each in runs):
         lines.append("* simulated; all others by closed formulas")
     for each in fitting[:1]:
-        lines += [
-            "",
-            "Type:",
-            f"  python train.py {typed} {each.words}".replace("  python train.py  ", "  python train.py "),
-        ]
+        lines += ["", "Type:", f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}"]
         if "data.global_batch_size" in each.words:
             lines.append("  (with a global batch that divides among the ranks; this changes the result)")
     if not fitting:

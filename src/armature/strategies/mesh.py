@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
@@ -39,13 +40,14 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         min_num_params: consecutive blocks form one unit until they have this many parameters (counted on one rank of
             the tensor axis), because small messages are hardly faster than larger ones. A smaller model is one unit,
             which stays gathered until backward.
-        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if the plan can.
+        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if the plan can;
+            "auto": except on CPUs.
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per stage, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
 
     remedies: ClassVar = {
-        "mixed torch.Tensor and DTensor":
+        dtensors.MIXED:
             "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
             "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
             "type strategy=ddp.",
@@ -62,7 +64,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1, tensor: int | str = 1,
         backend: str = "auto", reshard_after_forward: bool | None = None, reduce_every_microbatch: bool = True,
         param_dtype: str | None = None, reduce_dtype: str | None = None, cpu_offload: bool = False, prefetch: int = 1,
-        min_num_params: int = 8_000_000, sequence_parallel: bool = True, sync_batchnorm: bool = True,
+        min_num_params: int = 8_000_000, sequence_parallel: bool | str = "auto", sync_batchnorm: bool = True,
         schedule: str = "1f1b", microbatches: int = 4, stages: Sequence[int] | None = None,
         activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
         float8: bool | str = False,
@@ -85,6 +87,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._setup_distributed()  # joins the process group
         torch.manual_seed(self.seed)
         self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
+        option, device = self.options["sequence_parallel"], self.root_device.type
+        self.options["sequence_parallel"] = mesh.shards_sequence(option, device=device)
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
         self.module._device_mesh = self._device_mesh
 
@@ -100,6 +104,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def data_rank(self) -> int:
         return self._rank_on("replicate") * self.sizes["shard"] + self._rank_on("shard")
+
+    @property
+    @override
+    def layout_notes(self) -> list[str]:
+        return [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (self.sizes["tensor"] > 1)
 
     @property
     @override
@@ -179,6 +188,37 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def teardown(self) -> None:
         self._run_contexts.close()
         super().teardown()
+
+    # ------------------------------------------------------------ steps
+    def _step_context(self) -> AbstractContextManager[None]:
+        """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
+        others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
+        return nullcontext() if others or self.data_size == 1 or self.compile != "none" else dtensors.gathers()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._step_context():  # activation checkpointing computes forwards again
+            return super().backward(closure_loss, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step_context():
+            return super().predict_step(*args, **kwargs)
 
     @contextmanager
     @override

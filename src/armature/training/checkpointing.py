@@ -37,7 +37,8 @@ class Checkpointing(Checkpoint):
         folder: where the checkpoints are, on this machine or in an object store.
         monitor: the logged value that decides which are best; `mode` is min or max.
         keep_every_n_steps: checkpoints at multiples of it are never removed.
-        background: write in a thread, while training continues.
+        background: write in a thread, while training continues; with `idle` only where cores are idle, until the next
+            save or the end of the run waits for it.
         on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
         manifest_entries: what the manifests state about the run.
         save_begins: called on each rank before a save, and before it waits for the previous one.
@@ -62,6 +63,7 @@ class Checkpointing(Checkpoint):
         at_end: bool,
         background: bool,
         on_failure: str,
+        idle: bool = False,
         manifest_entries: dict[str, Any] | None = None,
         save_begins: Callable[[], None] = lambda: None,
     ) -> None:
@@ -72,7 +74,7 @@ class Checkpointing(Checkpoint):
         self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.save_begins = on_failure, save_begins
-        self.writer = CheckpointWriter(background=background, entries=manifest_entries, on_saved=self._saved)
+        self.writer = CheckpointWriter(background=background, idle=idle, entries=manifest_entries, on_saved=self._saved)
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
         self._saved_step = -1

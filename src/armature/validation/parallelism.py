@@ -15,6 +15,7 @@ from typing import Any
 
 from armature import hardware
 from armature.layout import Layout
+from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
 from armature.validation import lightning_callbacks, signatures
 
@@ -170,7 +171,8 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     sequence = cfg["model"].get(plan.sequence) if plan.sequence else None
-    if layout.options["sequence_parallel"] and isinstance(sequence, int) and sequence % tensor:
+    shards = shards_sequence(layout.options["sequence_parallel"], device=cfg["trainer"]["accelerator"])
+    if shards and isinstance(sequence, int) and sequence % tensor:
         problems.append(
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
             "sharded. Type strategy.sequence_parallel=false, or another length."

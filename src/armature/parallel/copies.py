@@ -1,0 +1,66 @@
+"""Deep copies of sharded models: a teacher that `on_fit_start` makes, a snapshot at the end of an epoch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+SHARDING = ("torch.distributed.fsdp", "armature.parallel")  # modules whose hooks belong to sharding
+STATE_PREFIX = "__composable_api"  # of the attributes in which torch keeps what sharding needs
+
+
+def allow(model: nn.Module, shard: Callable[[nn.Module], None]) -> None:
+    """Let `copy.deepcopy` copy a model that is sharded as one unit; torch refuses it.
+
+    All ranks must copy. The copy is gathered for a moment, and then sharded in the same way.
+
+    Args:
+        shard: shards the copy.
+    """
+
+    def deepcopy(original: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        if "_armature_shard" not in vars(original):  # another model of the same class
+            raise AssertionError("FSDP does not support deepcopy of a model in several units.")
+        copied = _unsharded_copy(original, memo)
+        vars(original)["_armature_shard"](copied)
+        return copied
+
+    model.__dict__["_armature_shard"] = shard
+    type(model).__deepcopy__ = deepcopy  # the class is FSDP's, made for models like this one
+
+
+def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy with whole weights, that knows nothing of sharding.
+
+    Args:
+        memo: copies by id, as `copy.deepcopy` hands it on.
+    """
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(param.detach().full_tensor().clone(), requires_grad=param.requires_grad)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}
+    hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
+    memo |= hooks | {id(model.__dict__["_armature_shard"]): None}
+    original = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    copied = original.__new__(original)
+    memo[id(model)] = copied
+    copied.__dict__.update(copy.deepcopy(kept, memo))
+    for found in _hooks(copied):
+        for key in [key for key, hook in found.items() if id(hook) in hooks]:
+            del found[key]
+    return copied
+
+
+def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
+    """Yield the dicts of hooks of a model and its submodules."""
+    for module in model.modules():
+        yield from (value for name, value in vars(module).items() if name.endswith("_hooks"))
+
+
+def _shards(hook: Any) -> bool:
+    return getattr(hook, "hook", hook).__module__.startswith(SHARDING)

@@ -1,0 +1,74 @@
+"""Weights of a sharded model that are used outside of its forward, and copies of such a model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from armature.parallel import apply, dtensors
+from benchmarks.parity.harness import on_ranks
+
+OPTIONS = apply.Options(
+    seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
+    compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
+    min_num_params=0,
+)  # fmt: skip
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """By a slice, a weight itself, a weight computed from another, operators with the weight on either side."""
+    first, last = model[0].weight, model[2].weight
+    out = model[2](model[:2](x)) + nn.functional.linear(x, first).mean(1, keepdim=True)
+    sums = (last - x[:, :1]).sum(1, keepdim=True) + (x @ first.mean(0))[:, None] - (1 - x[:, :1]) * last.sum()
+    return (out + sums).square().mean()
+
+
+def computed() -> dict[str, Any]:
+    from armature.parallel import mesh
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    model = stack()
+    if ranks > 1:
+        sizes = {"pipe": 1, "replicate": 1, "shard": ranks, "tensor": 1}
+        device_mesh = mesh.build(sizes, device_type="cpu")
+        apply.parallelize(model, None, device_mesh, OPTIONS, device=torch.device("cpu"), prefix="")
+    with dtensors.gathers():
+        value = loss(model, x.chunk(ranks)[rank])
+        if ranks > 1:
+            for change in (lambda w: w.add_(torch.ones(5, 3)), lambda w: w.__setitem__(0, torch.ones(3))):
+                with torch.no_grad(), pytest.raises(RuntimeError, match=dtensors.MIXED):
+                    change(model[0].weight)
+        value.backward()
+    gradients = [p.grad.full_tensor() if ranks > 1 else p.grad for p in model.parameters()]  # pyright: ignore
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    return {
+        "gradients": gradients,
+        "teacher": teacher(x),
+        "twice": copy.deepcopy(teacher)(x),
+        "model": model(x).detach(),
+        "kind": type(teacher).__name__,
+        "trained": [p.requires_grad for p in (*teacher.parameters(), *model.parameters())],
+    }
+
+
+@pytest.mark.slow
+def test_a_step_s_gradients_and_a_copy_s_outputs_are_those_of_one_process() -> None:
+    (alone,) = on_ranks(computed, ranks=1)
+    for found in on_ranks(computed, ranks=2):
+        for key in ("gradients", "teacher", "twice", "model"):
+            torch.testing.assert_close(found[key], alone[key], rtol=1e-5, atol=1e-6)
+        assert found["kind"] == "FSDPSequential"
+        assert found["trained"] == alone["trained"] == [False] * 4 + [True] * 4
