@@ -75,11 +75,15 @@ class UpdateMask:
         torch.ne(self._total, 0, out=self.found)
         optimizer.found_inf = self.found
 
-    @torch.no_grad()
     def step_ended(self) -> None:
         """Called after the update: give the buffers their values of before a step that was left out."""
+        if self._before:
+            self._restore_buffers()
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
         before, self._before = self._before, []
-        for buffer, old in zip(self._buffers, before, strict=False):
+        for buffer, old in zip(self._buffers, before, strict=True):
             if self.left_out:
                 buffer.copy_(old)
             elif self.found is not None:
