@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import armature
 from armature import run_dir, worker
@@ -15,6 +16,7 @@ from armature.data.batching import Batches
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
 from armature.strategies import update_mask
+from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 from armature.training import not_finite
 from tests import running
@@ -120,10 +122,9 @@ def test_ignore_trains_on(train, caplog):
 EMA_ON = "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.9}"
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(kind, train):
-    other, _ = train(*bad("skip", kind=kind), EMA_ON, "trainer.max_steps=5", "scheduler=constant", name="shorter")
-    skipped, error = train(*bad("skip", 49, kind=kind), EMA_ON, "trainer.max_steps=6", "scheduler=constant")
+def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(train):
+    other, _ = train(*bad("skip"), EMA_ON, "trainer.max_steps=5", "scheduler=constant", name="shorter")
+    skipped, error = train(*bad("skip", 49), EMA_ON, "trainer.max_steps=6", "scheduler=constant")
     assert error is None
     assert running.summary(skipped)["skipped_steps"] == 1  # the last one
     assert running.summary(other)["skipped_steps"] == 0
@@ -135,11 +136,10 @@ def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(kind
 def test_a_run_with_a_skipped_step_resumes_exactly(train):
     straight, _ = train(*bad("skip", BAD), EMA_ON, name="straight")
     assert running.summary(straight)["skipped_steps"] == 1
-    for at in (6, 8):
-        resumed = train(*bad("skip", BAD), EMA_ON, stop_at(at), name=f"at{at}")[0]
-        train(*bad("skip", BAD), EMA_ON, name=f"at{at}")
-        assert_same(resumed, straight)
-        assert running.summary(resumed)["skipped_steps"] == 1
+    resumed, _ = train(*bad("skip", BAD), EMA_ON, stop_at(8), name="resumed")
+    train(*bad("skip", BAD), EMA_ON, name="resumed")
+    assert_same(resumed, straight)
+    assert running.summary(resumed)["skipped_steps"] == 1
 
 
 # ---------------------------------------------------------------- rollback
@@ -152,12 +152,10 @@ def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
     seen = [list(map(int, line.split()[2:])) for line in (folder / "seen.txt").read_text().splitlines()][-6:]
     assert not any(BAD in samples for samples in seen)
     # stopped after the rollback, and resumed: only the checkpoint knows what is left out
-    for at, forgets in ((6, False), (9, True)):
-        resumed = train(*bad("rollback", BAD), stop_at(at), name=f"at{at}")[0]
-        if forgets:
-            (resumed / not_finite.FILE).unlink()
-        train(*bad("rollback", BAD), name=f"at{at}")
-        assert_same(resumed, folder)
+    resumed, _ = train(*bad("rollback", BAD), stop_at(9), name="resumed")
+    (resumed / not_finite.FILE).unlink()
+    train(*bad("rollback", BAD), name="resumed")
+    assert_same(resumed, folder)
 
 
 def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
@@ -252,6 +250,10 @@ def test_skip_is_refused_for_a_task_that_optimizes_manually():
     assert not manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="rollback")
 
 
-def test_lbfgs_cannot_skip(train):
+def test_lbfgs_cannot_skip():
+    strategy = SingleDevice()
+    module = BoringModel()
+    strategy.connect(module)
+    strategy.on_nan, strategy.optimizers = "skip", [torch.optim.LBFGS(module.parameters())]
     with pytest.raises(ConfigError, match=r"trainer.on_nan=skip: LBFGS"):
-        train(*bad("skip", BAD), "optimizer={_target_:torch.optim.LBFGS,_partial_:true}")
+        strategy._make_mask()
