@@ -59,6 +59,7 @@ class Trainer:
     limit_val_batches: Any = MISSING  # int | float | None
     limit_test_batches: Any = MISSING  # int | float | None
     log_every_n_steps: int = MISSING
+    on_nan: str = MISSING
     test_at_end: bool = MISSING
     deterministic: bool = MISSING
     detect_anomaly: bool = MISSING

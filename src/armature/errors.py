@@ -38,6 +38,10 @@ class MicroBatchTooLarge(RuntimeError):
     """Memory ran out in a step that a smaller micro-batch repeats: recorded for the process that starts the ranks."""
 
 
+class NotFinite(RunFailed):
+    """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`). A restart would not help."""
+
+
 MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 

@@ -43,7 +43,7 @@ from armature.loading import build_task
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import report
+from armature.training import not_finite, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -74,6 +74,7 @@ class Run:
     trainer: Trainer
     checkpoint: Path | None  # to resume from
     step_log: StepLog
+    guard: not_finite.NotFiniteGuard
     checkpointing: Checkpointing
     stop: StopOnSignal
     display: Display
@@ -87,32 +88,40 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
-        while (size := _attempt(cfg, stop)) is not None:
+        again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
+        while (again := _attempt(*again, stop)) is not None:
             release()
-            cfg = micro_batch.continued(cfg, size)
     finally:
         stop.restore()
         logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
         log_file.close()
 
 
-def _attempt(cfg: DictConfig, stop: StopOnSignal) -> int | None:
-    """Train and test. Return the micro-batch size to begin anew with if memory ran out in this only process."""
+def _attempt(
+    cfg: DictConfig, events: list[dict[str, Any]] | None, stop: StopOnSignal
+) -> tuple[DictConfig, list[dict[str, Any]] | None] | None:
+    """Train and test. Return the configuration and the events to begin anew with, or None if the run has ended.
+
+    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran out in this only
+    process (`data.micro_batch_size=auto`).
+    """
     L.seed_everything(cfg.seed, workers=True, verbose=False)
-    built = build(cfg, stop)
+    built = build(cfg, stop, events)
     try:
         fit_and_test(built)
+    except not_finite.RolledBack as back:
+        return resume.continued(cfg), back.events
     except Exception:
         found = built.errors.smaller
         if found is None or not begins_anew_here():
             raise
         log.warning(found.line)
-        return found.size
+        return micro_batch.continued(cfg, found.size), events
     return None
 
 
-def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
-    """Build the objects that a configuration names."""
+def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | None = None) -> Run:
+    """Build the objects that a configuration names; `events` as for `not_finite.begin`."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
@@ -133,12 +142,14 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
 
     csv = MetricsCSV(directory)
     csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
+    guard = not_finite.begin(cfg, data, strategy, resumes=csv.is_expected, events=events)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
         global_batch_size=data.global_batch_size,
         train_size=data.train_size,
         tokens_per_sample=data.tokens_per_sample,
+        rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
@@ -155,7 +166,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     progress, errors = RestoreProgress(), RecordError(cfg)
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[errors, heartbeat, progress, step_log, *chosen, checkpointing, stop, display],
+        callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
@@ -167,7 +178,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
-        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
+        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log, guard=guard,
         checkpointing=checkpointing, stop=stop, display=display, limits=limits, errors=errors,
     )  # fmt: skip
 
@@ -224,8 +235,8 @@ def fit_and_test(run: Run) -> None:
     can_preview = hasattr(task, "preview") and (strategy is None or strategy.can_generate)
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
-        cfg, trainer, step_log, run.display, run.limits, reason=reason, metrics=metrics, best=run.checkpointing.best,
-        seconds=time.monotonic() - started, preview=preview,
+        cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
+        best=run.checkpointing.best, seconds=time.monotonic() - started, preview=preview,
         baselines=getattr(run.data, "baselines", list)(),
     )  # fmt: skip
 
@@ -247,8 +258,8 @@ def _trainer_arguments(
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
         size = batches.global_batch_size if batches.accumulate > 1 else None
-        clip, micro = trainer.gradient_clip_val, batches.micro_batch_size
-        if found := manual.setting_problems(type(task).__name__, clip=clip, micro=micro, size=size):
+        name, clip, micro = type(task).__name__, trainer.gradient_clip_val, batches.micro_batch_size
+        if found := manual.setting_problems(name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,

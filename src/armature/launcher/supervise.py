@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 
 from armature import hardware, run_dir
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError, MicroBatchTooLarge, RunFailed
+from armature.errors import ConfigError, MicroBatchTooLarge, NotFinite, RunFailed
 from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, micro_batch, resize
@@ -52,6 +52,7 @@ class Failure:
     stopped_by: str | None = None  # the signal that ends a run, if it reached the rank before its handler was installed
     problems: tuple[str, ...] = ()  # of the configuration, if a rank raised a ConfigError
     too_large: bool = False  # memory ran out, and the rank has recorded a smaller micro-batch to continue with
+    is_final: bool = False  # no restart would help; the text needs no traceback
 
 
 def run(cfg: DictConfig) -> None:
@@ -257,6 +258,8 @@ class _Attempts:
             raise stopped(self.cfg, failure.stopped_by)
         if failure.problems:
             raise ConfigError(list(failure.problems))
+        if failure.is_final:
+            raise RunFailed(failure.text)
         if remaining <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
             raise RunFailed(f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: no restart remains.")
         if remaining <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
@@ -304,6 +307,8 @@ def describe(
         return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None)
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
+    if kind == NotFinite.__name__:
+        return Failure(message, rest, is_final=True)
     return Failure(
         f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
         f"{text or failure.message}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",

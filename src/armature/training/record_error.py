@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature.errors import MicroBatchTooLarge
 from armature.launcher import environment
-from armature.training import memory, micro_batch
+from armature.training import memory, micro_batch, not_finite
 from armature.training.stop import StoppedBySignal
 
 
@@ -41,5 +41,5 @@ class RecordError(Callback):
             exception.add_note(self.smaller.line)
             if not micro_batch.begins_anew_here():
                 record(MicroBatchTooLarge(self.smaller.line))
-        elif not isinstance(exception, StoppedBySignal):
+        elif not isinstance(exception, StoppedBySignal | not_finite.RolledBack):
             record(exception)

@@ -41,9 +41,8 @@ def with_size(cfg: DictConfig, size: int | str) -> DictConfig:
 
 def continued(cfg: DictConfig, size: int) -> DictConfig:
     """Return the configuration to continue with in this process, from what it has saved."""
-    changed = cfg.copy()
+    changed = resume.continued(cfg)
     changed.run.micro_batch_size = size
-    changed.resume = "auto" if cfg.resume == "never" else cfg.resume
     return changed
 
 

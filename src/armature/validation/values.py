@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
     "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
     "trainer.gradient_clip_algorithm": ("norm", "value"),
+    "trainer.on_nan": ("stop", "skip", "rollback", "ignore"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
     "checkpoint.on_failure": ("continue", "stop"),
