@@ -30,7 +30,7 @@ def allow(model: nn.Module, shard: Callable[[nn.Module], None]) -> None:
         return copied
 
     model.__dict__["_armature_shard"] = shard
-    type(model).__deepcopy__ = deepcopy  # the class is FSDP's, made for models like this one
+    type(model).__deepcopy__ = deepcopy  # pyright: ignore[reportAttributeAccessIssue]  # FSDP's class, made for such models
 
 
 def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -47,7 +47,7 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
     memo |= hooks | {id(model.__dict__["_armature_shard"]): None}
     original = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    copied = original.__new__(original)
+    copied: nn.Module = original.__new__(original)  # pyright: ignore[reportCallIssue]
     memo[id(model)] = copied
     copied.__dict__.update(copy.deepcopy(kept, memo))
     for found in _hooks(copied):
