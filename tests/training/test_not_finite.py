@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", device_types)
     for restores in (True, False):
         parameter = torch.nn.Parameter(torch.ones(3))
-        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
         optimizer = make([parameter], lr=0.1, fused=True, **options)
         mask = UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
         first = stepped(optimizer, parameter, 1.0, mask)
