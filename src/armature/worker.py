@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,17 +43,19 @@ from armature.loading import build_task
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import memory, not_finite, report
+from armature.training import not_finite, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
+from armature.training.micro_batch import begins_anew_here, release
+from armature.training.record_error import RecordError, record
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
-from armature.validation import manual, relations, resize
+from armature.validation import manual, micro_batch, relations, resize
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Run:
     stop: StopOnSignal
     display: Display
     limits: Limits
+    errors: RecordError
 
 
 def run(cfg: DictConfig) -> None:
@@ -85,18 +88,43 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
-        not_finite.with_rollbacks(cfg, lambda cfg, events: fit_and_test(build(cfg, stop, events)))
+        again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
+        while (again := _attempt(*again, stop)) is not None:
+            release()
     finally:
         stop.restore()
         logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
         log_file.close()
 
 
+def _attempt(
+    cfg: DictConfig, events: list[dict[str, Any]] | None, stop: StopOnSignal
+) -> tuple[DictConfig, list[dict[str, Any]] | None] | None:
+    """Train and test. Return the configuration and the events to begin anew with, or None if the run has ended.
+
+    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran out in this only
+    process (`data.micro_batch_size=auto`).
+    """
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    built = build(cfg, stop, events)
+    try:
+        fit_and_test(built)
+    except not_finite.RolledBack as back:
+        return resume.continued(cfg), back.events
+    except Exception:
+        found = built.errors.smaller
+        if found is None or not begins_anew_here():
+            raise
+        log.warning(found.line)
+        return micro_batch.continued(cfg, found.size), events
+    return None
+
+
 def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | None = None) -> Run:
     """Build the objects that a configuration names; `events` as for `not_finite.begin`."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data = adapter.build(cfg)
+    data = adapter.build(micro_batch.decided(cfg))
     _prepare(data)
     data.setup("fit")
     _check_sizes(cfg.model, data.found_sizes)
@@ -125,7 +153,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=_record)
+    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
         resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
         idle=cfg.trainer.accelerator == "cpu", **policy,
@@ -133,11 +161,12 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
-    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
-    progress = RestoreProgress()
+    total = limits.global_batches
+    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=total)
+    progress, errors = RestoreProgress(), RecordError(cfg)
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(cfg), heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display],
+        callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
@@ -150,7 +179,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     )
     return Run(
         cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log, guard=guard,
-        checkpointing=checkpointing, stop=stop, display=display, limits=limits,
+        checkpointing=checkpointing, stop=stop, display=display, limits=limits, errors=errors,
     )  # fmt: skip
 
 
@@ -307,7 +336,6 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
     return handler
 
 
@@ -372,27 +400,6 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     )
 
 
-def _record(error: BaseException) -> None:
-    """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
-    file = environment.error_file()
-    if file is not None and not file.exists():
-        get_error_handler().record_exception(error)
-
-
-class RecordError(L.Callback):
-    """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first."""
-
-    def __init__(self, cfg: DictConfig) -> None:
-        self.cfg = cfg
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if memory.is_missing(exception):
-            with suppress(Exception):  # an explanation must not hide the error
-                exception.add_note(memory.explain(self.cfg, trainer, pl_module))
-        if not isinstance(exception, StoppedBySignal | not_finite.RolledBack):
-            _record(exception)
-
-
 def main() -> None:
     """Run a rank under the elastic agent, which shows the earliest error of all ranks."""
     directory = Path(sys.argv[1])
@@ -412,7 +419,7 @@ def main() -> None:
         with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
             run(cfg)
     except Exception as error:
-        _record(error)
+        record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
             traceback.print_exc(file=file)
         os._exit(1)  # no collective that never completes may keep the process

@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,35 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     if problems:
         raise ConfigError([f"{path}: {problem}." for path, problem in problems.items()])
     return None
+
+
+def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = False) -> Path | None:
+    """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has removed some."""
+    while True:
+        found = find()
+        try:
+            return first_intact(found, trust=trust)
+        except ConfigError:
+            if found == find():
+                raise
+
+
+@contextmanager
+def reading_beside_training(checkpoint: Path) -> Iterator[None]:
+    """Raise a ConfigError that says so if a checkpoint is removed while it is read."""
+    try:
+        yield
+    except (OSError, ConfigError) as error:
+        if checkpoint.exists():
+            raise
+        raise removed(checkpoint.name) from error
+
+
+def removed(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} was removed while it was read: its run trains on and keeps only its newest checkpoints "
+        "(checkpoint.keep_last). Type the command again."
+    )
 
 
 # ---------------------------------------------------------------- reading and writing tensors

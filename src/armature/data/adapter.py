@@ -251,11 +251,8 @@ class PlainData(DataModule):
     @override
     def predict_dataloader(self) -> Any:
         split = "predict" if is_overridden("predict_dataloader", self.module) else "test"
-
-        def made(read: ReadLoader, name: str) -> UnchangedLoader:
-            return UnchangedLoader(self._replace(read, f"predictions of {name}", pads=False))
-
-        return _for_each(made, self._read_loaders(split), split)
+        read = self._read_loaders(split, predicting=True)
+        return _for_each(lambda each, name: UnchangedLoader(self._replace(each, name, pads=False)), read, "predictions")
 
     @override
     def _evaluation_loader(self, split: Split) -> Any:
@@ -263,16 +260,16 @@ class PlainData(DataModule):
         _for_each(self._check_classes, read, split)
         return _for_each(self._replace, read, split)
 
-    def _read_loaders(self, split: Split) -> Any:
-        if split not in self._read:
-            self._read[split] = self._read_evaluation(self._loaders_of(split), split)
-        return self._read[split]
+    def _read_loaders(self, split: Split, *, predicting: bool = False) -> Any:
+        key = "predictions" if predicting else split
+        if key not in self._read:
+            loaders, owner = self._loaders_of(split), f"{type(self.module).__name__}.{split}_dataloader"
 
-    def _read_evaluation(self, loaders: Any, split: Split) -> Any:
-        owner = f"{type(self.module).__name__}.{split}_dataloader"
-        if loaders is None:
-            return []
-        return _for_each(lambda loader, _: read_loader(loader, owner=owner, seed=self.seed), loaders, split)
+            def read(loader: Any, _: str) -> ReadLoader:
+                return read_loader(loader, owner=owner, seed=self.seed, predicting=predicting)
+
+            self._read[key] = [] if loaders is None else _for_each(read, loaders, split)
+        return self._read[key]
 
     def _replace(self, read: ReadLoader, name: str, *, pads: bool = True) -> Any:
         # at least 2 if possible: with 1 a rank may be left without a sample at the end

@@ -6,11 +6,9 @@ also read before each save and each validation, so no checkpoint holds what such
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,25 +173,6 @@ def begin(
             "out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
         )
     return NotFiniteGuard(policy, run_dir, events=events)
-
-
-def with_rollbacks(cfg: DictConfig, attempt: Callable[[DictConfig, list[dict[str, Any]] | None], None]) -> None:
-    """Call `attempt`, which builds everything and trains, again whenever `trainer.on_nan=rollback` asks for it.
-
-    The process and its group stay. Nothing of the attempt before is kept but its events, which say what is left out.
-    """
-    events: list[dict[str, Any]] | None = None
-    while True:
-        try:
-            attempt(cfg, events)
-            return
-        except RolledBack as back:
-            events = back.events
-        if cfg.resume == "never":  # that was asked for the first attempt
-            cfg = cfg.copy()
-            cfg.resume = "auto"
-        gc.collect()  # models and loaders of the attempt before
-        L.seed_everything(cfg.seed, workers=True, verbose=False)
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:

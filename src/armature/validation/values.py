@@ -306,6 +306,8 @@ def _names(plain: dict[str, Any]) -> Iterator[str]:
     for key in ("dir", "id", "git"):
         if run.get(key) is not None:
             yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
+    if (size := run.get("micro_batch_size")) is not None:
+        yield f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type data.micro_batch_size={size}."
 
 
 # ---------------------------------------------------------------- secrets
