@@ -235,6 +235,7 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     [
         (["trainer.on_nan=halt"], "trainer.on_nan=halt"),
         (["trainer.on_nan=skip", "strategy=deepspeed"], "on_nan=skip does not work with this strategy"),
+        (["trainer.on_nan=rollback", "strategy=deepspeed"], "on_nan=rollback does not work with this strategy"),
     ],
 )
 def test_what_cannot_be_right_is_refused(overrides, message, tmp_path, monkeypatch):
