@@ -51,6 +51,7 @@ def found(
         "accelerator": "gpu",
         "gradient_clip_val": 1.0,
         "gradient_clip_algorithm": "norm",
+        "on_nan": "stop",
     }
     base = MESH if "_target_" not in strategy else {}
     whole = {

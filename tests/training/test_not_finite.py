@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", device_types)
     for restores in (True, False):
         parameter = torch.nn.Parameter(torch.ones(3))
-        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
         optimizer = make([parameter], lr=0.1, fused=True, **options)
         mask = UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
         first = stepped(optimizer, parameter, 1.0, mask)
@@ -234,6 +235,7 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     [
         (["trainer.on_nan=halt"], "trainer.on_nan=halt"),
         (["trainer.on_nan=skip", "strategy=deepspeed"], "on_nan=skip does not work with this strategy"),
+        (["trainer.on_nan=rollback", "strategy=deepspeed"], "on_nan=rollback does not work with this strategy"),
     ],
 )
 def test_what_cannot_be_right_is_refused(overrides, message, tmp_path, monkeypatch):

@@ -40,7 +40,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "deepspeed"): "its hooks run between the blocks. Type strategy.compile=block",
     ("compile=block", "tensor"): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
-    ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=rollback, or trainer.on_nan=stop",
+    ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
+    ("on_nan=rollback", "deepspeed"): "its engine cannot be built anew yet. Type trainer.on_nan=stop, or strategy=fsdp",
     ("float8", "tensor"): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
