@@ -53,7 +53,7 @@ from armature.training.micro_batch import begins_anew_here, release
 from armature.training.record_error import RecordError, record
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
-from armature.training.stop import StopOnSignal, StoppedBySignal
+from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
 from armature.validation import manual, micro_batch, relations, resize
 from armature.validation.values import hide_secrets
@@ -84,7 +84,7 @@ class Run:
 
 def run(cfg: DictConfig) -> None:
     """Train, test and write summary.json. Called on every rank, after its process group was made."""
-    stop = StopOnSignal(max_seconds=_seconds(cfg.trainer.max_time), deadline=environment.deadline())
+    stop = StopOnSignal(max_seconds=seconds_of(cfg.trainer.max_time), deadline=environment.deadline())
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
@@ -316,14 +316,6 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
         loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
     mask_secrets(loggers)
     return loggers
-
-
-def _seconds(max_time: str | None) -> float | None:
-    """Return the seconds of DD:HH:MM:SS."""
-    if max_time is None:
-        return None
-    days, hours, minutes, seconds = map(int, max_time.split(":"))
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:

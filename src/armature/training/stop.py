@@ -121,3 +121,11 @@ class StopOnSignal(Callback):
         self._end_if_agreed()
 
     on_validation_batch_end = on_test_batch_end = _stop_evaluation
+
+
+def seconds_of(max_time: str | None) -> float | None:
+    """Return the seconds of DD:HH:MM:SS; None: no limit."""
+    if max_time is None:
+        return None
+    days, hours, minutes, seconds = map(int, max_time.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
