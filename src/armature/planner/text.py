@@ -39,8 +39,8 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
         star = "*" if each.simulated else ""
         line = (
             f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} {each.setup.recompute!s:<10}"
-            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21}{spans[0]:>16}"
-            f"{spans[1]:>24}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
+            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21} {spans[0]:>15}"
+            f" {spans[1]:>23}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
         )
         other = f"  global batch {each.setup.global_batch_size}" if "data.global_batch_size=" in each.words else ""
         lines.append(f"{line.rstrip()}{other}")
@@ -57,6 +57,8 @@ def _times(each: Candidate, units: float, *, in_days: bool) -> tuple[str, str]:
 
 
 def _span(least: float, most: float) -> str:
+    if most < 0.001:
+        return "<0.001"
     digits = 0 if most >= 100 else 1 if most >= 1 else 3
     return f"{least:,.{digits}f}-{most:,.{digits}f}"
 

@@ -124,7 +124,7 @@ class StopOnSignal(Callback):
 
 
 def seconds_of(max_time: str | None) -> float | None:
-    """Return the seconds of DD:HH:MM:SS."""
+    """Return the seconds of DD:HH:MM:SS; None: no limit."""
     if max_time is None:
         return None
     days, hours, minutes, seconds = map(int, max_time.split(":"))
