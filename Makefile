@@ -42,6 +42,7 @@ parity: $(VENV)/.installed ## Compare every layout with one process, and resume 
 
 simulate-check: $(VENV)/.installed ## Compare simulated ranks with real processes, and write the table in docs/simulator.md
 	PYTHONPATH=src $(BIN)/python -m benchmarks.simulate_check $(ARGS)
+	$(BIN)/python -m pytest tests/simulation/test_layouts.py --all-layouts
 
 habits: $(VENV)/.installed-dev .venv-bench/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
 	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
@@ -61,6 +62,7 @@ bench: $(VENV)/.installed .venv-bench/.installed ## Compare training speed with 
 
 test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, then benchmark gpt2_124m
 	$(BIN)/python -m pytest -m gpu tests/gpu
+	PYTHONPATH=src $(BIN)/python -m benchmarks.measured_gpu
 	$(BIN)/python -m benchmarks --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
 

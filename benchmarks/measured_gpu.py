@@ -2,7 +2,7 @@
 
 python -m benchmarks.measured_gpu [KEY=VALUE …]
 
-Simulations need torch's CPU build, so they run in .venv-simulate, which `make test-gpu` creates.
+Simulations need torch's CPU build, so they run in .venv-simulate.
 """
 
 import json
@@ -104,7 +104,11 @@ def main() -> None:
     if not gpus:
         raise SystemExit("This machine has no GPU to measure on.")
     if torch.version.cuda is not None and not SIMULATOR.exists():
-        raise SystemExit(f"{SIMULATOR} is not there: type make test-gpu, which creates it with torch's CPU build.")
+        raise SystemExit(
+            f"{SIMULATOR} is not there. Predictions need torch's CPU build. Type: python -m venv .venv-simulate && "
+            ".venv-simulate/bin/pip install -r requirements.txt torch==2.13.0+cpu --extra-index-url "
+            "https://download.pytorch.org/whl/cpu"
+        )
     rows = []
     for name, overrides in cases(gpus).items():
         words = [*MODEL.split(), *overrides.split(), *typed]
