@@ -31,11 +31,11 @@ setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS=data adds t
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.installed-dev ## Run all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.installed-dev ## Run all tests, on two workers; ARGS="-n 0" for none
+	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 parity: $(VENV)/.installed ## Compare every layout with one process, and resume checkpoints under every layout
 	$(BIN)/python -m benchmarks.parity --resume $(ARGS)

@@ -60,6 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--startup", action="store_true", help="from the command to the first optimizer step")
     parser.add_argument("--loss", action="store_true", help="memory and time of a large vocabulary's loss")
     parser.add_argument("--data", action="store_true", help="whether data loading keeps up with training")
+    parser.add_argument("--saves", action="store_true", help="a checkpoint of a gigabyte, and the steps after it")
     parser.add_argument("--scale", metavar="N,N,…", help="numbers of ranks; strategy= as for train.py")
     parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s that a rank can send, for the projection")
     parser.add_argument("--all", action="store_true", help="every section; --scale only if it is given")

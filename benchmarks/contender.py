@@ -47,12 +47,13 @@ class Contender:
 
 @dataclass
 class Block:
-    """Maxima over ranks: seconds, CPU seconds of all threads, and peak bytes."""
+    """Maxima over ranks: seconds, CPU seconds of all threads, peak bytes and page faults."""
 
     steps: int
     seconds: float
     cpu_seconds: float
     peak: int
+    faults: int
 
 
 def environment() -> dict[str, str]:
@@ -122,7 +123,8 @@ class Running:
             stream.write(json.dumps({"steps": steps}) + "\n")
             stream.flush()
         answers = [self._read(stream) for stream in self._streams]
-        return Block(steps, **{key: max(a[key] for a in answers) for key in ("seconds", "cpu_seconds", "peak")})
+        measured = ("seconds", "cpu_seconds", "peak", "faults")
+        return Block(steps, **{key: max(answer[key] for answer in answers) for key in measured})
 
     def _read(self, stream: Any) -> dict[str, Any]:
         try:

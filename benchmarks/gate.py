@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from armature.hardware import peak_resident_memory
+from armature.hardware import page_faults, peak_resident_memory
 
 SOCKET = "BENCHMARK_GATE"  # environment variable: the socket on which the benchmark listens
 COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file in which `LightningGate` counts one step's collectives
@@ -25,7 +25,7 @@ class Gate:
         self._socket.connect(os.environ[SOCKET])
         self._stream = self._socket.makefile("rw")
         self._left = 1
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self._begin_block()
         self._send({"rank": int(os.environ.get("RANK", 0))})
 
     def step(self) -> None:
@@ -36,13 +36,19 @@ class Gate:
     def _wait(self) -> None:
         synchronize()
         seconds, cpu_seconds = time.perf_counter() - self._since, time.process_time() - self._cpu_since
-        self._send({"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak_memory(), "at": time.time()})
+        faults = page_faults() - self._faults_since
+        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak_memory(), "faults": faults}
+        self._send(answer | {"at": time.time()})
         line = self._stream.readline()
         if not line:  # the benchmark has ended
             sys.stdout.flush()
             os._exit(0)
         self._left = json.loads(line)["steps"]
         synchronize()
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        self._faults_since = page_faults()
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from armature.launcher import heap
 from benchmarks.contender import ROOT, Contender, file_name
 
 FOREVER = 1_000_000  # optimizer steps: a benchmark ends when its blocks are measured
@@ -160,14 +161,23 @@ def ours(workload: Workload, folder: Path, *more: str, name: str = "ours", ranks
     return Contender(name, command, ranks=ranks)
 
 
-def bare(job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617) -> Contender:
-    """Return the plain loop, in one process or as ranks of raw ddp or fsdp."""
-    environment = {}
+def bare(
+    job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617,
+    keeps_memory: bool = True,
+) -> Contender:  # fmt: skip
+    """Return the plain loop, in one process or as ranks of raw ddp or fsdp; its heap as ours if it `keeps_memory`."""
+    environment = heap_variables(job_file, ranks=ranks) if keeps_memory else {}
     if ranks > 1:
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-        environment = {"MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        environment |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     command = [sys.executable, "-m", "benchmarks.bare", str(job_file), *strategy]
     return Contender(name, command, ranks=ranks, spawn=ranks, environment=environment)
+
+
+def heap_variables(job_file: Path, *, ranks: int = 1) -> dict[str, str]:
+    """Return the variables that give another contender the heap that ours gives itself, or none on a GPU."""
+    device = Job.load(str(job_file)).device
+    return heap.variables(device) | (heap.rank_variables(device) if ranks > 1 else {})
 
 
 def rival(which: str, job_file: Path, folder: Path, *, python: str) -> Contender:
@@ -176,7 +186,7 @@ def rival(which: str, job_file: Path, folder: Path, *, python: str) -> Contender
     missing = None if _has(python, package) else "not installed"
     command = [python, "-m", "benchmarks.rivals", which, str(job_file), str(folder / which)]
     shown = {"lightning": "stock Lightning", "fabric": "Lightning Fabric", "transformers": "transformers' Trainer"}
-    return Contender(shown.get(which, which), command, missing=missing)
+    return Contender(shown.get(which, which), command, missing=missing, environment=heap_variables(job_file))
 
 
 def _has(python: str, package: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from armature.hardware import published_peak
-from benchmarks import loss, scaling, startup
+from benchmarks import loss, saves, scaling, startup
 from benchmarks.rounds import Record, ratios, spread
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
@@ -21,6 +21,7 @@ TITLES = {
     "startup": "From the command to the first optimizer step",
     "loss": "The loss of a large vocabulary",
     "data": "Data that keep up",
+    "saves": "Checkpoints",
     "scale": "More ranks",
 }
 
@@ -180,6 +181,10 @@ def _data(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
         rate, wait = (statistics.median(row[name] for row in rows) for name in ("samples_per_second", "data_wait"))
         lines.append(f"| {workers} | {rate:,.0f} | {wait:.1%} |")
     return lines
+
+
+def _saves(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    return saves.table(section)
 
 
 def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ class Record:
     Attributes:
         seconds: of a step, a value a round; the mean over the round's block.
         cpu_seconds: the same in the CPU's time, which a busy machine disturbs less.
+        faults: page faults of a step, likewise.
         note: why there are none, or nothing.
     """
 
@@ -26,6 +27,7 @@ class Record:
     ranks: int
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)
     first_steps: list[float] = field(default_factory=list)
     peak: int = 0
     note: str = ""
@@ -143,6 +145,7 @@ class Rounds:
             return
         record.seconds.append(block.seconds / block.steps)
         record.cpu_seconds.append(block.cpu_seconds / block.steps)
+        record.faults.append(block.faults / block.steps)
         record.peak = max(record.peak, block.peak)
 
     def _failed(self, name: str, error: ContenderFailed) -> None:

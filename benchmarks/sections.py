@@ -15,10 +15,10 @@ from typing import Any
 from armature import hardware
 from benchmarks import loss, scaling, serving, startup
 from benchmarks.contender import ROOT, Contender, environment
-from benchmarks.job import TINY, Workload, bare, compose, ours, rival
+from benchmarks.job import TINY, Workload, bare, compose, heap_variables, ours, rival
 from benchmarks.rounds import Record, Rounds
 
-NAMES = ("training", "strategies", "overhead", "startup", "loss", "data")
+NAMES = ("training", "strategies", "overhead", "startup", "loss", "data", "saves")
 STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
     "ddp": (("strategy=ddp",), 2),
     "fsdp": (("strategy=fsdp",), 2),
@@ -31,6 +31,8 @@ STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
 }
 LOSS = {"tokens": 4096, "width": 256, "vocabulary": 32000}
 TINY_MULTIPLE = 200
+SAVED_MEGABYTES = 1000
+UNTOUCHED = "glibc's default heap"  # added to the name of a contender that is run as people run it
 
 
 class Benchmark:
@@ -80,6 +82,8 @@ class Benchmark:
         workload = replace(self.workload, ranks=1)
         job_file = workload.job.save(self.folder / "job.json")
         contenders = [bare(job_file), ours(workload, self.folder)]
+        if heap_variables(job_file):
+            contenders.append(bare(job_file, name=f"bare loop, {UNTOUCHED}", keeps_memory=False))
         contenders += self.rivals(job_file)
         return self.section(workload, contenders)
 
@@ -95,6 +99,9 @@ class Benchmark:
         for name in ("ddp", "fsdp"):
             port = 29617 + len(contenders)
             contenders.append(bare(job_file, name, name=f"raw {name}", ranks=ranks, port=port))
+        if heap_variables(job_file):
+            name, port = f"raw ddp, {UNTOUCHED}", 29617 + len(contenders)
+            contenders.append(bare(job_file, "ddp", name=name, ranks=ranks, port=port, keeps_memory=False))
         for name, (more, fewest) in STRATEGIES.items():
             if ranks >= fewest and ranks % fewest == 0:
                 contenders.append(ours(workload, self.folder, *more, name=f"ours, {name}", ranks=ranks))
@@ -131,6 +138,13 @@ class Benchmark:
         job_file = self.workload.job.save(self.folder / "job.json")
         images = serving.images(self.folder, rounds=max(3, self.args.rounds // 3), say=self.say)
         return {**serving.serve(job_file), "images": images}
+
+    def saves(self) -> dict[str, Any]:
+        """A save of a gigabyte, and what it costs the steps after it."""
+        folder = self.folder / "saves"
+        folder.mkdir(exist_ok=True)
+        rounds, device = max(3, self.args.rounds // 2), self.workload.job.device
+        return printed("benchmarks.saves", str(SAVED_MEGABYTES), str(rounds), device, str(folder))
 
     def scale(self) -> dict[str, Any]:
         """Weak and strong scaling of ours, and a projection if there is more than one rank."""
@@ -184,7 +198,11 @@ class Benchmark:
 
 
 def counted(*words: str) -> Any:
-    """What `benchmarks.flops` prints: in a process of its own, because this one imports no torch."""
-    command = [sys.executable, "-m", "benchmarks.flops", *words]
+    return printed("benchmarks.flops", *words)
+
+
+def printed(module: str, *words: str) -> Any:
+    """Return the JSON that a module prints: in a process of its own, because this one imports no torch."""
+    command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])

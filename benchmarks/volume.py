@@ -11,19 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = {  # by the start of an operator's name
-    "reduce_scatter": "reduce_scatter",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "send": "send",
-    "isend": "send",
-}
+from armature.simulation.meter import kind_of
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -42,11 +30,10 @@ class CollectiveCounter(TorchDispatchMode):
             return NotImplemented  # dispatched again as its collectives
         result = func(*args, **(kwargs or {}))
         if "c10d" in func.namespace or func.namespace == "_dtensor":
-            name = func.__name__.lstrip("_")
-            kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+            kind = kind_of(func)
             if kind is not None:
                 # c10d writes an all-to-all's results to its first argument
-                given = args[1] if name.startswith("alltoall") else args[0] if kind == "all_to_all" else None
+                given = args[1] if func.__name__.startswith("alltoall") else args[0] if kind == "all_to_all" else None
                 tensors = tree_leaves((args, kwargs, result) if given is None else given)
                 sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)]
                 self.collectives.append({"kind": kind, "bytes": max(sizes) if given is None else sum(sizes)})

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     if not source.exists():
         raise ConfigError(f"{source}: no such path.")
     check_options(args, from_file=from_file)
-    from armature.checkpoint import convert
+    from armature.checkpoint import convert, storage
 
     if from_file:
         print(f"{target}: {len(convert.from_file(source, target))} tensors")
@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> None:
         print(f"{target}: {target.stat().st_size:,} bytes")
     else:
         write = convert.to_safetensors if target.suffix == ".safetensors" else convert.to_ckpt
-        print(f"{target}: {len(write(find(args), target, average=args.average))} tensors")
+        checkpoint = find(args)
+        with storage.reading_beside_training(checkpoint):
+            print(f"{target}: {len(write(checkpoint, target, average=args.average))} tensors")
 
 
 def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
@@ -84,7 +86,7 @@ def find(args: argparse.Namespace) -> Path:
         from armature.loading import open_run
 
         return open_run(args.source, best=True, trust=args.trust)[1]
-    checkpoint = storage.first_intact(resume.checkpoints_at(args.source), trust=args.trust)
+    checkpoint = storage.intact_beside_training(lambda: resume.checkpoints_at(args.source), trust=args.trust)
     if checkpoint is None:
         raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
     return checkpoint

@@ -17,12 +17,12 @@ from armature.errors import ConfigError, error_line
 
 def main() -> None:
     parser = cli.run_parser(__doc__)
-    parser.add_argument("--prompt", default="def", help="the text to continue")
+    parser.add_argument("--prompt", action="append", help="the text to continue (def); several are continued together")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add at the most")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
     parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens")
     parser.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probability reaches p")
-    parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)
     args = cli.parse_arguments(parser)
     try:
@@ -79,12 +79,12 @@ def generate(args: argparse.Namespace) -> None:
         ) from None
     device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
     model = load_task(cfg, checkpoint).get_submodule("model").to(device)
-    prompt = tokenizer.encode(args.prompt).ids
-    if not prompt:
+    prompts = [tokenizer.encode(prompt).ids for prompt in args.prompt or ["def"] for _ in range(args.samples)]
+    if not all(prompts):
         raise ConfigError("--prompt is empty: give at least one character.")
-    ids = generation.generate(
+    texts = generation.complete(
         model,
-        torch.tensor([prompt] * args.samples, device=device),
+        prompts,
         max_new_tokens=args.tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -92,9 +92,9 @@ def generate(args: argparse.Namespace) -> None:
         eot=document_token(tokenizer),
         generator=torch.Generator(device).manual_seed(args.seed),
     )
-    for row in ids.tolist():
-        print(tokenizer.decode(row))
-        if args.samples > 1:
+    for text in texts:
+        print(tokenizer.decode(text))
+        if len(texts) > 1:
             print("-" * 40)
 
 

@@ -8,39 +8,63 @@ else of the test split. With trainer.devices above 1 each process holds the whol
 """
 
 import argparse
+import errno
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from armature import cli, hardware
+from armature import cli, files, hardware
 from armature.errors import ConfigError
+from armature.launcher import rank as launched
 
-SHARE = "ARMATURE_PREDICT_SHARE"  # set for the processes that this script starts: RANK/FOLDER
+SHARE = "ARMATURE_PREDICT_SHARE"  # set for the processes that this script starts: RANK/CHECKPOINT/FOLDER
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHUTDOWN_SECONDS = 10
 
 
 def main() -> None:
     parser = cli.run_parser(__doc__)
     parser.add_argument("--out", type=Path, help="a .csv, .jsonl or .parquet file to write (or out=FILE)")
     args = cli.parse_arguments(parser)
+    typed = [each for each in args.overrides if each.startswith("out=")]
+    args.overrides = [each for each in args.overrides if each not in typed]
+    args.out = Path(typed[-1].removeprefix("out=")) if typed else args.out
+    end_on_signals()
     try:
-        run(args)
+        run(args, out=args.out)
     except ConfigError as error:
         cli.refuse(error.problems)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        cli.refuse([
+            f"out={args.out}: {error.strerror}. No file was written. Free some space, or name a file on another disk."
+        ])  # fmt: skip
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
-def run(args: argparse.Namespace) -> None:
+def end_on_signals() -> None:
+    """Let signals end this process by an exception, so that it ends its processes and removes its files."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    if SHARE in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports Ctrl-C
+        launched.end_with_parent()
+
+
+def run(args: argparse.Namespace, *, out: Path | None) -> None:
     from armature.loading import open_run
 
-    typed = [each for each in args.overrides if each.startswith("out=")]
-    overrides = [each for each in args.overrides if each not in typed]
-    out = Path(typed[-1].removeprefix("out=")) if typed else args.out
+    overrides: list[str] = args.overrides
     if out is None:
         raise ConfigError("Where to? Type out=predictions.csv, or a .jsonl or .parquet file.")
     keys = {each.partition("=")[0]: each.partition("=")[2] for each in overrides}
@@ -49,8 +73,9 @@ def run(args: argparse.Namespace) -> None:
             f"strategy={strategy}: each process of this script holds the whole model, whatever the run was trained "
             "with. Leave it out; trainer.devices=2 divides the samples over two processes."
         )
+    share = os.environ.get(SHARE, "").split("/", 2)
     cfg, checkpoint = open_run(
-        args.path, best=args.best, overrides=overrides, trust=args.trust, verified=SHARE in os.environ
+        args.path, best=args.best, overrides=overrides, trust=args.trust, verified=share[1] if share[0] else None
     )
 
     from armature import worker
@@ -68,20 +93,22 @@ def run(args: argparse.Namespace) -> None:
             accelerator=accelerator, precision=cfg.trainer.precision,
         )  # fmt: skip
 
-    if SHARE in os.environ:
-        rank, _, name = os.environ[SHARE].partition("/")
+    if share[0]:
         data = load_data(cfg)
         data.prepare_data = lambda: None  # the parent has
-        write_share(Path(name), int(rank), data)
+        write_share(Path(share[2]), int(share[0]), data)
         return
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".predictions-") as name:
-        folder = Path(name)
+    files.clear_parts(out.absolute().parent)
+    with files.folder_beside(out.absolute()) as folder:
         if ranks == 1:
             write_share(folder, 0, load_data(cfg))
         else:
             load_data(cfg).prepare_data()  # once, before the processes open it
-            start_ranks(ranks, folder, checkpoint, overrides, out=out, accelerator=accelerator, trust=args.trust)
-        count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], out)
+            start_ranks(ranks, f"{checkpoint.name}/{folder}", args, accelerator=accelerator)
+        count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], folder / out.name)
+        predict.check_output(out)  # another command may have written it meanwhile
+        (folder / out.name).replace(out)
+        files.sync(out.absolute().parent)
     print(f"{out}: {count} predictions of {checkpoint}")
 
 
@@ -97,18 +124,17 @@ def count_ranks(devices: Any, accelerator: str) -> int:
     return devices
 
 
-def start_ranks(
-    ranks: int, folder: Path, checkpoint: Path, overrides: list[str], *, out: Path, accelerator: str, trust: bool
-) -> None:
+def start_ranks(ranks: int, share: str, args: argparse.Namespace, *, accelerator: str) -> None:
     """Run this script once per rank. If one fails, end the others and leave with its exit code."""
-    command = [sys.executable, "-P", __file__, str(checkpoint), *overrides, f"out={out}", "--accelerator", accelerator]
+    command = [sys.executable, "-P", __file__, str(args.path), *args.overrides, f"out={args.out}"]
+    command += ["--accelerator", accelerator, *["--trust"] * args.trust, *["--best"] * args.best]
     processes = []
     try:
         for rank in range(ranks):
-            variables = {**os.environ, SHARE: f"{rank}/{folder}"}
+            variables = {**os.environ, SHARE: f"{rank}/{share}"}
             if accelerator == "cpu":
                 variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-            processes.append(subprocess.Popen([*command, *["--trust"] * trust], env=variables))
+            processes.append(subprocess.Popen(command, env=variables))
         waiting = list(processes)
         while waiting:
             for process in list(waiting):
@@ -121,9 +147,11 @@ def start_ranks(
                     sys.exit(code if code > 0 else 128 - code)
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
+            process.terminate()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=SHUTDOWN_SECONDS)
+            process.kill()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from armature import cli, hardware, simulation
 from armature.errors import ConfigError
+from armature.layout import Layout
 from armature.planner import auto, devices
 from armature.simulation import settings
 from armature.validation import checks
@@ -35,13 +36,16 @@ def main() -> None:
     parser.add_argument("--depths", help="two numbers of layers, such as 2,4: simulate these and extrapolate (faster)")
     parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
+    if arguments.config_dir:
+        typed.insert(0, f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]")
     try:
         run(arguments, typed)
     except ConfigError as error:
         cli.refuse(error.problems)
     except simulation.SimulationFailed as error:
-        print(f"The run raises this error, simulated or not:\n{error}", file=sys.stderr)
+        print(f"The run raises this error:\n{error}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -49,7 +53,7 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
     if problems := settings.problems(cfg, device):  # before the simulator's process is started
         raise ConfigError(problems)
-    choose_strategy(cfg, device)
+    decide_auto(cfg, device)
     if arguments.order:
         from armature.simulation import order
 
@@ -82,8 +86,8 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     return cfg, device
 
 
-def choose_strategy(cfg: DictConfig, device: devices.Device) -> None:
-    """Replace strategy=auto by what it would be on a machine with this device, and print why."""
+def decide_auto(cfg: DictConfig, device: devices.Device) -> None:
+    """Replace strategy and micro-batch `auto` by what they would be on a machine with this device, and print why."""
     there = cfg.copy()
     there.trainer.accelerator = "gpu"
     if there.trainer.precision == "auto":
@@ -94,6 +98,10 @@ def choose_strategy(cfg: DictConfig, device: devices.Device) -> None:
     if chosen is not None:
         cfg.strategy = decided.strategy
         print(chosen, file=sys.stderr)
+    found = auto.micro_batch_size(decided, Layout.of(decided), memory_bytes=device.memory_bytes)
+    if found is not None:
+        cfg.data.micro_batch_size, line = found
+        print(line, file=sys.stderr)
 
 
 def numbers(option: str, text: str | None) -> list[int]:

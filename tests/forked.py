@@ -6,6 +6,7 @@ It is the whole command with its own process, command line, exit code and signal
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import math
 import os
@@ -24,14 +25,20 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
     "lightning.pytorch",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
     "armature.worker",
     "armature.cli",
     "armature.validation.checks",
-    "armature.strategies.single",
+    "armature.callbacks.ema",
+    "armature.models.decoder.model",
+    "armature.optim.adamw",
     "armature.strategies.ddp",
+    "armature.strategies.mesh",
+    "armature.strategies.single",
     "tests.resume_parts",
+    "tests.nan_parts",
 )
 
 
@@ -77,25 +84,31 @@ class Forks:
             expect: the exit code of rank 0; None: any.
             seconds: after which a rank is ended by SIGALRM; 0: never.
         """
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"overrides": overrides, "ranks": ranks, "seconds": seconds}) + "\n")
-        self._server.stdin.flush()
-        ended = Ended(**json.loads(self._server.stdout.readline()))
+        command = [str(ROOT / "train.py"), *overrides]
+        answer = self._ask(command=command, cwd=".", env=None, ranks=ranks, seconds=seconds, together=True)
+        ended = Ended(answer["codes"], answer["stdout"])
         assert expect in (None, ended.codes[0]), f"{ended.codes}\n{ended.output[-5000:]}"
         return ended
 
     def run(
-        self, command: list[str], *, cwd: Path, env: dict[str, str], timeout: float
+        self, command: list[str], *, cwd: Path, env: dict[str, str], timeout: float, ranks: int = 1
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a Python script as `subprocess.run` does, where it imports nothing that depends on `env`."""
+        """Runs a Python script as `subprocess.run` does, where it imports nothing that depends on `env`.
+
+        Args:
+            ranks: so many processes, which join as torchrun's do. The code is that of the first that failed.
+        """
+        seconds = math.ceil(timeout)
+        answer = self._ask(command=command[1:], cwd=str(cwd), env=env, ranks=ranks, seconds=seconds, together=False)
+        code = next((code for code in answer["codes"] if code), 0)
+        return subprocess.CompletedProcess(command, code, answer["stdout"], answer["stderr"])
+
+    def _ask(self, **job: Any) -> dict[str, Any]:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        job = {"command": command[1:], "cwd": str(cwd), "env": env, "seconds": math.ceil(timeout)}
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
-        answer = json.loads(self._server.stdout.readline())
-        return subprocess.CompletedProcess(command, answer["code"], answer["stdout"], answer["stderr"])
+        return json.loads(self._server.stdout.readline())
 
 
 @functools.cache
@@ -114,40 +127,43 @@ def serve() -> None:
         __import__(name)
     with contextlib.suppress(ModuleNotFoundError):
         __import__("wandb")
-    log = Path("output.log")
+    gc.freeze()  # what is imported is not garbage of any fork
     for line in requests:
-        job = json.loads(line)
-        if "command" in job:
-            answers.write(json.dumps(_run(job)) + "\n")
-            answers.flush()
-            continue
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        log.write_text("")
-        pids = [_fork(job, rank, port, log) for rank in range(job["ranks"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        answers.write(json.dumps({"codes": codes, "output": log.read_text()}) + "\n")
+        answers.write(json.dumps(_run(**json.loads(line))) + "\n")
         answers.flush()
 
 
-def _run(job: dict[str, Any]) -> dict[str, Any]:
-    outputs = [Path("stdout.log"), Path("stderr.log")]
-    for path in outputs:
+def _run(
+    *, command: list[str], cwd: str, env: dict[str, str] | None, ranks: int, seconds: int, together: bool
+) -> dict[str, Any]:
+    """Runs a script to its end. `together`: with one output for both streams."""
+    stdout, stderr = Path("stdout.log"), Path("stdout.log" if together else "stderr.log")
+    for path in {stdout, stderr}:
         path.write_text("")
-    pid = _start(job["command"], *outputs, env=job["env"], cwd=job["cwd"], seconds=job["seconds"])
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return {"code": code, "stdout": outputs[0].read_text(), "stderr": outputs[1].read_text()}
+    env = dict(os.environ) if env is None else env
+    port = _free_port() if ranks > 1 else 0
+    pids = [
+        _start(command, stdout, stderr, env={**env, **_joined(rank, ranks, port)}, cwd=cwd, seconds=seconds)
+        for rank in range(ranks)
+    ]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return {"codes": codes, "stdout": stdout.read_text(), "stderr": stderr.read_text()}
 
 
-def _fork(job: dict[str, Any], rank: int, port: int, log: Path) -> int:
-    ranks, env = job["ranks"], dict(os.environ)
-    if ranks > 1:
-        env.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-            GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
-    return _start([str(ROOT / "train.py"), *job["overrides"]], log, log, env=env, cwd=".", seconds=job["seconds"])
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _joined(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets; none for a process that trains alone."""
+    if ranks == 1:
+        return {}
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def _start(command: list[str], stdout: Path, stderr: Path, *, env: dict[str, str], cwd: str, seconds: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from armature.errors import ConfigError
-from benchmarks import report, scaling
+from benchmarks import report, saves, scaling
 from benchmarks.contender import Contender, ContenderFailed, Running, file_name
 from benchmarks.job import TINY, compose
 from benchmarks.rounds import Record, Rounds, ratios, spread
@@ -224,6 +224,7 @@ def test_files_stay_readable():
         assert len(file.read_text().splitlines()) <= 400
 
 
+@pytest.mark.slow
 def test_contenders_import_what_they_need_and_no_more():
     """Else a contender's start, or its memory, would be the benchmark's own doing."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
@@ -322,3 +323,16 @@ def test_the_chunked_loss_needs_a_fifth_of_the_memory():
     plain, chunked = (loss.run(name, **sizes, device="cpu", dtype="float32") for name in ("plain", "ours"))
     assert chunked["bytes"] < plain["bytes"] / 5
     assert chunked["gradients_differ_by"] < 1e-5
+
+
+def test_saves_are_measured_with_the_steps_after_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(saves, "STEPS", 4)
+    monkeypatch.setattr("armature.launcher.heap.keep_freed_memory", lambda accelerator: None)
+    section = saves.measure(tmp_path, megabytes=1, rounds=2, device="cpu")
+    assert section["bytes"] == pytest.approx(57e6, rel=0.01)  # one block, with AdamW's two moments
+    assert {name: len(values["lost"]) for name, values in section["seconds"].items()} == dict.fromkeys(saves.KINDS, 2)
+    assert section["seconds"]["foreground"]["call"] > [0.0, 0.0]
+    text = "\n".join(saves.table(section))
+    assert "0.06 GB of weights and optimizer state" in text
+    assert "| a save in the foreground |" in text
+    assert "of the foreground's |" in text

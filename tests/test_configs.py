@@ -1,15 +1,17 @@
 """Every file in configs/ composes, passes the checks and builds what it names."""
 
+import functools
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from armature import config
 from armature.validation import checks
+from armature.validation import compose as compose_module
 from armature.validation.compose import explain
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -70,6 +72,11 @@ NEEDS = {"logger/mlflow": "mlflow", "logger/comet": "comet_ml"}  # packages that
 def composed(name: str) -> DictConfig:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
+    return compose_once(name).copy()
+
+
+@functools.cache
+def compose_once(name: str) -> DictConfig:
     group, option = name.split("/")
     override = f"{group}='{option}'"  # quoted, as cli.quoted does it: debug=nan would be a number
     devices = ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
@@ -112,9 +119,34 @@ def test_every_experiment_opens_with_its_command(path):
     assert f"experiment={path.stem}" in head[1]
 
 
+@pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
     axes = ["3d", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
     (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem
+
+
+def test_a_size_that_model_and_data_take_from_each_other_is_asked_for_once():
+    asked = []
+
+    def count(*args, _root_):
+        asked.append(args)
+        return config._model_size(*args, _root_=_root_)
+
+    cfg = OmegaConf.create(
+        {"model": {"vocab_size": "${data.vocab_size}"}, "data": {"vocab_size": "${model_size:vocab_size,4096}"}}
+    )
+    OmegaConf.register_new_resolver("model_size", count, replace=True)
+    try:
+        assert cfg.model.vocab_size == 4096
+    finally:
+        OmegaConf.register_new_resolver("model_size", config._model_size, replace=True)
+    assert len(asked) == 1
+
+
+def test_a_misspelt_key_is_looked_for_without_composing_all_options():
+    (problem,) = explain(Exception(), ["model.witdh=3"], CONFIGS)
+    assert "Did you mean 'model.width'?" in problem
+    assert compose_module._composed.cache_info().misses < 4

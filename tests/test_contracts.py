@@ -1,9 +1,9 @@
 """The arrows between the packages, read from the imports themselves. `make checks` runs this file too."""
 
 import ast
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim", "loggers")
@@ -16,6 +16,7 @@ def imports(file: Path) -> set[str]:
     return {name for names, _ in statements(file) for name in names}
 
 
+@functools.cache
 def statements(file: Path) -> list[tuple[set[str], bool]]:
     """The names of each import statement, and whether it runs when the file is imported."""
     tree = ast.parse(file.read_text())
@@ -49,34 +50,38 @@ def relative(file: Path) -> str:
     return str(file.relative_to(SOURCE))
 
 
-@pytest.mark.parametrize("file", files(*TRAINING_CODE), ids=relative)
-def test_training_code_never_touches_a_process_group(file):
+def found(walked: Iterable[Path], forbidden: Callable[[Path], set[str]]) -> dict[str, set[str]]:
+    """What is forbidden, by the files that have it."""
+    return {relative(file): names for file in walked if (names := forbidden(file))}
+
+
+def test_training_code_never_touches_a_process_group():
     outside = ("torch.distributed", "armature.parallel", "armature.strategies", "armature.launch", "armature.worker")
-    assert not starting(imports(file), *outside, "armature.launcher", "armature.checkpoint")
+    outside = (*outside, "armature.launcher", "armature.checkpoint")
+    assert not found(files(*TRAINING_CODE), lambda file: starting(imports(file), *outside))
 
 
-@pytest.mark.parametrize("file", files("callbacks"), ids=relative)
-def test_callbacks_never_reach_a_process_group_through_training(file):
-    assert not {name for name in imports(file) if "process_group" in name}
+def test_callbacks_never_reach_a_process_group_through_training():
+    assert not found(files("callbacks"), lambda file: {name for name in imports(file) if "process_group" in name})
 
 
-@pytest.mark.parametrize("file", [f for f in ALL if f.relative_to(SOURCE).parts[0] not in DISTRIBUTED], ids=relative)
-def test_torch_distributed_is_imported_in_few_places(file):
-    assert not starting(imports(file), "torch.distributed")
+def test_torch_distributed_is_imported_in_few_places():
+    elsewhere = [file for file in ALL if file.relative_to(SOURCE).parts[0] not in DISTRIBUTED]
+    assert not found(elsewhere, lambda file: starting(imports(file), "torch.distributed"))
 
 
-@pytest.mark.parametrize("file", files("models"), ids=relative)
-def test_models_are_plain_torch(file):
-    ours = starting(imports(file), "armature") - starting(imports(file), "armature.models")
-    assert not ours
-    assert not starting(imports(file), "lightning", "hydra", "omegaconf")
+def test_models_are_plain_torch():
+    def forbidden(file: Path) -> set[str]:
+        ours = starting(imports(file), "armature") - starting(imports(file), "armature.models")
+        return ours | starting(imports(file), "lightning", "hydra", "omegaconf")
+
+    assert not found(files("models"), forbidden)
 
 
-@pytest.mark.parametrize("file", [f for f in ALL if "simulation" not in f.parts], ids=relative)
-def test_nothing_that_trains_knows_the_simulator(file):
+def test_nothing_that_trains_knows_the_simulator():
     """It replaces functions of torch in its processes."""
-    if "planner" not in file.parts:
-        assert not starting(imports(file), "armature.simulation")
+    training = [file for file in ALL if not {"simulation", "planner"} & {*file.relative_to(SOURCE).parts}]
+    assert not found(training, lambda file: starting(imports(file), "armature.simulation"))
 
 
 def test_checks_before_launch_import_no_torch():
@@ -124,6 +129,6 @@ def test_a_violation_is_seen(tmp_path):
     assert starting(imports(tmp_path / "task.py"), "torch.distributed") == {"torch.distributed"}
 
 
-@pytest.mark.parametrize("file", ALL, ids=relative)
-def test_files_stay_readable(file):
-    assert len(file.read_text().splitlines()) <= 420
+def test_files_stay_readable():
+    lines = {relative(file): len(file.read_text().splitlines()) for file in ALL}
+    assert not {file: count for file, count in lines.items() if count > 420}

@@ -40,5 +40,11 @@ def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
     ]
     for path in [gone_part, *kept]:
         path.write_text("half")
+    gone_folder = tmp_path / f".p.csv.{host}.{gone.pid}.part"
+    gone_folder.mkdir()
+    (gone_folder / "0.jsonl").touch()
+    with files.folder_beside(tmp_path / "p.csv") as folder:
+        files.clear_parts(tmp_path)
+        assert folder.is_dir()
     files.clear_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from armature.models.decoder.generation import generate, sample
-from armature.models.decoder.model import Decoder
+from armature.models.decoder.generation import complete, generate, sample
+from armature.models.decoder.model import Decoder, KeyValueCache
 
 PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
 
@@ -19,6 +19,44 @@ def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
     for _ in range(10):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generate(model, PROMPT, max_new_tokens=10, temperature=0), ids)
+
+
+def test_prompts_of_different_lengths_continue_as_each_alone(model):
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8], list(range(20))]  # the last is longer than the context
+    alone = [generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist() for each in prompts]
+    assert complete(model, prompts[:3], max_new_tokens=30, temperature=0) == alone[:3]
+    assert [len(each) for each in complete(model, prompts, max_new_tokens=30)] == [38, 31, 33, 50]
+
+    eot = alone[1][4]
+    ended = complete(model, prompts[:3], max_new_tokens=30, temperature=0, eot=eot)
+    for prompt, whole, got in zip(prompts, alone, ended, strict=False):
+        new = whole[len(prompt) :]
+        assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
+
+
+def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(model, monkeypatch):
+    made, tables, table, empty = [], [], model.rotary, torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(args[0]), empty(*args, **kwargs))[1])
+    monkeypatch.setattr(model, "rotary", lambda **kwargs: (tables.append(1), table(**kwargs))[1])
+    generate(model, PROMPT, max_new_tokens=40, temperature=0)
+    assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 2, 16, 4)] * 2  # two layers, the whole context
+    assert len(tables) == 1
+    made.clear()
+    generate(model, PROMPT, max_new_tokens=4, temperature=0)
+    assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 2, 7, 4)] * 2  # no longer than the text
+
+
+def test_a_full_cache_is_refused(model):
+    cache = KeyValueCache(positions=4)
+    model(PROMPT, cache=cache)
+    with pytest.raises(ValueError, match="5 positions do not fit in the cache's 4"):
+        model(PROMPT[:, :2], cache=cache)
+
+
+@pytest.mark.parametrize("prompts", [[], [[1], []]])
+def test_no_prompt_and_an_empty_one_among_others_are_refused(model, prompts):
+    with pytest.raises(ValueError, match="each prompt must have at least one token"):
+        complete(model, prompts, max_new_tokens=1)
 
 
 def test_a_seed_gives_the_same_text_and_training_mode_is_restored(model):

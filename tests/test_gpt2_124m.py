@@ -1,6 +1,5 @@
 """experiment=gpt2_124m with everything but its sizes: it trains, on the schedule that its file describes."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,13 +31,8 @@ SMALL = [
 @pytest.mark.slow
 def test_the_experiment_trains_at_a_fraction_of_its_size(tmp_path: Path) -> None:
     corpus = running.write_corpus(tmp_path / "text")
-    result = subprocess.run(
-        running.command(*SMALL, "strategy=fsdp", "trainer.devices=2", corpus=corpus, tiny=False),
-        cwd=tmp_path,
-        env=running.environment(),
-        capture_output=True,
-        text=True,
-    )
+    command = running.command(*SMALL, "strategy=fsdp", "trainer.devices=2", corpus=corpus, tiny=False)
+    result = running.run(command, cwd=tmp_path, env=running.environment(), ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     rows = running.rows(tmp_path / "outputs" / "gpt2")
     rates = [float(row["lr"]) for row in rows]

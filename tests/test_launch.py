@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -137,8 +136,7 @@ def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corp
         (single, "start.safetensors"),
         ("start.safetensors", "outputs/start/checkpoints/step=000000"),
     ):
-        convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(source), target]
-        subprocess.run(convert, cwd=tmp_path, env=running.environment(), check=True, capture_output=True)
+        running.script("convert.py", str(source), target, cwd=tmp_path)
     other = tmp_path / "other.txt"
     other.write_text(
         "".join(f"line {i} of another text, in which the brown fox jumps {i} times.\n" for i in range(900))
@@ -199,13 +197,12 @@ def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_training_begins_with_converted_weights(strategy, single, corpus, tmp_path):
     for source, target in ((single, "a.safetensors"), ("a.safetensors", "converted/checkpoints/step=000000")):
-        convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(source), target]
-        subprocess.run(convert, cwd=tmp_path, env=running.environment(), check=True, capture_output=True)
+        running.script("convert.py", str(source), target, cwd=tmp_path)
     running.train(
         "resume=converted/checkpoints/step=000000",
         "run.name=next",
         f"strategy={strategy}",
-        f"trainer.devices={1 if strategy == 'single' else 2}",
+        ranks=1 if strategy == "single" else 2,
         cwd=tmp_path,
         corpus=corpus,
     )
@@ -236,8 +233,14 @@ def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
 )
 def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, code, corpus, tmp_path):
     (tmp_path / "random.py").write_text("raise ImportError('a file beside the data')")  # as in a single process
-    ddp = [f"strategy={'ddp' if devices > 1 else 'single'}", f"trainer.devices={devices}", "run.name=run"]
-    endless = [*ddp, "trainer.max_steps=100000", "trainer.val_every_n_steps=null", "scheduler=constant"]
+    ddp = [f"strategy={'ddp' if devices > 1 else 'single'}", "run.name=run"]
+    endless = [
+        *ddp,
+        f"trainer.devices={devices}",
+        "trainer.max_steps=100000",
+        "trainer.val_every_n_steps=null",
+        "scheduler=constant",
+    ]
     process = running.start(*endless, cwd=tmp_path, corpus=corpus)
     metrics = tmp_path / "outputs" / "run" / "metrics.csv"
     running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
@@ -259,7 +262,8 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, 
     assert "Traceback" not in output
     steps = running.summary(tmp_path / "outputs" / "run")["global_step"]
     assert running.summary(tmp_path / "outputs" / "run")["stop_reason"] == number.name
-    again = running.train(*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant", cwd=tmp_path, corpus=corpus)
+    longer = [*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant"]
+    again = running.train(*longer, ranks=devices, cwd=tmp_path, corpus=corpus)
     assert f"step={steps:06d}, step {steps}" in again.stderr
     assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(range(1, steps + 3))
 
@@ -360,43 +364,10 @@ def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
 
 
 def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
-    evaluate = subprocess.run(
-        [
-            sys.executable,
-            str(running.ROOT / "scripts" / "evaluate.py"),
-            str(single),
-            "--split",
-            "val",
-            "--set",
-            "trainer.precision=32-true",
-        ],
-        cwd=tmp_path,
-        env=running.environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert evaluate.returncode == 0, evaluate.stderr
+    arguments = ["--split", "val", "--set", "trainer.precision=32-true"]
+    evaluate = running.script("evaluate.py", str(single), *arguments, cwd=tmp_path)
     assert "val/bits_per_byte" in evaluate.stdout
-    texts = []
-    for _ in range(2):
-        generate = subprocess.run(
-            [
-                sys.executable,
-                str(running.ROOT / "scripts" / "generate.py"),
-                str(single),
-                "--prompt",
-                "line ",
-                "--tokens",
-                "9",
-                "--seed",
-                "3",
-            ],
-            cwd=tmp_path,
-            env=running.environment(),
-            capture_output=True,
-            text=True,
-        )
-        assert generate.returncode == 0, generate.stderr
-        texts.append(generate.stdout)
+    arguments = ["--prompt", "line ", "--tokens", "9", "--seed", "3"]
+    texts = [running.script("generate.py", str(single), *arguments, cwd=tmp_path).stdout for _ in range(2)]
     assert texts[0].startswith("line ")
     assert texts[0] == texts[1]

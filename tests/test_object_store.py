@@ -55,8 +55,7 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
 
 def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):
     args = ["checkpoint.root=s3://runs/two", "run.name=a", "checkpoint.every_n_steps=3"]
-    two = ["strategy=fsdp", "trainer.devices=2", "checkpoint.background=true"]
-    train(*args, *two, cwd=tmp_path, corpus=corpus, **store)
+    train(*args, "strategy=fsdp", "checkpoint.background=true", ranks=2, cwd=tmp_path, corpus=corpus, **store)
     assert directory.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
     done = train(*args, "trainer.max_steps=8", cwd=tmp_path, corpus=corpus, **store)
     assert "resuming from s3://runs/two/a/step=000006" in done.stderr

@@ -1,16 +1,21 @@
 """scripts/predict.py: every sample once, in order, from any number of processes."""
 
 import csv
+import errno
 import json
+import os
 import runpy
+import signal
 import sys
 from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from armature import hardware
+from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.training import predict
@@ -28,12 +33,13 @@ class Predictor(L.LightningModule):
         return {"scores": {"x": batch["inputs"].bfloat16()}, "pair": (batch["targets"], names)}
 
 
-def parts(folder, ranks, task=None, data=None):
-    files = [folder / f"{rank}of{ranks}.jsonl" for rank in range(ranks)]
-    for rank, part in enumerate(files):
-        data = Ten(global_batch_size=4, eval_batch_size=2)
-        predict.predict(task or Predictor(), data, part, rank=rank, ranks=ranks, accelerator="cpu", precision="32-true")
-    return files
+def parts(folder, ranks, task=None, make=lambda: Ten(global_batch_size=4, eval_batch_size=2)):
+    found = [folder / f"{rank}of{ranks}.jsonl" for rank in range(ranks)]
+    for rank, part in enumerate(found):
+        predict.predict(
+            task or Predictor(), make(), part, rank=rank, ranks=ranks, accelerator="cpu", precision="32-true"
+        )
+    return found
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
@@ -59,6 +65,63 @@ def test_any_number_of_processes_writes_the_same_file(suffix, tmp_path):
     assert (int(last["pair/0"]), last["pair/1"]) == (10, "n10")
 
 
+class Numbers(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return float(index)
+
+
+class Plain(L.LightningDataModule):
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = sizes
+
+    def predict_dataloader(self):
+        made = [DataLoader(Numbers(size), batch_size=4, shuffle=size > 0) for size in self.sizes]
+        return made if len(made) > 1 else made[0]
+
+
+class Halves(L.LightningModule):
+    """What a row holds differs between samples."""
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return [{"half": x / 2, **({"odd": f"{x:g}"} if x % 2 else {"even": x if x else None})} for x in batch.tolist()]
+
+
+@pytest.mark.parametrize("sizes", [(7,), (3, 0, 10)], ids=str)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_loaders_of_a_plain_data_module_and_rows_of_several_forms(sizes, suffix, tmp_path):
+    if suffix == "parquet":
+        pyarrow = pytest.importorskip("pyarrow.parquet", reason="make setup EXTRAS=data")
+    found = []
+    for ranks in (1, 4):
+        written = parts(tmp_path, ranks, task=Halves(), make=lambda: PlainData(Plain(sizes)))
+        file = tmp_path / f"{ranks}.{suffix}"
+        assert predict.merge(written, file) == sum(sizes)
+        found.append(pyarrow.read_table(file).to_pylist() if suffix == "parquet" else file.read_text().splitlines())
+    assert found[0] == found[1]
+    rows = found[0] if suffix == "parquet" else list(csv.DictReader(found[0]))
+    assert [float(row["half"]) for row in rows] == [i / 2 for size in sizes for i in range(size)]
+    assert [row["odd"] for row in rows[:2]] == [None if suffix == "parquet" else "", "1"]
+    if len(sizes) > 1:
+        assert [int(row["loader"]) for row in rows] == [i for i, size in enumerate(sizes) for _ in range(size)]
+
+
+def test_a_column_of_several_types_is_named(tmp_path):
+    pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    part = tmp_path / "0.jsonl"
+    part.write_text("".join(json.dumps([[0, i], {"a": value}]) + "\n" for i, value in enumerate((1, "x"))))
+    with pytest.raises(ConfigError, match=r"out=p.parquet: .* several in 'a' .*Return one type, or name a .jsonl file"):
+        predict.merge([part], tmp_path / "p.parquet")
+    assert predict.merge([part], tmp_path / "p.jsonl") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "p.jsonl"]
+
+
 def test_outputs_of_other_forms():
     def made(outputs):
         return predict.rows(outputs, 2, owner="Task")
@@ -76,6 +139,16 @@ def test_outputs_of_other_forms():
 def test_a_task_that_cannot_predict_is_named(tmp_path):
     with pytest.raises(ConfigError, match="LightningModule has neither predict_step nor forward"):
         parts(tmp_path, 1, task=L.LightningModule())
+
+
+def run_script(script):
+    """Run it as a command; the signal handlers of this process come back."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +169,7 @@ def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, ca
     script = running.ROOT / "scripts" / "predict.py"
     monkeypatch.setattr(sys, "argv", [str(script), "run", *typed])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(script), run_name="__main__")
+        run_script(script)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -110,3 +183,22 @@ def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeyp
     with pytest.raises(ConfigError, match=message):
         script["count_ranks"](devices, "gpu")
     assert script["count_ranks"](5, "cpu") == 5
+
+
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch, capsys):
+    def fails(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1))
+    monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
+    monkeypatch.setattr("armature.loading.load_task", lambda *args: None)
+    monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
+    monkeypatch.setattr("armature.worker.quiet", lambda: None)
+    monkeypatch.setattr(predict, "predict", fails)
+    monkeypatch.setattr(sys, "argv", ["predict.py", "run", "out=p.csv"])
+    with pytest.raises(SystemExit) as ended:
+        run_script(running.ROOT / "scripts" / "predict.py")
+    assert ended.value.code == 2
+    assert "out=p.csv: No space left on device. No file was written. Free some space" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

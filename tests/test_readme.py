@@ -87,8 +87,8 @@ def test_the_example_learns_and_neither_the_strategy_nor_a_copy_changes_it(clone
     ]
     for i, command in enumerate(commands):
         run(clone, *command.split(), f"run.name={i}")
-    summary = running.summary(clone / "outputs" / "0")
-    assert summary["metrics"]["test/accuracy"] > 0.95
+        summary = running.summary(clone / "outputs" / str(i))
+        assert summary["metrics"]["test/accuracy"] > 0.95
     assert "_target_: mine.model." in (clone / "outputs" / "3" / "config.yaml").read_text()
     # later, when the loss is near zero, the order of additions shows in its fifth digit
     first = running.losses(clone / "outputs" / "0")[:40]

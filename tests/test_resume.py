@@ -4,6 +4,7 @@ import gzip
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,29 +316,47 @@ def test_wandb_goes_on_in_the_same_run(runs):
 
 
 # ---------------------------------------------------------------- scripts/resume_proof.py
-def proof(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def proof(tmp_path, monkeypatch, capsys):
+    """Calls scripts/resume_proof.py in this process and forks its runs: its exit code, and what it printed."""
     path = f"{running.ROOT / 'src'}:{running.ROOT}"
-    command = [sys.executable, str(running.ROOT / "scripts" / "resume_proof.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=running.environment(PYTHONPATH=path), capture_output=True, text=True)
+
+    def run(command, *, stdout, **_):
+        done = running.run(command, cwd=tmp_path, env=running.environment(PYTHONPATH=path))
+        stdout.write(done.stdout + done.stderr)
+        return done
+
+    def call(*arguments: str) -> tuple[int | str | None, str]:
+        monkeypatch.setattr(sys, "argv", ["resume_proof.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            resume_proof.main()
+        return ended.value.code, capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resume_proof, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
+    return call
 
 
-def test_the_proof_finds_a_generator_that_no_checkpoint_knows(tmp_path):
-    result = proof("--steps", "5", *BASE, "data.own_generator=true", cwd=tmp_path)
-    assert result.returncode == 1, result.stderr
-    assert "NOT equal: step 3, train/loss:" in result.stdout
-    assert "numpy.random.default_rng()" in result.stdout
+def test_the_proof_finds_a_generator_that_no_checkpoint_knows(proof, tmp_path):
+    code, printed = proof("--steps", "5", *BASE, "data.own_generator=true")
+    assert code == 1, printed
+    assert "NOT equal: step 3, train/loss:" in printed
+    assert "numpy.random.default_rng()" in printed
     assert len(list((tmp_path / "outputs").glob("resume-proof-*/straight/metrics.csv"))) == 1
 
 
-def test_the_proof_of_an_experiment_that_is_sound(tmp_path):
-    result = proof("--steps", "5", *BASE, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "equal, bit for bit: 5 rows" in result.stdout
+def test_the_proof_of_an_experiment_that_is_sound(proof, tmp_path):
+    code, printed = proof("--steps", "5", *BASE)
+    assert code == 0, printed
+    assert "equal, bit for bit: 5 rows" in printed
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
 def test_the_proof_passes_a_mistake_on(tmp_path):
-    result = proof("experiment=digit", cwd=tmp_path)
+    path = f"{running.ROOT / 'src'}:{running.ROOT}"
+    command = [sys.executable, str(running.ROOT / "scripts" / "resume_proof.py"), "experiment=digit"]
+    env = running.environment(PYTHONPATH=path)
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 2
     assert "Did you mean 'digits'?" in result.stderr
     assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())

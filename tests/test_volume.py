@@ -10,6 +10,7 @@ import torch
 from benchmarks import scaling
 from benchmarks.parity.harness import DECODER, on_ranks
 from benchmarks.volume import CollectiveCounter
+from tests.parallel.building import decoder_on_meta, parallelize
 
 MICRO_BATCHES, BATCH = 3, 6
 FP32 = 4  # bytes
@@ -17,23 +18,12 @@ FP32 = 4  # bytes
 
 def count(*, steps: int = 2, optimizer: str | None = None, **axes: int) -> dict[str, Any]:
     """Return the collectives of the last step of this rank, and the bytes of its hidden matrices."""
-    from armature.models.decoder.model import Decoder
-    from armature.models.decoder.plan import PLAN
     from armature.optim.groups import parameter_groups
     from armature.optim.muon import Muon
-    from armature.parallel import apply, mesh
     from armature.parallel.distributed_matrices import DistributedMatrices
 
-    with torch.device("meta"):
-        model = Decoder(**DECODER)
-    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes
-    options = apply.Options(
-        seed=0, schedule="1f1b", microbatches=MICRO_BATCHES, stages=None, sequence_parallel=True,
-        activation_checkpointing="none", compile="none", reshard_after_forward=False, param_dtype=None,
-        reduce_dtype=None, cpu_offload=False, prefetch=1, min_num_params=0,
-    )  # fmt: skip
-    device_mesh, cpu = mesh.build(sizes, device_type="cpu"), torch.device("cpu")
-    apply.parallelize(model, PLAN, device_mesh, options, device=cpu, prefix="")
+    model = decoder_on_meta(**DECODER)
+    parallelize(model, axes=axes, prefix="", microbatches=MICRO_BATCHES, reshard_after_forward=False)
     muon = Muon(parameter_groups(model), precision="32-true")
     muon.matrix_work = DistributedMatrices()
     tokens = torch.randint(0, DECODER["vocab_size"], (BATCH, DECODER["context"]))

@@ -1,6 +1,6 @@
 """Run tiny fp32 fits under any layout on gloo processes, and compare one run with another.
 
-Ranks are forks of a server that has imported torch and Lightning, so a layout costs one second instead of ten.
+Ranks are forks of a server that has imported everything (preload.py), so a layout costs one second instead of ten.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "torch",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torchmetrics",
-    "lightning.pytorch",
-]
+ROOT = Path(__file__).parents[2]
+PRELOAD = ["benchmarks.parity.preload"]
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,8 @@ DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4
 
 
 def mesh(ranks: int, **options: Any) -> Job:
-    # otherwise this model would be a single unit
-    return Job("MeshStrategy", {"min_num_params": 0, **options}, ranks=ranks)
+    # otherwise this model would be a single unit; sequence parallel as on GPUs
+    return Job("MeshStrategy", {"min_num_params": 0, "sequence_parallel": True, **options}, ranks=ranks)
 
 
 LAYOUTS: dict[str, Job] = {
@@ -111,6 +106,15 @@ LAYOUTS: dict[str, Job] = {
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()  # Python 3.11 gives it neither this process's sys.path nor an error
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
     return context
 
 

@@ -40,6 +40,7 @@ class Run:
     dir: str | None = None  # root/name once the name is decided; not set by users
     id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
     git: Any = None  # commit and dirty, of the code at the newest start; not set by users
+    micro_batch_size: int | None = None  # what data.micro_batch_size=auto is, if not the whole share; not set by users
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Trainer:
     limit_val_batches: Any = MISSING  # int | float | None
     limit_test_batches: Any = MISSING  # int | float | None
     log_every_n_steps: int = MISSING
+    on_nan: str = MISSING
     test_at_end: bool = MISSING
     deterministic: bool = MISSING
     detect_anomaly: bool = MISSING
@@ -113,7 +115,9 @@ class Config:
 def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:
     """Return a size of the model; `otherwise` if it has no such size, or takes it from the data."""
     model = _root_.model
-    return otherwise if name not in model or OmegaConf.is_interpolation(model, name) else model[name]
+    # before `in`, which would follow the reference to the data back to here, until Python's stack is full
+    from_data = name in {*model} and OmegaConf.is_interpolation(model, name)
+    return otherwise if from_data or name not in model else model[name]
 
 
 OmegaConf.register_new_resolver("model_size", _model_size, replace=True)  # every config.yaml is read by this module

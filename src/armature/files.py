@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,14 @@ from pathlib import Path
 import psutil
 
 
+def _part_of(file: Path) -> Path:
+    """Return a path beside a file that no other process has, and that `clear_parts` finds."""
+    return file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
+
+
 def replace(file: Path, text: str) -> None:
     """Write a file next to its target and rename it: no reader sees half of it, nor anybody after a loss of power."""
-    part = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.part")
+    part = _part_of(file)
     with part.open("w", encoding="utf-8", newline="") as stream:
         stream.write(text)
         stream.flush()
@@ -23,14 +29,25 @@ def replace(file: Path, text: str) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path of the same suffix to write to. It is renamed to `file` at the end, and removed after an error."""
+    """Yield a path of the same name to write to. It is renamed to `file` at the end, and removed after an error."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.stem}.part{file.suffix}")
-    try:
-        yield part
+    with folder_beside(file) as folder:
+        yield (part := folder / file.name)
+        sync(part)
         part.replace(file)
+        sync(file.parent)
+
+
+@contextmanager
+def folder_beside(file: Path) -> Iterator[Path]:
+    """Yield a new folder in the file system of a file, for its parts. It is removed at the end."""
+    folder = _part_of(file)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this id
+    folder.mkdir()
+    try:
+        yield folder
     finally:
-        part.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def nearest_existing(path: Path) -> Path:
@@ -46,7 +63,7 @@ def clear_parts(folder: Path) -> None:
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
         pid = part.name.split(".")[-2]
         if pid.isascii() and pid.isdigit() and not psutil.pid_exists(int(pid)):
-            part.unlink(missing_ok=True)
+            shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

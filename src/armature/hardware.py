@@ -138,6 +138,15 @@ def ram_bytes() -> int | None:
     return whole
 
 
+def page_faults() -> int:
+    """Return how often this process got memory from the system page by page, or 0 if that is not reported (Windows)."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def peak_resident_memory() -> int:
     """Return the peak resident memory of this process in bytes, or 0 if the system does not report it (Windows)."""
     if sys.platform == "win32":

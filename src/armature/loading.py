@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from armature import run_dir
+from armature import config, run_dir
 from armature.checkpoint import directory, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
@@ -26,7 +26,7 @@ def open_run(
     overrides: list[str] | None = None,
     trust: bool = False,
     packages: Sequence[str] = (),
-    verified: bool = False,
+    verified: str | None = None,
 ) -> tuple[DictConfig, Path]:
     """Return the configuration of a run, with run.dir set to where it is now, and one of its checkpoints, verified.
 
@@ -35,7 +35,7 @@ def open_run(
         overrides: `key=value`, applied to the run's configuration.
         trust: accept a checkpoint without a manifest.
         packages: that the run's configuration may name besides those of this installation (launch.allowed_packages).
-        verified: the path is a checkpoint whose files another process has just compared with their checksums.
+        verified: the name of the checkpoint whose files another process has just compared with their checksums.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
@@ -46,16 +46,23 @@ def open_run(
             "outputs/<run.name> or a checkpoint in it; a .ckpt from elsewhere: YourModule.load_from_checkpoint."
         )
     cfg = run_dir.read(run_path)
+    config.require_groups(cfg, run_path / "config.yaml")
     OmegaConf.set_struct(cfg, True)
     apply_overrides(cfg, overrides or [], run_dir=run_path)
     OmegaConf.update(cfg, "run.dir", str(run_path))
     targets.check(cfg, overrides=overrides or [], packages=packages)
-    if path == run_path and best:
+
+    def find() -> list[Path]:
+        if path != run_path or not best:
+            return resume.checkpoints_at(path, cfg)
         name = (run_dir.read_summary(run_path) or {}).get("best_checkpoint")
-        named = [resume.folder(run_path, cfg) / Path(name).name] if name else []
-    else:
-        named = resume.checkpoints_at(path, cfg)
-    checkpoint = named[0] if verified else storage.first_intact(named, trust=trust)
+        return [resume.folder(run_path, cfg) / Path(name).name] if name else []
+
+    if verified is not None:
+        if (named := [each for each in find() if each.name == verified]) == []:
+            raise storage.removed(verified)
+        return cfg, named[0]
+    checkpoint = storage.intact_beside_training(find, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
     return cfg, checkpoint
@@ -103,7 +110,7 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
 
 
 def load_data(cfg: DictConfig) -> DataModule:
-    """Return the data module of a run's configuration, with the tokens and classes that the run was trained with."""
+    """Return the data module of a run's configuration, with what the run saved for it, such as its classes."""
     data = adapter.build(cfg)
     data.load_assets(Path(cfg.run.dir))
     return data
@@ -122,7 +129,8 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
     if any(p.is_meta for p in task.parameters()):
         task.to_empty(device="cpu")
     if checkpoint is not None:
-        saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
+        with storage.reading_beside_training(checkpoint):
+            saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
         task.on_load_checkpoint(saved)
         state.load_tensors_of(checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True)
     return task.eval()

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import OmegaConf
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from armature import worker
+from armature.data.adapter import PlainData
 from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
 from armature.training import predict
@@ -209,3 +211,45 @@ def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch, caplog):
     numbers.save_assets(run)
     used_by(run, numbers)
     assert "classes are numbered from" not in caplog.text
+
+
+class Named(Dataset):
+    """As torchvision's: classes in the order of their numbers."""
+
+    def __init__(self, *classes):
+        self.classes = list(classes)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"inputs": torch.ones(1), "targets": index % 2}
+
+
+class Folders(LightningDataModule):
+    def __init__(self, *classes):
+        super().__init__()
+        self.data = Subset(Named(*classes), range(4))
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=2)
+
+    test_dataloader = val_dataloader = train_dataloader
+
+
+def test_classes_of_a_plain_data_module_keep_their_numbers(tmp_path, run):
+    data = PlainData(Folders("cat", "dog"))
+    data.setup("fit")
+    data.save_assets(run)
+    other = used_by(run, PlainData(Folders("ant", "cat", "dog")))
+    for loader in (other.test_dataloader, other.val_dataloader):
+        with pytest.raises(ConfigError, match=r"the (test|val) data number other classes .*ant is new. Each class"):
+            loader()
+    assert [row["class"] for row in predicted(other, tmp_path / "p.jsonl")] == ["dog"] * 4  # as in training
+    other.setup("fit")
+    with pytest.raises(ConfigError, match=r"no longer those that the checkpoint was trained with: ant is new. Restore"):
+        other.load_state_dict(data.state_dict())
+    same = used_by(run, PlainData(Folders("cat", "dog")))
+    same.setup("fit")
+    same.load_state_dict(data.state_dict())
+    assert len(same.test_dataloader()) == 2

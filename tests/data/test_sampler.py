@@ -149,6 +149,10 @@ def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_
     for round_ in zip(*streams, strict=True):  # in the order of the samples
         taken = [i for batch in round_ for i in batch if i != PADDING]
         assert taken == sorted(taken)
+    for rank, stream in enumerate(streams):  # for predictions
+        alone = EvalSampler(size, batch_size=batch_size, rank=rank, ranks=ranks, pads=False)
+        assert list(alone) == [batch for batch in stream if batch != [PADDING]]
+        assert len(alone) == len(list(alone))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 
 from tests import running
@@ -6,6 +8,19 @@ from tests import running
 @pytest.fixture(scope="session")
 def cfg(tmp_path_factory):
     """The checked configuration of a tiny run on two ranks."""
+    with _checked(tmp_path_factory, "strategy=ddp") as checked:
+        yield checked
+
+
+@pytest.fixture(scope="session")
+def tensor_cfg(tmp_path_factory):
+    """The same, with two ranks that train on the same samples."""
+    with _checked(tmp_path_factory, "strategy=tensor") as checked:
+        yield checked
+
+
+@contextlib.contextmanager
+def _checked(tmp_path_factory, strategy):
     from hydra import compose, initialize_config_dir
 
     from armature import config
@@ -20,7 +35,7 @@ def cfg(tmp_path_factory):
             overrides = [
                 *running.TINY,
                 f"data.path={corpus}",
-                "strategy=ddp",
+                strategy,
                 "trainer.devices=2",
                 f"run.root={folder}/out",
             ]

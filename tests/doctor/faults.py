@@ -129,6 +129,46 @@ def a_tenth_of_the_speed() -> None:
     torch.mm = slow
 
 
+def wrong_address() -> None:
+    """Be told another address than the others, as by a script that runs on each node."""
+    os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+
+
+def another_torch() -> None:
+    """Run in another environment than the others."""
+    import torch
+
+    torch.__version__ = "2.12.1"
+
+
+def other_data() -> None:
+    """Draw other samples than the ranks of the same place on the data axis."""
+    from armature.doctor.training import Watch
+
+    usual = Watch.on_train_batch_start
+
+    def on_train_batch_start(self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for tensor in batch.values() if isinstance(batch, dict) else batch:
+            tensor.copy_(tensor.flip(0))
+        usual(self, trainer, module, batch, batch_idx)
+
+    Watch.on_train_batch_start = on_train_batch_start
+
+
+def nan_in_a_layer() -> None:
+    """Let a layer return NaN on this rank, as an overflow or a broken device does."""
+    from armature.doctor.training import Watch
+
+    usual = Watch.on_train_start
+
+    def on_train_start(self: Any, trainer: Any, module: Any) -> None:
+        usual(self, trainer, module)
+        layer = next(part for name, part in module.named_modules() if name.endswith(".1.attention"))
+        layer.register_forward_hook(lambda layer, inputs, output: output * float("nan"), prepend=True)
+
+    Watch.on_train_start = on_train_start
+
+
 def raises() -> None:
     from armature.doctor import training
 

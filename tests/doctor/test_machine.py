@@ -10,9 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from armature.doctor import communication, environment, finding, launch, order, replicas, run_directory
-from armature.doctor.communication import Link
+from armature.doctor import communication, environment, finding, launch, order, replicas, run_directory, session
+from armature.doctor.communication import AxisGroup, Link
 from armature.doctor.examine import examine
+from armature.launcher import lock
 from armature.planner import devices
 
 
@@ -21,7 +22,8 @@ def run():
     return OmegaConf.create({
         "trainer": {"devices": 4, "num_nodes": 2, "accelerator": "gpu", "max_steps": 100},
         "data": {"num_workers": 2},
-        "run": {"root": "outputs"},
+        "run": {"root": "outputs", "name": None, "dir": None},
+        "launch": {"rdzv_endpoint": None},
         "checkpoint": {"root": None, "keep_last": 2, "keep_best": 1, "keep_every_n_steps": None},
     })  # fmt: skip
 
@@ -64,6 +66,9 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
     found = list(environment.gpus(run, {"CUDA_VISIBLE_DEVICES": "0,1"}))
     assert found[0].what == "torch 2.13.0+cpu was built without CUDA, but trainer.accelerator=gpu."
     assert found[1].what == "trainer.devices=4, but CUDA_VISIBLE_DEVICES=0,1 shows 2 GPUs."
+    monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 1)
+    bound = list(environment.gpus(run, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}))[1]
+    assert bound.remedy.startswith("Each task must see all GPUs of its node: remove --gpus-per-task")
 
 
 def test_a_driver_that_is_too_old_is_named(run, monkeypatch):
@@ -83,6 +88,22 @@ def test_limits_that_are_too_small_are_named(run, tmp_path, monkeypatch):
     assert only(environment.threads(run, {}, cpus=2)).level == "warning"
     many = only(environment.threads(run, {"OMP_NUM_THREADS": "16"}, cpus=16))
     assert many.remedy == "Type export OMP_NUM_THREADS=4."
+
+
+def test_limits_of_the_groups_around_this_one_count(tmp_path):
+    own, group = tmp_path / "self", tmp_path / "slurm" / "job_7" / "step_0" / "task_3"
+    group.mkdir(parents=True)
+    own.write_text("0::/slurm/job_7/step_0/task_3\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    (group.parents[1] / "memory.max").write_text(f"{2**30}\n")
+    (group.parents[1] / "cpu.max").write_text("150000 100000\n")
+    environ = {"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "4"}
+    limits = environment.memory_limits(tmp_path, own, environ)
+    assert limits.pop("the machine") > 2**30
+    assert limits == {"the container's or job's cgroup": 2**30, "Slurm (--mem-per-cpu)": 400 * 2**20}
+    assert environment.cpu_quota(tmp_path, own) == 1.5
+    assert environment.cpu_quota(tmp_path / "none", own) == float("inf")
 
 
 def test_a_leftover_build_lock_is_named(run, tmp_path):
@@ -152,6 +173,15 @@ def test_an_interface_that_is_not_there_is_named():
     assert not list(launch.interfaces({"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
 
 
+def test_a_machine_without_any_network_is_named(run, monkeypatch):
+    run.trainer.num_nodes = 1
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert not list(launch.loopback(run, {}))
+    monkeypatch.setattr(launch.psutil, "net_if_addrs", dict)
+    assert "is down: the ranks of a machine connect through it" in only(launch.loopback(run, {})).what
+    assert not list(launch.loopback(run, {"RANK": "0"}))
+
+
 def test_an_address_that_does_not_resolve_is_named():
     assert only(launch.port_findings("no-such-host.invalid", 1)).what.startswith("MASTER_ADDR=no-such-host.invalid")
     assert "cannot resolve" in only(launch.answer_findings("no-such-host.invalid", 1, rank=3)).what
@@ -172,6 +202,18 @@ def test_a_port_that_is_taken_is_named_with_who_took_it():
     assert f"process {os.getpid()}" in found.what
     assert "export MASTER_PORT=" in found.remedy
     assert "rank 0 has not started there" in only(launch.answer_findings("127.0.0.1", port, rank=1)).what
+
+
+def test_machines_of_the_same_name_are_told_apart():
+    places = {0: ("a", "1", 0), 1: ("a", "2", 1), 3: ("b", "3", 2)}
+    present = {rank: dict(zip(("host", "machine", "node"), place, strict=True)) for rank, place in places.items()}
+    assert session.host_names(present, ranks=4) == ["a (node 0)", "a (node 1)", "", "b"]
+
+
+def test_what_must_be_equal_on_all_ranks_is_named_with_its_ranks():
+    everyones = [{"torch": "2.13.0" if rank < 4 else "2.12.1", "Python": "3.11"} for rank in range(8)]
+    found = only(session.differences(everyones, name=name))
+    assert found.what == "torch differs between the ranks: 2.13.0 on rank 0 on node0, 2.12.1 on rank 4 on node1."
 
 
 # ------------------------------------------------------------ communication
@@ -199,6 +241,23 @@ def test_a_slow_link_a_slow_rank_and_a_slow_kind_of_link_are_named():
     assert only(rank).what == "All links of rank 3 on node0 have 20% of the others' bandwidth."
     kind = judged(links(), between=4e11)
     assert kind[1].what == "Links between machines: 20 GB/s, 10 µs; the hardware's give 400 GB/s."
+
+
+def test_an_axis_is_compared_with_its_links_and_a_slow_group_is_named():
+    def found(groups, **expected):
+        measured = [AxisGroup("tensor", ranks, 1e-5, rate) for ranks, rate in groups.items()]
+        return list(communication.axis_findings(measured, hosts=["a"] * 4 + ["b"] * 4, expected=expected))
+
+    within = {(0, 1): 3e11, (2, 3): 3e11, (4, 5): 3e11, (6, 7): 1e11}
+    slow = only(found(within, within=4.5e11))
+    assert slow.what == "axis tensor: ranks 6, 7 all-reduce at 33% of the other groups' speed."
+    assert only(found(dict.fromkeys(within, 3e11), within=4.5e11)).level == "ok"
+    assert only(found(within)).what == "axis tensor, within a machine: 2 ranks all-reduce at 300 GB/s, 10 µs."
+    across = only(found({(0, 4): 5e9, (1, 5): 5e9}, within=4.5e11, between=5e10))
+    assert across.what.endswith(
+        "between machines: 2 ranks all-reduce at 5 GB/s, 10 µs; the hardware's links give 50 GB/s."
+    )
+    assert across.remedy.endswith("so that it stays within a machine.")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +330,15 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     found = only(run_directory.folder(tmp_path / "runs", key="run.root"))
     assert found.what == f"run.root={tmp_path / 'runs'}: its disk or your quota is full."
     assert not list(tmp_path.iterdir())
+
+
+def test_another_run_in_the_run_directory_is_named(run, tmp_path):
+    run.run = {"root": str(tmp_path), "name": "mine", "dir": str(tmp_path / "mine")}
+    (tmp_path / "mine").mkdir()
+    assert not list(run_directory.in_use(run))
+    with lock.hold(run):
+        held = only(run_directory.in_use(run))
+    assert held.what.startswith(f"{tmp_path}/mine is in use by process {os.getpid()} on ")
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):

@@ -56,3 +56,41 @@ def test_a_rank_that_never_starts_is_named(cfg):
     found = failures(examined(cfg, absent=1, deadlines={"meeting": 5.0}))
     assert [each.group for each in found] == ["launch"]
     assert found[0].what.startswith("rank 1 of 2 never started within 5 s")
+
+
+def test_a_port_that_is_taken_ends_the_examination(cfg):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = failures(examined(cfg, port=port))
+    assert [each.what.split(" by ")[0] for each in found] == [f"MASTER_PORT={port} is taken"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"address": "192.0.2.1"}, "MASTER_ADDR=192.0.2.1 (192.0.2.1) is no address of"),  # of no machine: RFC 5737
+        ({"fault": "wrong_address"}, "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name."),
+    ],
+)
+def test_a_wrong_address_is_named(cfg, options, words):
+    (found,) = failures(examined(cfg, **options))
+    assert (found.group, found.what.startswith(words)) == ("launch", True), found
+
+
+def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
+    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    found = failures(examined(tensor_cfg, fault="other_data+another_torch", deadlines=deadlines))
+    said = " ".join(each.what for each in found)
+    assert "rank 0 and rank 1 must train on the same samples" in said, found
+    assert re.search(rf"torch differs between the ranks: \S+ on rank 0 on {HOST}, 2.12.1 on rank 1 on {HOST}", said)
+
+
+def test_a_layer_with_nan_is_named_with_its_rank(cfg):
+    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    (found,) = failures(examined(cfg, fault="nan_in_a_layer", deadlines=deadlines))
+    assert re.fullmatch(rf"rank 1 on {HOST}", found.where)
+    first = r"The loss of batch 1 is nan. The first module whose output is not finite is "
+    first += r"model\.blocks\.1\.attention \(\w+\)"
+    assert re.match(f"{first}; its input is finite.", found.what), found

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from armature import hardware
-from benchmarks import report
+from benchmarks import measured_gpu, report
 from tests import running
 
 GPUS = hardware.gpu_count()
@@ -105,6 +105,19 @@ def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
     found = running.losses(tmp_path / "outputs" / "moved")
     assert len(found) == len(losses)
     assert found == pytest.approx(losses, rel=1e-3)
+
+
+def test_measured_columns_stand_beside_predicted_ones(tmp_path):
+    """What `make test-gpu` writes into docs/simulator.md."""
+    words = ["model=gpt_nano", "model.layers=2", "data=synthetic", "data.context=32", "data.global_batch_size=8"]
+    peak, rate = measured_gpu.measure([*words, f"trainer.accelerator={ACCELERATOR}", "strategy=single"])
+    assert peak > 1 << 20
+    assert rate > 0
+    predicted = measured_gpu.predict(
+        [*words, "strategy=single"], device="this" if ACCELERATOR == "gpu" else "h100_80gb"
+    )
+    line = measured_gpu.row("single", predicted, peak=peak, rate=rate)
+    assert line.count("|") == 6
 
 
 def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):

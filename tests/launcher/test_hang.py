@@ -56,6 +56,13 @@ def test_ranks_that_all_came_are_no_cause():
     assert hang.verdict({0: record(call(3))}, ranks=range(2)) == ""
 
 
+def test_ranks_that_wait_in_unrecorded_calls_are_named_by_their_stacks():
+    inside = "/site-packages/torch/distributed/pipelining/schedules.py:683 _wait_batch_p2p"
+    records = {0: record(stack=[inside, "pipeline.py:224 train"]), 1: record(stack=["block.py:9 forward"])}
+    told = "rank 0 waits for another rank in schedules.py:683 _wait_batch_p2p; rank 1 does not"
+    assert hang.verdict(records, ranks=range(2)) == f"{told} (rank 1 is at block.py:9 forward)."
+
+
 def test_ranks_answer_a_request(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")

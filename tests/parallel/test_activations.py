@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
+from tests.parallel.building import decoder_on_meta, parallelize
 
 MODEL = {"vocab_size": 96, "context": 16, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
 FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -42,11 +43,6 @@ class Collectives(TorchDispatchMode):
 
 def step(mode: str, precision: torch.dtype | None) -> tuple[list[tuple[str, torch.dtype]], int, int, float]:
     """Return a step's collectives, how many of them are the forward's, the gathered bytes kept, and the loss."""
-    from armature.models.decoder.model import Decoder
-    from armature.models.decoder.plan import PLAN
-    from armature.parallel import apply
-    from armature.parallel import mesh as meshes
-
     norm = F.rms_norm
 
     def as_on_a_gpu(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -54,15 +50,8 @@ def step(mode: str, precision: torch.dtype | None) -> tuple[list[tuple[str, torc
         return y.float() if torch.is_autocast_enabled("cpu") else y
 
     F.rms_norm = as_on_a_gpu
-    options = apply.Options(
-        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing=mode,
-        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
-        min_num_params=0,
-    )  # fmt: skip
-    device_mesh = meshes.build({"pipe": 1, "replicate": 1, "shard": 1, "tensor": 2}, device_type="cpu")
-    with torch.device("meta"):
-        model = Decoder(**MODEL)
-    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    model = decoder_on_meta(**MODEL)
+    parallelize(model, axes={"tensor": 2}, activation_checkpointing=mode)
     ids = torch.arange(2 * 17).view(2, 17)
     with Collectives() as seen:
         with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
@@ -129,22 +118,10 @@ def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name: str) -> 
 
 
 def loss_of_hooked_head() -> float:
-    from armature.models.decoder.model import Decoder
-    from armature.models.decoder.plan import PLAN
-    from armature.parallel import apply
-    from armature.parallel import mesh as meshes
-
-    options = apply.Options(
-        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
-        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
-        min_num_params=0,
-    )  # fmt: skip
-    device_mesh = meshes.build({"pipe": 1, "replicate": 1, "shard": 2, "tensor": 1}, device_type="cpu")
-    with torch.device("meta"):
-        model = Decoder(**MODEL)
+    model = decoder_on_meta(**MODEL)
     assert model.head is not None
     model.head.register_forward_hook(lambda module, args, output: 0.0 * output)
-    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    parallelize(model, axes={"shard": 2})
     ids = torch.arange(2 * 17).view(2, 17)
     return model(ids[:, :-1], ids[:, 1:]).item()
 

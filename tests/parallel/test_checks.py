@@ -106,6 +106,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         ({"tensor": 2}, {"model": {"vocab_size": 97}}, "model.vocab_size=98"),
         ({"tensor": 2}, {"model": {"context": 15}}, "strategy.sequence_parallel=false"),
+        (
+            {"tensor": 2, "sequence_parallel": "auto"},
+            {"model": {"context": 15}, "trainer": {"accelerator": "gpu"}},
+            "strategy.sequence_parallel=false",
+        ),
         ({"tensor": 2}, {"plan": None}, "has no plan"),
         ({"pipe": 2}, {"plan": None}, "has no plan"),
         ({"pipe": 2}, {"model": {"layers": 1}}, "makes 2 stages, but model.layers=1"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parity.harness import on_ranks
+from tests.parallel.building import decoder_on_meta, options
 
 MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads": 8}
 
@@ -16,26 +17,19 @@ def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
     """Return the bytes of the model, of its largest parameter, and by which building raised this rank's peak."""
     import torch
 
-    from armature.models.decoder.model import Decoder
     from armature.models.decoder.plan import PLAN
     from armature.parallel import apply, mesh
 
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    options = apply.Options(
-        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
-        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
-        min_num_params=0,
-    )  # fmt: skip
     sizes = {"pipe": 1, "replicate": 1, "shard": shard, "tensor": 1}
     device_mesh = mesh.build(sizes, device_type="cpu")
-    with torch.device("meta"):
-        model = Decoder(**model_args)
+    model = decoder_on_meta(**model_args)
     whole = sum(p.numel() for p in model.parameters()) * 4
     largest = max(p.numel() for p in model.parameters()) * 4
     before = peak()
-    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    apply.parallelize(model, PLAN, device_mesh, options(), device=torch.device("cpu"), prefix="model.")
     return whole, largest, peak() - before
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from armature.parallel.mesh import resolve
+from armature.parallel.mesh import resolve, shards_sequence
 
 
 def sizes(**axes: int | str) -> dict[str, int | str]:
@@ -25,3 +25,10 @@ def test_auto_takes_the_processes_that_are_left() -> None:
 def test_sizes_that_do_not_fit_are_refused_with_a_remedy(axes: dict, world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(axes, world_size=world)
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu", "cpu"])
+def test_positions_are_sharded_over_the_tensor_axis_except_on_cpus(device):
+    assert shards_sequence("auto", device=device) == (device != "cpu")
+    assert shards_sequence(True, device=device)
+    assert not shards_sequence(False, device=device)

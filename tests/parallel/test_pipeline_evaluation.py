@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from armature.parallel.split import SCHEDULES, evaluation_slot, stages_of_rank
 from benchmarks.parity.harness import DECODER, on_ranks
+from tests.parallel.building import decoder_on_meta, parallelize
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [*product(SCHEDULES, (2, 3, 4))])
@@ -43,26 +45,18 @@ def outputs(model, batches: list[int]) -> list[torch.Tensor]:
 
 def evaluate(ranks: int, batches: list[int]) -> dict[str, float]:
     """Return the largest difference from the whole model, by schedule."""
-    from armature.models.decoder.model import Decoder
-    from armature.models.decoder.plan import PLAN
-    from armature.parallel import apply, initialization, mesh
+    from armature.parallel import initialization
 
-    def build() -> Decoder:
-        with torch.device("meta"):
-            return Decoder(**DECODER | {"layers": 8})
-
-    whole, cpu = build(), torch.device("cpu")
-    initialization.initialize_by_name(whole, seed=0, names=initialization.materialize(whole, device=cpu))
+    build = partial(decoder_on_meta, **DECODER | {"layers": 8})
+    whole = build()
+    names = initialization.materialize(whole, device=torch.device("cpu"))
+    initialization.initialize_by_name(whole, seed=0, names=names)
     expected, far = outputs(whole, batches), {}
-    device_mesh = mesh.build({"pipe": ranks, "replicate": 1, "shard": 1, "tensor": 1}, device_type="cpu")
     for schedule in SCHEDULES:
-        options = apply.Options(
-            seed=0, schedule=schedule, microbatches=3, stages=None, sequence_parallel=True,
-            activation_checkpointing="none", compile="none", reshard_after_forward=False, param_dtype=None,
-            reduce_dtype=None, cpu_offload=False, prefetch=1, min_num_params=0,
-        )  # fmt: skip
         model = build()
-        apply.parallelize(model, PLAN, device_mesh, options, device=cpu, prefix="")
+        parallelize(
+            model, axes={"pipe": ranks}, prefix="", schedule=schedule, microbatches=3, reshard_after_forward=False
+        )
         got = outputs(model, batches)
         far[schedule] = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
     return far

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from torch import nn
 from armature.models.plan import Plan
 from armature.parallel import apply
 from benchmarks.parity.harness import DECODER, on_ranks
+from tests.parallel.building import decoder_on_meta, parallelize
 
 
 class Stack(nn.Module):
@@ -44,20 +43,8 @@ def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[f
     """
     from torch.distributed.tensor import DTensor
 
-    from armature.models.decoder.model import Decoder
-    from armature.models.decoder.plan import PLAN
-    from armature.parallel import mesh
-
-    options = apply.Options(
-        seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
-        compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
-        min_num_params=min_num_params,
-    )  # fmt: skip
-    sizes: dict[str, Any] = {"pipe": 1, "replicate": 1, "shard": torch.distributed.get_world_size(), "tensor": 1}
-    with torch.device("meta"):
-        model = Decoder(**DECODER, tied=tied)
-    device_mesh = mesh.build(sizes, device_type="cpu")
-    apply.parallelize(model, PLAN, device_mesh, options, device=torch.device("cpu"), prefix="model.")
+    model = decoder_on_meta(**DECODER, tied=tied)
+    parallelize(model, axes={"shard": torch.distributed.get_world_size()}, min_num_params=min_num_params)
     tokens = torch.arange(16)[None] % DECODER["vocab_size"]
 
     def all_shards() -> bool:

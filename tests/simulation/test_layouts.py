@@ -25,12 +25,40 @@ LAYOUTS = {
     "hsdp 2×2": ["strategy=hsdp", "trainer.devices=4", "strategy.replicate=2", "strategy.shard=2"],
     "tensor 2": ["strategy=tensor", "trainer.devices=2"],
     "fsdp_tensor 2×2": ["strategy=fsdp_tensor", "trainer.devices=4", "strategy.shard=2", "strategy.tensor=2"],
-    "3d 2×2×2": ["strategy=3d", "trainer.devices=8", "strategy.pipe=2", "strategy.shard=2", "strategy.tensor=2"],
+    "hsdp 2×2, muon": ["strategy=hsdp", "trainer.devices=4", "strategy.shard=2", "optimizer=muon"],
+    "ddp 2, unused parameters": ["strategy=ddp", "trainer.devices=2", "strategy.find_unused_parameters=true"],
+    "fsdp 2, fp16": ["strategy=fsdp", "trainer.devices=2", "trainer.precision=16-mixed"],
+    "fsdp 2, offloaded": ["strategy=fsdp", "trainer.devices=2", "strategy.cpu_offload=true"],
+    "replicate 2 × tensor 2": [
+        "strategy=fsdp_tensor",
+        "trainer.devices=4",
+        "strategy.replicate=2",
+        "strategy.shard=1",
+        "strategy.tensor=2",
+    ],
+    "fsdp_pipeline 2×2": ["strategy=fsdp_pipeline", "trainer.devices=4", "strategy.pipe=2", "strategy.shard=2"],
+    "fsdp_pipeline 2×2, interleaved": [
+        "strategy=fsdp_pipeline",
+        "trainer.devices=4",
+        "strategy.pipe=2",
+        "strategy.shard=2",
+        "strategy.schedule=interleaved_1f1b",
+    ],
+    "3d 2×2×2": [
+        "strategy=3d",
+        "trainer.devices=8",
+        "strategy.pipe=2",
+        "strategy.shard=2",
+        "strategy.tensor=2",
+        "model.layers=2",
+    ],
     **{
         f"pipeline {ranks}, {schedule}": [
             "strategy=pipeline",
             f"trainer.devices={ranks}",
             f"strategy.schedule={schedule}",
+            f"strategy.microbatches={2 * ranks}",  # zero_bubble needs as many
+            f"data.micro_batch_size={2 * ranks}",
         ]
         for ranks in (2, 4)
         for schedule in SCHEDULES

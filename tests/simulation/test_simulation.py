@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from armature.planner import devices
 from armature.simulation import deepspeed, processes
 from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
-from benchmarks import simulate_check
+from benchmarks import measured_gpu, simulate_check
 from scripts import simulate as command
 
 TINY = ["model=gpt_nano", "model.layers=2", "model.width=64", "data=synthetic", "data.context=32", "optimizer=adamw"]
@@ -120,6 +122,38 @@ def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeyp
     options = argparse.Namespace(order=False, ranks=None, depths=None, json=False)
     with pytest.raises(ConfigError, match=answer):
         command.run(options, [*TINY, *words])
+
+
+def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):
+    server, ended = object.__new__(processes._Server), []
+    server.process = MagicMock()
+    server.process.stdout.readline.side_effect = KeyboardInterrupt
+    monkeypatch.setattr(processes, "_server", SimpleNamespace(cache_clear=lambda: ended.append("forgotten")))
+    with pytest.raises(KeyboardInterrupt):
+        server.run([{}])
+    assert ended == ["forgotten"]
+    server.process.kill.assert_called_once()
+
+
+def test_a_gpus_measurements_stand_beside_their_predictions(tmp_path):
+    line = measured_gpu.row("ddp 2", REPORT.to_dict(), peak=77 * 2**30, rate=220.0)
+    assert line == "| ddp 2 | 70.00 | 77.00 (+10.0%) | 200 to 250 | 220 |"
+    document = tmp_path / "page.md"
+    document.write_text("before\n<!-- measured-gpu -->\nold\n<!-- end -->\nafter\n")
+    measured_gpu.write(measured_gpu.table([line], where="2 × H100"), document=document)
+    text = document.read_text()
+    assert "on 2 × H100:" in text
+    assert line in text
+    assert "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert set(measured_gpu.cases(1)) == {"single", "single, every block recomputed"}
+    assert {"ddp 8", "fsdp 8", "fsdp 4 × tensor 2"} <= set(measured_gpu.cases(8))
+
+
+def test_deepspeed_is_held_to_the_formulas_by_a_share():
+    assert simulate_check._near({"parameters": (101.0, 100.0)}) == "within 1.0% of ZeRO's formulas"
+    assert simulate_check._near({"parameters": (103.0, 100.0)}) == "parameters: measured 103.0, predicted 100.0"
 
 
 def test_a_mistyped_command_is_refused():

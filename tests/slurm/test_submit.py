@@ -12,8 +12,8 @@ SUBMIT = running.ROOT / "scripts" / "slurm" / "submit.py"
 
 
 def submit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**running.environment(), **environment}
-    return subprocess.run([sys.executable, str(SUBMIT), *arguments], env=env, capture_output=True, text=True)
+    command = [sys.executable, str(SUBMIT), *arguments]
+    return running.run(command, cwd=running.ROOT, env=running.environment(**environment))
 
 
 def options(script: str) -> set[str]:

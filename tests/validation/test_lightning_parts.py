@@ -87,6 +87,7 @@ def test_a_group_that_the_task_does_not_take_may_refer_to_keys_that_the_data_hav
     cfg = composed("task=example", "model=gpt_nano", "data=example")  # model.vocab_size is ${data.source.vocab_size}
     with open_dict(cfg):
         cfg.task = {"_target_": "tests.validation.users.Plain"}
+        cfg.scheduler = None
     assert "vocab_size" not in checks.check(cfg, prepare=False).model
 
     with pytest.raises(ConfigError, match=r"model\.vocab_size: Interpolation key"):

@@ -13,9 +13,10 @@ A save, on all ranks:
    optimizer state comes from the strategy (`strategies.checkpoints`), which adds the tensors of callbacks and every
    rank's random state, and calls `writer.save`.
 3. `writer.CheckpointWriter` creates `step=NNNNNN.part` with meta.pt (`storage.prepare`), and each rank writes its
-   tensors. With `background` only the copy into the CPU's memory happens here; a thread does the rest.
-4. `storage.complete` describes all files, writes manifest.json and renames the directory, which is no checkpoint
-   before.
+   tensors; `hashing` computes checksums meanwhile. With `background` only the copy into the CPU's memory happens
+   here; a thread does the rest.
+4. `storage.complete` writes manifest.json, which describes all files, and renames the directory, which is no
+   checkpoint before.
 5. Rank 0 calls `Checkpointing._saved`: `last` names the checkpoint, and older ones are pruned.
 
 A crash between any two of these leaves the earlier checkpoints and `last` as they were, or a complete checkpoint that

@@ -169,9 +169,10 @@ def write_manifest(directory: Path, described: FileEntries, entries: dict[str, A
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
+    file = directory / MANIFEST
     try:
-        found = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("files"), dict) else None
 
@@ -218,6 +219,10 @@ def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str
     saved = (read_manifest(directory) or {"files": {}})["files"]
     rank, ranks = share
     for name in list(saved)[rank::ranks]:
-        if describe(directory, [name])[name]["sha256"] != saved[name]["sha256"]:
+        try:
+            found = describe(directory, [name])[name]
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror or error})"
+        if found["sha256"] != saved[name]["sha256"]:
             return f"{name} was changed since it was saved (its checksum differs)"
     return None

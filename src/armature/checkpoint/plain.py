@@ -24,7 +24,8 @@ from omegaconf import Container, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armature.errors import ConfigError, masked
+from armature.errors import MASK, ConfigError
+from armature.validation import values
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's entries made plain.
 
     Hyperparameters that cannot be made plain, such as the factories that a task's constructor takes, are left out with
-    one warning. Anything else raises a ConfigError that names the keys.
+    one warning, and secret ones are masked. Anything else raises a ConfigError that names the keys. What hooks add is
+    the user's: a secret in it is stored, with a warning.
     """
     result, problems = {}, []
     for key, value in checkpoint.items():
@@ -122,6 +124,9 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             result[key] = _plain_hyper_parameters(value) if key in HYPER_PARAMETERS else plain(value, f"[{key!r}]")
         except NotPlain as error:
             problems.append(_problem(f"checkpoint{error.path}", error.type))
+    for path, value in values.walk({key: value for key, value in result.items() if key not in HYPER_PARAMETERS}):
+        if isinstance(value, str) and value and values.is_secret(path.rpartition(".")[2]):
+            _warn_of_stored(path)
     if problems:
         raise ConfigError(problems)
     return result
@@ -140,19 +145,26 @@ def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
     result = {}
     for key, value in parameters.items():
         try:
-            result[plain(key)] = _without_secrets(plain(value, str(key)))
+            result[plain(key)] = values.without_secrets(plain(value, str(key)), name=str(key))
+            if result[key] == MASK:
+                _warn_of_masked(str(key))
         except NotPlain as error:
             _warn_of_dropped(error.path, error.type)
     return result
 
 
-def _without_secrets(value: Any) -> Any:
-    """Return plain hyperparameters in which the values of secret environment variables are masked."""
-    if isinstance(value, dict):
-        return {key: _without_secrets(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_secrets, value))
-    return masked(value) if type(value) is str else value
+@functools.cache
+def _warn_of_masked(name: str) -> None:
+    log.warning(
+        "save_hyperparameters: '%s' is secret by its name: checkpoints hold %s in its place. To silence this: "
+        "self.save_hyperparameters(ignore=['%s']).",
+        name, MASK, name,
+    )  # fmt: skip
+
+
+@functools.cache
+def _warn_of_stored(path: str) -> None:
+    log.warning("checkpoint: '%s' is secret by its name, and is stored as it is: whoever has the file reads it.", path)
 
 
 @functools.cache

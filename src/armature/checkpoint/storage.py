@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from armature.checkpoint import directory
+from armature.checkpoint.hashing import HashingFileSystem, SaveThreads
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -50,12 +51,26 @@ def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
     return part
 
 
-def complete(part: Path, checkpoint: Path, entries: dict[str, Any], *, group: dist.ProcessGroup | None = None) -> None:
-    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks."""
+def complete(
+    part: Path,
+    checkpoint: Path,
+    entries: dict[str, Any],
+    *,
+    written: directory.FileEntries,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks.
+
+    `written` describes files of this rank, which are not read again.
+    """
     rank, ranks = process_group.rank(), process_group.ranks()
 
     def describe_own() -> directory.FileEntries:
-        return directory.describe(part, [p.name for p in part.iterdir() if _writer_of(p.name, ranks) == rank])
+        for name, entry in written.items():
+            if (size := (part / name).stat().st_size) != entry["bytes"]:
+                raise OSError(f"{part / name} has {size} bytes, but {entry['bytes']} were written to it")
+        own = (path.name for path in part.iterdir() if _writer_of(path.name, ranks) == rank)
+        return written | directory.describe(part, [name for name in own if name not in written])
 
     described = process_group.on_all_ranks(describe_own, group=group)
 
@@ -108,6 +123,35 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     return None
 
 
+def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = False) -> Path | None:
+    """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has removed some."""
+    while True:
+        found = find()
+        try:
+            return first_intact(found, trust=trust)
+        except ConfigError:
+            if found == find():
+                raise
+
+
+@contextmanager
+def reading_beside_training(checkpoint: Path) -> Iterator[None]:
+    """Raise a ConfigError that says so if a checkpoint is removed while it is read."""
+    try:
+        yield
+    except (OSError, ConfigError) as error:
+        if checkpoint.exists():
+            raise
+        raise removed(checkpoint.name) from error
+
+
+def removed(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} was removed while it was read: its run trains on and keeps only its newest checkpoints "
+        "(checkpoint.keep_last). Type the command again."
+    )
+
+
 # ---------------------------------------------------------------- reading and writing tensors
 @contextmanager
 def expect_single_process() -> Iterator[None]:
@@ -117,10 +161,12 @@ def expect_single_process() -> Iterator[None]:
         yield
 
 
-def writer(part: Path) -> dcp.FileSystemWriter:
-    if directory.is_local(part):
-        return dcp.FileSystemWriter(part)
-    return FsspecWriter(str(part), **part.storage_options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
+def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
+    """Return torch's writer, and what will describe the files that it has written."""
+    options: dict[str, Any] = getattr(part, "storage_options", {})
+    writer: Any = dcp.FileSystemWriter(part) if directory.is_local(part) else FsspecWriter(str(part), **options)
+    writer.fs = hashed = HashingFileSystem(writer.fs, threads)
+    return writer, hashed.written
 
 
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from armature.checkpoint import storage
+from armature.checkpoint import directory, storage
+from armature.checkpoint.hashing import SaveThreads
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
@@ -28,18 +30,22 @@ class CheckpointWriter:
     Args:
         background: return from `save` once the tensors are copied into the CPU's memory, and write in a thread. Its
             collectives have a group of their own, since those of training run at the same time.
+        idle: write in the background only where cores are idle, until the save is waited for (`hashing.SaveThreads`).
         entries: what the manifest states about the run, besides what `save` gets.
         on_saved: called on rank 0 with the checkpoint's path once it is complete and has its name; from another thread
             with `background`.
     """
 
     def __init__(
-        self, *, background: bool = False, entries: dict[str, Any] | None = None,
+        self, *, background: bool = False, idle: bool = False, entries: dict[str, Any] | None = None,
         on_saved: Callable[[Path], None] | None = None,
     ) -> None:  # fmt: skip
-        self.background, self.entries, self.on_saved = background, entries or {}, on_saved
+        self.background, self.idle, self.entries, self.on_saved = background, idle, entries or {}, on_saved
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
+        self._threads = SaveThreads()  # of the newest save
+        self._stager: BlockingAsyncStager | None = None
+        self._staged: dict[str, Any] = {}  # the sizes and types that the stager's memory is for
 
     def save(
         self, checkpoint: Path, tensors: dict[str, Any], meta: dict[str, Any], *, entries: dict[str, Any] | None = None
@@ -54,51 +60,76 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
         entries = (entries or {}) | self.entries
         part = storage.prepare(checkpoint, meta)
+        self._threads = SaveThreads(idle=self.background and self.idle)
+        writer, written = storage.writer(part, self._threads)
+        complete = partial(self._complete, checkpoint, part, entries, written)
         if self.background:
-            self._write_in_background(checkpoint, part, tensors, entries)
+            self._write_in_background(writer, tensors, complete)
             return
         with storage.expect_single_process():
             try:
-                dcp.save(tensors, storage_writer=storage.writer(part), no_dist=not dist.is_initialized())
+                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
             except CheckpointException as error:
                 raise storage.failure(error) from error
-        self._complete(checkpoint, part, entries)
+            finally:
+                self._threads.end()
+        complete()
 
     def finish(self) -> None:
         """Wait until the pending save is complete on all ranks, which all call this; OSError if it failed on any."""
+        self._threads.hurry()
         pending, self._pending = self._pending, None
         if pending is not None:
             process_group.on_all_ranks(pending.result)
 
     def wait(self) -> None:
         """Wait for the pending save without the other ranks, and log its error. For a rank that fails."""
+        self._threads.hurry()
         pending, self._pending = self._pending, None
         if pending is not None and (error := pending.exception()) is not None:
             log.error("The last checkpoint could not be saved: %s", error)
 
     def _write_in_background(
-        self, checkpoint: Path, part: Path, tensors: dict[str, Any], entries: dict[str, Any]
+        self, writer: dcp.FileSystemWriter, tensors: dict[str, Any], complete: Callable[[], None]
     ) -> None:
-        alone = not dist.is_initialized()
+        alone, threads = not dist.is_initialized(), self._threads
+        writer.per_thread_copy_ahead = 0  # what it writes is in the CPU's memory
+        stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
         with storage.expect_single_process():
             upload = dcp.async_save(
-                tensors, storage_writer=storage.writer(part), process_group=self._group, no_dist=alone
+                tensors, storage_writer=writer, async_stager=stager, process_group=self._group, no_dist=alone
             )
         self._pending = pending = Future[None]()
 
-        def complete(uploaded: Future[Any]) -> None:
+        def uploaded(result: Future[Any]) -> None:
             try:
-                uploaded.result()  # every rank's part is on disk, or the error of one rank is raised on all
-                self._complete(checkpoint, part, entries)
+                threads.end()
+                result.result()  # every rank's part is on disk, or the error of one rank is raised on all
+                complete()
                 pending.set_result(None)
             except CheckpointException as error:
                 pending.set_exception(storage.failure(error))
             except BaseException as error:
                 pending.set_exception(error)
 
-        upload.add_done_callback(complete)  # pyright: ignore[reportAttributeAccessIssue]
+        upload.add_done_callback(uploaded)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _complete(self, checkpoint: Path, part: Path, entries: dict[str, Any]) -> None:
-        storage.complete(part, checkpoint, entries, group=self._group)
+    def _pinned_stager(self, tensors: dict[str, Any]) -> BlockingAsyncStager:
+        """Return what copies a GPU's tensors into pinned memory, which is kept for the next save.
+
+        It returns when all are copied. Copies that go on during the next step would have to end before its forward
+        pass changes a buffer, such as BatchNorm's.
+        """
+        staged = {name: (type(v), getattr(v, "shape", None), getattr(v, "dtype", None)) for name, v in tensors.items()}
+        if self._stager is None or staged != self._staged:
+            self._stager, self._staged = BlockingAsyncStager(cache_staged_state_dict=True), staged
+        return self._stager
+
+    def _complete(self, checkpoint: Path, part: Path, entries: dict[str, Any], written: directory.FileEntries) -> None:
+        storage.complete(part, checkpoint, entries, written=written, group=self._group)
         if self.on_saved is not None:
             process_group.on_rank_0(partial(self.on_saved, checkpoint), group=self._group)
+
+
+def _are_on_gpu(tensors: dict[str, Any]) -> bool:
+    return any(getattr(value, "is_cuda", False) for value in tensors.values())

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from typing_extensions import override
 
+from armature import files
+from armature.data import labels
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.loaders import ReadLoader, read_loader
@@ -75,6 +79,7 @@ class PlainData(DataModule):
         self._stages: set[str] = set()
         self._prepared = self._ranks_agree = False
         self._read: dict[str, Any] = {}
+        self._saved_classes: list[str] | None = None  # of the training data, if a trained model is used
         self.prepare_data_per_node = module.prepare_data_per_node
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
             if is_overridden(name, module):
@@ -144,13 +149,45 @@ class PlainData(DataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "module": self.module.state_dict()}
+        classes = _class_names(self._read["train"].dataset)
+        return {**super().state_dict(), "module": self.module.state_dict(), "classes": classes}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        then, now = state_dict.get("classes"), _class_names(self._read["train"].dataset)
+        if then and now and then != now:
+            raise ConfigError(
+                "data: the classes are no longer those that the checkpoint was trained with: "
+                f"{labels.difference(then, now)}. Restore the data, or train on these from step 0: type another "
+                "run.name, or resume=never."
+            )
         super().load_state_dict(state_dict)
         if state_dict.get("module"):
             self.module.load_state_dict(state_dict["module"])
+
+    # ------------------------------------------------------------ classes, if the datasets name them
+    @property
+    @override
+    def class_names(self) -> list[str] | None:
+        return self._saved_classes or super().class_names
+
+    @override
+    def save_assets(self, run_dir: Path) -> None:
+        if (names := _class_names(self._read["train"].dataset)) is not None:
+            files.replace(run_dir / labels.CLASSES_FILE, json.dumps({"classes": names}, indent=2) + "\n")
+
+    @override
+    def load_assets(self, run_dir: Path) -> None:
+        self._saved_classes = (labels.read(run_dir / labels.CLASSES_FILE) or {}).get("classes")
+
+    def _check_classes(self, read: ReadLoader, name: str) -> None:
+        """Raise ConfigError for targets that mean other classes than in the training data."""
+        then, now = self._saved_classes, _class_names(read.dataset)
+        if then is not None and now is not None and then != now:
+            raise ConfigError(
+                f"data: the {name} data number other classes than the training data: {labels.difference(then, now)}. "
+                f"Each class must have the number that it had then ({labels.CLASSES_FILE} of the run)."
+            )
 
     # ------------------------------------------------------------ loaders
     def _loaders_of(self, split: str) -> Any:
@@ -213,25 +250,31 @@ class PlainData(DataModule):
 
     @override
     def predict_dataloader(self) -> Any:
-        made = self._evaluation_loader("predict" if is_overridden("predict_dataloader", self.module) else "test")
-        return _for_each(lambda loader, _: UnchangedLoader(loader), made, "predict")
+        split = "predict" if is_overridden("predict_dataloader", self.module) else "test"
+        read = self._read_loaders(split, predicting=True)
+        return _for_each(lambda each, name: UnchangedLoader(self._replace(each, name, pads=False)), read, "predictions")
 
     @override
     def _evaluation_loader(self, split: Split) -> Any:
-        if split not in self._read:
-            self._read[split] = self._read_evaluation(self._loaders_of(split), split)
-        return _for_each(self._replace, self._read[split], split)
+        read = self._read_loaders(split)
+        _for_each(self._check_classes, read, split)
+        return _for_each(self._replace, read, split)
 
-    def _read_evaluation(self, loaders: Any, split: Split) -> Any:
-        owner = f"{type(self.module).__name__}.{split}_dataloader"
-        if loaders is None:
-            return []
-        return _for_each(lambda loader, _: read_loader(loader, owner=owner, seed=self.seed), loaders, split)
+    def _read_loaders(self, split: Split, *, predicting: bool = False) -> Any:
+        key = "predictions" if predicting else split
+        if key not in self._read:
+            loaders, owner = self._loaders_of(split), f"{type(self.module).__name__}.{split}_dataloader"
 
-    def _replace(self, read: ReadLoader, name: str) -> Any:
+            def read(loader: Any, _: str) -> ReadLoader:
+                return read_loader(loader, owner=owner, seed=self.seed, predicting=predicting)
+
+            self._read[key] = [] if loaders is None else _for_each(read, loaders, split)
+        return self._read[key]
+
+    def _replace(self, read: ReadLoader, name: str, *, pads: bool = True) -> Any:
         # at least 2 if possible: with 1 a rank may be left without a sample at the end
         size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1])
-        return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size), read=read)
+        return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size, pads=pads), read=read)
 
     @override
     def _loader(
@@ -263,6 +306,16 @@ class PlainData(DataModule):
                 "are divided over the ranks later."
             )
         self._ranks_agree = True
+
+
+def _class_names(dataset: Any) -> list[str] | None:
+    """Return the attribute `classes` of a dataset, as torchvision's have it: names in the order of their numbers."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
+    if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+        return list(names)
+    return None
 
 
 def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> Any:

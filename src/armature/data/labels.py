@@ -88,9 +88,9 @@ class LabeledData(DataModule):
         if then is None:  # of an older version
             then = now
         for key in sorted(then.keys() | now.keys()):
-            if (difference := _difference(then.get(key, []), now.get(key, []))) is not None:
+            if (found := difference(then.get(key, []), now.get(key, []))) is not None:
                 raise ConfigError(
-                    f"data: the {key} are no longer those that the checkpoint was trained with: {difference}. Restore "
+                    f"data: the {key} are no longer those that the checkpoint was trained with: {found}. Restore "
                     "the data, or train on these from step 0: type another run.name, or resume=never."
                 )
         super().load_state_dict(state_dict)
@@ -111,7 +111,8 @@ class LabeledData(DataModule):
         return [number[name] for name in found]
 
 
-def _difference(then: list[str], now: list[str]) -> str | None:
+def difference(then: list[str], now: list[str]) -> str | None:
+    """Return how two lists of names differ, or None if they are equal."""
     lost, new = [name for name in then if name not in now], [name for name in now if name not in then]
     parts = [f"{_shown(names)} {what}" for names, what in ((lost, "is missing"), (new, "is new")) if names]
     if not parts and then != now:

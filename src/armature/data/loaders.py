@@ -118,13 +118,16 @@ class ReadLoader:
         return order, list(dataset.indices) if isinstance(dataset, Subset) else None
 
 
-def read_loader(loader: Any, *, owner: str, seed: int, training: bool = False, limited: bool = False) -> ReadLoader:
+def read_loader(
+    loader: Any, *, owner: str, seed: int, training: bool = False, limited: bool = False, predicting: bool = False
+) -> ReadLoader:
     """Read a loader.
 
     Args:
         owner: the method that made it, for messages.
         seed: of the order.
         limited: data.train_limit is set.
+        predicting: read all samples once, in the order of the dataset, with or without shuffle and drop_last.
     Raises:
         ConfigError: it is no DataLoader, or its order cannot be kept.
     """
@@ -153,6 +156,14 @@ def read_loader(loader: Any, *, owner: str, seed: int, training: bool = False, l
     dataset: Any = loader.dataset
     draw, shuffled = _order(loader, owner=owner, seed=seed)
     size = draw.batch_size if draw is not None and draw.whole_batches else loader.batch_sampler.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+    if predicting:
+        if draw is not None:
+            raise ConfigError(
+                f"{owner}: {draw.name} draws the samples, but predictions are a row for each sample in the order of "
+                "the dataset. Return a DataLoader without a sampler from predict_dataloader: for some of the samples, "
+                "of a torch.utils.data.Subset."
+            )
+        return ReadLoader(dataset=dataset, batch_size=size, **common)
     if not training:
         if draw is not None or shuffled:  # which samples, and in which order: the same in each evaluation
             dataset = Subset(dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from armature.doctor.finding import Finding, failure, ok, warning
+from armature.doctor.finding import Finding, failure, listed_ranks, ok, warning
 from armature.doctor.session import Session
 from armature.errors import ConfigError
 from armature.launcher import environment
@@ -29,6 +29,11 @@ EXPECTED_SHARE = 0.4  # of the published rate of a link: what is measured below 
 MOST_ROUNDS = 16  # of pairs; with more ranks, only some pairs are measured
 PING_PONGS = 10
 COMPUTE_SECONDS = 0.05
+_SLOW_KIND = {
+    "within": "Type nvidia-smi topo -m: NVLink may be off, or GPUs of different sockets were chosen.",
+    "between": "NCCL may use Ethernet, not InfiniBand: type export NCCL_DEBUG=INFO and look for NET/IB; set "
+    "NCCL_IB_HCA and NCCL_SOCKET_IFNAME.",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,21 @@ class Link:
     first: int
     second: int
     latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """What the ranks of one group along an axis of the mesh measured.
+
+    Args:
+        seconds: of an all-reduce of one number.
+        bandwidth: bytes per second that each rank sends, and receives, in a large all-reduce.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    seconds: float
     bandwidth: float
 
 
@@ -60,14 +80,13 @@ def check(cfg: DictConfig, session: Session) -> None:
     with session.limit("speed of each link", seconds=session.deadlines.collective * 2):
         links = [link for part in process_group.all_gather_object(measure_links(device, session)) for link in part]
     with session.limit("mesh axes", seconds=seconds * 2):
-        axes = measure_axes(cfg, device)
+        everyones = process_group.all_gather_object(measure_axes(cfg, device))
     if session.rank == 0:
         session.add(*clock_findings(clocks, hosts=session.hosts))
         session.add(*rank_findings(rates, name=session.name))
-        session.add(*link_findings(links, hosts=session.hosts, name=session.name, expected=expected_links(device)))
-        session.add(
-            *(ok(GROUP, f"axis {axis}: {size} ranks all-reduce at {_rate(rate)}.") for axis, size, rate in axes)
-        )
+        expected, groups = expected_links(device), {(each.axis, each.ranks): each for own in everyones for each in own}
+        session.add(*link_findings(links, hosts=session.hosts, name=session.name, expected=expected))
+        session.add(*axis_findings([*groups.values()], hosts=session.hosts, expected=expected))
 
 
 def _init(cfg: DictConfig, session: Session) -> torch.device:
@@ -111,10 +130,10 @@ def _clock() -> float:
 
 def clock_findings(times: Sequence[float], *, hosts: Sequence[str]) -> Iterator[Finding]:
     """Compare the clocks of the machines, read at the same moment."""
-    middle = statistics.median(times)
+    middle = statistics.median_high(times)
     off = {host: seconds - middle for host, seconds in zip(hosts, times, strict=True)}
     wrong = {host: seconds for host, seconds in off.items() if abs(seconds) > CLOCK_SECONDS}
-    if wrong:
+    if wrong and len(off) > 1:
         listed = ", ".join(f"{host} by {seconds:+.1f} s" for host, seconds in wrong.items())
         what = f"Clocks differ: {listed}. Logs cannot be compared, and limits of time end ranks at different moments."
         yield warning("environment", what, remedy="Synchronize them: type chronyc makestep on that machine.")
@@ -236,12 +255,7 @@ def link_findings(
         published = expected.get(kind)
         measured = f"Links {words}: {_rate(typical)}, {latency * 1e6:.0f} µs"
         if published is not None and typical < EXPECTED_SHARE * published:
-            remedy = {
-                "within": "Type nvidia-smi topo -m: NVLink may be off, or GPUs of different sockets were chosen.",
-                "between": "NCCL may use Ethernet, not InfiniBand: type export NCCL_DEBUG=INFO and look for NET/IB; "
-                "set NCCL_IB_HCA and NCCL_SOCKET_IFNAME.",
-            }[kind]
-            yield warning(GROUP, f"{measured}; the hardware's give {_rate(published)}.", remedy=remedy)
+            yield warning(GROUP, f"{measured}; the hardware's give {_rate(published)}.", remedy=_SLOW_KIND[kind])
         elif not slow:
             yield ok(GROUP, f"{measured}" + (f" (published: {_rate(published)})." if published else "."))
 
@@ -264,27 +278,62 @@ def _slow_links(
         )
 
 
-def measure_axes(cfg: DictConfig, device: torch.device) -> list[tuple[str, int, float]]:
-    """Return name, size and bytes per second of an all-reduce for each axis of the mesh that has several ranks."""
+# ------------------------------------------------------------ axes
+def measure_axes(cfg: DictConfig, device: torch.device) -> list[AxisGroup]:
+    """Measure all-reduces in this rank's group along each axis of the mesh that has several ranks."""
     sizes = Layout.of(cfg).axes
     if Layout.of(cfg).kind != "mesh":
-        return [("data", dist.get_world_size(), _all_reduce_rate(device, None))]
+        return [_measure_axis("data", device, dist.group.WORLD)]
     built = mesh.build(sizes, device_type=device.type)
-    long = [axis for axis, size in sizes.items() if size > 1]
-    return [(axis, sizes[axis], _all_reduce_rate(device, built[axis].get_group())) for axis in long]
+    return [_measure_axis(axis, device, built[axis].get_group()) for axis, size in sizes.items() if size > 1]
 
 
-def _all_reduce_rate(device: torch.device, group: Any) -> float:
-    """Return the bus bandwidth: bytes that each rank sends, and receives, per second."""
-    tensor, ranks = torch.ones(2**26 if device.type == "cuda" else 2**20, device=device), dist.get_world_size(group)
-    best = float("inf")
-    for _ in range(3):
-        _synchronize(device)
-        started = time.perf_counter()
-        _wait(dist.all_reduce(tensor, group=group, async_op=True))
-        _synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return tensor.nbytes * 2 * (ranks - 1) / ranks / best
+def _measure_axis(axis: str, device: torch.device, group: Any) -> AxisGroup:
+    ranks = dist.get_process_group_ranks(group)
+    small, large = torch.ones(1, device=device), torch.ones(2**26 if device.type == "cuda" else 2**20, device=device)
+    _all_reduce_seconds(small, group)  # connects
+    latency = min(_all_reduce_seconds(small, group) for _ in range(5))
+    seconds = min(_all_reduce_seconds(large, group) for _ in range(3))
+    sent = large.nbytes * 2 * (len(ranks) - 1) / len(ranks)
+    return AxisGroup(axis, tuple(ranks), latency, sent / max(seconds - latency, 1e-9))
+
+
+def _all_reduce_seconds(tensor: torch.Tensor, group: Any) -> float:
+    _synchronize(tensor.device)
+    started = time.perf_counter()
+    dist.all_reduce(tensor, group=group)
+    _synchronize(tensor.device)
+    return time.perf_counter() - started
+
+
+def axis_findings(
+    groups: Sequence[AxisGroup], *, hosts: Sequence[str], expected: Mapping[str, float]
+) -> Iterator[Finding]:
+    """Compare the groups of each axis with each other, and with what the links that they use should give.
+
+    Args:
+        expected: as in `link_findings`.
+    """
+    for axis in dict.fromkeys(each.axis for each in groups):
+        own = [each for each in groups if each.axis == axis]
+        crosses = any(len({hosts[rank] for rank in each.ranks}) > 1 for each in own)
+        kind, words = ("between", "between machines") if crosses else ("within", "within a machine")
+        typical = statistics.median_high(each.bandwidth for each in own)
+        latency = statistics.median(each.seconds for each in own)
+        what = f"axis {axis}, {words}: {len(own[0].ranks)} ranks all-reduce at {_rate(typical)}, {latency * 1e6:.0f} µs"
+        slow = [each for each in own if (crosses or expected) and each.bandwidth < SLOW * typical]
+        for each in slow[:4]:
+            who, share = listed_ranks(each.ranks), each.bandwidth / typical
+            slower = f"axis {axis}: {who} all-reduce at {share:.0%} of the other groups' speed."
+            yield warning(GROUP, slower, remedy="Look at these ranks' links above.")
+        published = expected.get(kind)
+        if published is not None and typical < EXPECTED_SHARE * published:
+            remedy = _SLOW_KIND[kind] + (
+                " Or type a smaller strategy axis, so that it stays within a machine." if crosses else ""
+            )
+            yield warning(GROUP, f"{what}; the hardware's links give {_rate(published)}.", remedy=remedy)
+        elif not slow:
+            yield ok(GROUP, f"{what}.")
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -1,10 +1,12 @@
 """This machine: packages, GPUs and their driver, limits on memory, files and threads, leftover locks. Torch-free."""
 
+import math
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 SHM_PER_RANK = 256 * 2**20  # bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
 MEMORY_PER_RANK = 2 * 2**30  # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
 MIN_OPEN_FILES = 4096
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 GiB = 2**30
 
 
@@ -34,7 +37,7 @@ def check(cfg: DictConfig) -> list[Finding]:
         *shared_memory(cfg),
         *open_files(cfg),
         *memory(cfg, memory_limits()),
-        *threads(cfg, os.environ, cpus=hardware.cpu_count()),
+        *threads(cfg, os.environ, cpus=math.floor(min(hardware.cpu_count(), max(1.0, cpu_quota())))),
         *extension_locks(cfg),
     ]
     return [Finding(each.level, each.group, each.what, each.remedy, where) for each in found]
@@ -98,7 +101,7 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield failure(
             GROUP,
             f"trainer.devices={devices}, but {shown} shows {count} GPUs.",
-            remedy=f"Type trainer.devices={count}, or ask the scheduler for {devices} GPUs per node.",
+            remedy=_more_gpus(count, devices, environ),
         )
     else:
         yield ok(GROUP, f"{count} GPUs are visible.")
@@ -111,6 +114,13 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
             f"{driver[0]}.{driver[1]}.",
             remedy=f"Update the NVIDIA driver, or install a torch built for CUDA {driver[0]}.",
         )
+
+
+def _more_gpus(count: int, devices: int, environ: Mapping[str, str]) -> str:
+    if count == 1 and environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        bound = "Each task must see all GPUs of its node: remove --gpus-per-task, --gpu-bind"
+        return f"{bound} and CUDA_VISIBLE_DEVICES from the command, and type --gpus-per-node={devices}."
+    return f"Type trainer.devices={count}, or ask the scheduler for {devices} GPUs per node."
 
 
 # ------------------------------------------------------------ limits
@@ -145,25 +155,49 @@ def open_files(cfg: DictConfig, soft: int | None = None) -> Iterator[Finding]:
         yield ok(GROUP, "The limit of open files is high enough.")
 
 
-def memory_limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, int]:
+def _cgroup_files(name: str, first_version: str, root: Path, own: Path) -> Iterator[Path]:
+    """Return where a limit may stand: in this process's control group and all groups around it.
+
+    Slurm limits the group of the job or the step, not that of each task.
+    """
+    groups = {Path()}
+    for line in own.read_text().splitlines() if own.is_file() else []:
+        path = Path(line.split(":", 2)[2].lstrip("/"))
+        groups |= {path, *path.parents}
+    controller, _, file = first_version.partition("/")
+    for group in sorted(groups):
+        yield from (root / group / name, root / controller / group / file)
+
+
+def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
+    """Return how many cores' time a container or job may use (Docker: --cpus), or infinity."""
+    quota = math.inf
+    for file in _cgroup_files("cpu.max", "cpu/cpu.cfs_quota_us", root, own):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            if file.name == "cpu.max":
+                allowed, period = map(int, file.read_text().split())
+            else:
+                allowed, period = int(file.read_text()), int(file.with_name("cpu.cfs_period_us").read_text())
+            quota = min(quota, allowed / period if allowed > 0 else math.inf)
+    return quota
+
+
+def memory_limits(
+    root: Path = CGROUPS, own: Path = OWN_CGROUP, environ: Mapping[str, str] = os.environ
+) -> dict[str, int]:
     """Return the limits on this process's memory in bytes, by what sets them: the machine, a cgroup, Slurm."""
     limits = {"the machine": psutil.virtual_memory().total}
-    files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
-    own = Path("/proc/self/cgroup")
-    for line in own.read_text().splitlines() if own.is_file() else []:
-        path = line.split(":", 2)[2].lstrip("/")
-        files += [root / path / "memory.max", root / "memory" / path / "memory.limit_in_bytes"]
-    for file in files:
+    for file in _cgroup_files("memory.max", "memory/memory.limit_in_bytes", root, own):
         try:
             value = int(file.read_text())
         except (OSError, ValueError):  # "max"
             continue
         if 0 < value < limits["the machine"]:
             limits["the container's or job's cgroup"] = min(value, limits.get("the container's or job's cgroup", value))
-    per_node, per_cpu = os.environ.get("SLURM_MEM_PER_NODE", ""), os.environ.get("SLURM_MEM_PER_CPU", "")
+    per_node, per_cpu = environ.get("SLURM_MEM_PER_NODE", ""), environ.get("SLURM_MEM_PER_CPU", "")
     if per_node.isdigit() and int(per_node):
         limits["Slurm (--mem)"] = int(per_node) * 2**20
-    elif per_cpu.isdigit() and (cpus := os.environ.get("SLURM_CPUS_ON_NODE", "")).isdigit():
+    elif per_cpu.isdigit() and (cpus := environ.get("SLURM_CPUS_ON_NODE", "")).isdigit():
         limits["Slurm (--mem-per-cpu)"] = int(per_cpu) * int(cpus) * 2**20
     return limits
 

@@ -1,17 +1,20 @@
 """One rank of an examination: `python -m armature.doctor.rank FOLDER`, or a rank that torchrun or srun started."""
 
+import hashlib
 import json
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from armature import config, files
+from armature import config, files, run_dir
 from armature.doctor import finding
 from armature.doctor.finding import Finding
 from armature.errors import ConfigError, error_line, masked, own_frames
@@ -38,7 +41,9 @@ def run(
     worker.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     try:
-        met = session.meet(deadlines=session.Deadlines(**deadlines), report=report, own=own)
+        on_gpus = cfg.trainer.accelerator == "gpu"
+        limits = session.Deadlines(**deadlines)
+        met = session.meet(deadlines=limits, report=report, own=own, alike=_alike(cfg), on_gpus=on_gpus)
     except session.Unreachable as error:
         report([*own, *error.findings])
         return
@@ -48,6 +53,22 @@ def run(
     with _naming_errors(met, "gradients"):
         training.check(cfg, met)
     met.finish()
+
+
+def _alike(cfg: DictConfig) -> dict[str, str]:
+    """Return what must be equal on all ranks, by its name."""
+    import torch
+
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "lightning": metadata.version("lightning"),
+        "The configuration": run_dir.fingerprint(cfg),
+        "The code of armature": digest.hexdigest()[:8],
+    }
 
 
 @contextmanager

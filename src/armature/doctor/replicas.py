@@ -91,20 +91,21 @@ def _by_part(key: str, everyones: Sequence[Prints]) -> dict[tuple[int, ...], dic
 # ------------------------------------------------------------ batches
 def batch_print(batch: Any) -> str:
     """Return a fingerprint of all tensors in a batch."""
-    return hashlib.sha256("\n".join(fingerprint(each) for each in _tensors(batch)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(fingerprint(each) for each in tensors_in(batch)).encode()).hexdigest()
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """Return the tensors in nested containers and objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif hasattr(value, "__dict__"):  # a dataclass, a graph
-        yield from _tensors(vars(value))
+        yield from tensors_in(vars(value))
 
 
 def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:

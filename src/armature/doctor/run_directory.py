@@ -12,6 +12,8 @@ from omegaconf import DictConfig
 
 from armature import files
 from armature.doctor.finding import Finding, failure, ok, warning
+from armature.errors import ConfigError
+from armature.launcher import lock
 
 GROUP = "run directory"
 SLOW_SECONDS = 2.0  # of a small durable write
@@ -25,14 +27,25 @@ class _NotAtomic(Exception):
 
 def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about run.root and checkpoint.root."""
-    root = Path(cfg.run.root)
-    found = folder(root, key="run.root")
+    found = [*in_use(cfg), *folder(Path(cfg.run.root), key="run.root")]
     checkpoints = cfg.checkpoint.root
     if checkpoints is not None and "://" not in checkpoints:
         found += folder(Path(checkpoints), key="checkpoint.root")
     elif checkpoints is not None:
         return [*found, ok(GROUP, f"checkpoint.root={checkpoints}: an object store; its room is not checked.")]
     return found
+
+
+def in_use(cfg: DictConfig) -> Iterator[Finding]:
+    """Find another run that holds the run directory; one without run.name gets a new directory."""
+    if cfg.run.name is None:
+        return
+    named = cfg.copy()
+    named.run.dir = str(Path(cfg.run.root) / cfg.run.name)
+    try:
+        lock.check(named)
+    except ConfigError as error:
+        yield failure(GROUP, str(error), remedy="Type another run.name, or wait for the end of that run.")
 
 
 def folder(path: Path, *, key: str) -> list[Finding]:

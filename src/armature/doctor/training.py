@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from armature import worker
 from armature.doctor import order, replicas, run_directory
 from armature.doctor.finding import Finding, failure, ok, warning
+from armature.doctor.finite import ModuleWatch
 from armature.doctor.session import Session
 from armature.layout import Layout
 from armature.parallel import process_group
@@ -32,7 +34,8 @@ MOST_NAMES = 3
 
 def check(cfg: DictConfig, session: Session) -> None:
     """Train a few steps as the run would, without its loggers, callbacks, validation and checkpoints."""
-    with tempfile.TemporaryDirectory(prefix="armature-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="armature-doctor-", ignore_cleanup_errors=True) as folder:
+        session.folder = Path(folder)
         with session.limit("building the model and the data", seconds=session.deadlines.building, group="data"):
             run = worker.build(rehearsal(cfg, Path(folder)), StopOnSignal())
         with session.limit("reading the order of the samples", seconds=session.deadlines.building, group="data"):
@@ -62,8 +65,10 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
         "trainer.profile": False, "trainer.log_every_n_steps": STEPS + 1,
         "checkpoint.every_n_steps": None, "checkpoint.every_n_minutes": None, "checkpoint.keep_every_n_steps": None,
         "checkpoint.at_end": False, "checkpoint.keep_best": 0, "checkpoint.root": None, "checkpoint.background": False,
-        "callbacks": None, "logger": None,
+        "callbacks": None, "logger": None, "launch.hang_timeout": None,
     }  # fmt: skip
+    if "on_nan" in cfg.trainer:
+        changes["trainer.on_nan"] = "ignore"  # the doctor's own report names the rank and the module
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value, merge=False)
     return cfg
@@ -80,6 +85,8 @@ class Watch(L.Callback):
         self.losses: list[Tensor] = []
         self.compared_gradients = self.compared_weights = 0
         self.without_gradient: list[str] = []
+        self.modules = ModuleWatch()
+        self._first_batch = ExitStack()
         self._began = 0.0
         self.seconds = self.waited = 0.0
 
@@ -97,6 +104,7 @@ class Watch(L.Callback):
             count = len({place for place, _ in everyones})
             if not self.found and count > 1:
                 self._add([ok("data", f"The first batches of the {count} data ranks differ, as they must.")])
+            self._first_batch.enter_context(self.modules.watching(pl_module))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         strategy = StrategyMixin.find(trainer)
@@ -110,6 +118,7 @@ class Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
+        self._first_batch.close()
         if isinstance(outputs, dict) and "loss" in outputs:
             self.losses.append(outputs["loss"].detach())
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
@@ -142,12 +151,8 @@ class Watch(L.Callback):
     def findings(self, run: worker.Run) -> list[Finding]:
         """Return what was found, with the loss, the parameters without a gradient and the loader's speed."""
         ranks, found = self.session.ranks, list(self.found)
-        losses = [float(loss) for loss in self.losses]
-        bad = next((loss for loss in losses if not math.isfinite(loss)), None)
-        if bad is not None:
-            what = f"The loss is {bad} in the first steps."
-            remedy = "Type debug=nan to see the operation that made it; look at the data and the learning rate."
-            found.append(failure(GROUP, what, remedy=remedy, where=self.session.name()))
+        if (bad := self._bad_loss()) is not None:
+            found.append(bad)
         if self.without_gradient:
             names = ", ".join(self.without_gradient[:MOST_NAMES])
             more = f" and {len(self.without_gradient) - MOST_NAMES} more" * (len(self.without_gradient) > MOST_NAMES)
@@ -161,6 +166,16 @@ class Watch(L.Callback):
                 found.append(ok(GROUP, f"{STEPS} steps ran; the loss is finite. One rank has no replicas to compare."))
         found += self._loader(run)
         return found
+
+    def _bad_loss(self) -> Finding | None:
+        """Return the finding of a rank on which a loss was not finite before it was on others."""
+        losses = [float(loss) for loss in self.losses]
+        bad = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), math.inf)
+        if bad > min(process_group.all_gather_object(bad)) or bad == math.inf:  # all ranks gather
+            return None
+        what = f"The loss of batch {bad + 1} is {losses[int(bad)]}. {self.modules.first_bad()}".rstrip()
+        remedy = "Type debug=nan to see the operation that made it; look at the data and the learning rate."
+        return failure(GROUP, what, remedy=remedy, where=self.session.name())
 
     def _equal(self, ranks: int) -> str:
         if not self.compared_weights:

@@ -9,6 +9,7 @@ Set by torchrun and by torch's elastic agent; under `srun`, `launcher.slurm` set
     TORCHELASTIC_RUN_ID              set if an elastic agent started this process
     TORCHELASTIC_RESTART_COUNT       how often that agent has restarted the ranks
     TORCHELASTIC_ERROR_FILE          where a rank leaves its error for the agent
+    TORCH_FR_BUFFER_SIZE             how many collectives torch's flight recorder keeps; set by us if nobody has
 
 Set by the process that starts the ranks of this machine (`armature.launch`, `launcher.supervise`):
 
@@ -28,6 +29,7 @@ from typing import TypeVar
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
+RECORDED_COLLECTIVES = "64"
 SET_FOR_RANKS = ("ARMATURE_ATTEMPT", "ARMATURE_HEARTBEATS", "ARMATURE_STORE", "ARMATURE_RESIZED", "ARMATURE_DEADLINE")
 
 
@@ -112,6 +114,16 @@ def rendezvous() -> str | None:
 
 def is_restarted() -> bool:
     return any(_number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def restart_count() -> int:
+    """Return how often the agent that started this rank has restarted the ranks."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def record_collectives() -> None:
+    """Let torch remember this process's last collectives, for the report about a hang; call it before the first."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
 
 
 def error_file() -> Path | None:

@@ -1,6 +1,7 @@
 """The report about a hang: who waits where, and who never came. Torch-free."""
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ ANSWER = "blocked.{rank}"
 SECONDS = 2.5  # that the ranks have to answer: they look once per second
 REPORT = "hang.txt"  # in the folder of logs
 FRAMES = 6
+_COMMUNICATION = f"{os.sep}torch{os.sep}distributed{os.sep}"
 Records = Mapping[int, Mapping[str, Any]]
 
 
@@ -40,7 +42,7 @@ def verdict(records: Records, *, ranks: Sequence[int]) -> str:
     """Return one sentence: which ranks wait in which collective, and which never came to it; empty if unknown."""
     waiting = {rank: each for rank, record in records.items() if (each := _pending(record)) is not None}
     if not waiting:
-        return ""
+        return _by_stacks(records, ranks=ranks)
     group, number = min((each["group"], each["number"]) for each in waiting.values())
     here = [rank for rank, each in waiting.items() if (each["group"], each["number"]) == (group, number)]
     each = waiting[here[0]]
@@ -53,6 +55,18 @@ def verdict(records: Records, *, ranks: Sequence[int]) -> str:
     if not absent:
         return f"{came}; all ranks came, so the network or a device hangs."
     return f"{came}; {named(absent)} never came{_places(records, absent)}."
+
+
+def _by_stacks(records: Records, *, ranks: Sequence[int]) -> str:
+    """Return which ranks wait within torch.distributed: gloo's sends and receives (a pipeline) are not recorded."""
+    innermost = {rank: record["stack"][0] for rank, record in records.items() if record["stack"]}
+    inside = {rank: frame for rank, frame in innermost.items() if _COMMUNICATION in frame}
+    absent = [rank for rank in ranks if rank not in inside]
+    if not inside or not absent:
+        return ""
+    here = [*inside]
+    came = f"{named(here)} wait{'s' * (len(here) == 1)} for another rank in {inside[here[0]].rpartition(os.sep)[2]}"
+    return f"{came}; {named(absent)} {'does' if len(absent) == 1 else 'do'} not{_places(records, absent)}."
 
 
 def report(records: Records, *, ranks: Sequence[int], seconds: float) -> str:

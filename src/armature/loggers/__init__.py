@@ -1,8 +1,12 @@
 """Loggers that a config may name."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, wraps
 from typing import Any, Protocol, runtime_checkable
+
+from armature.validation import values
 
 log = logging.getLogger(__name__)
 
@@ -22,3 +26,14 @@ def log_hyperparameters(loggers: Iterable[Any], hyperparameters: dict[str, Any])
             logger.log_hyperparams(hyperparameters)
         except Exception as error:  # each service has errors of its own
             log.warning("%s did not take the configuration (%s). config.yaml has it.", type(logger).__name__, error)
+
+
+def mask_secrets(loggers: Iterable[Any]) -> None:
+    """Mask secrets in all hyperparameters that loggers receive: the run's, and those of save_hyperparameters."""
+    for logger in loggers:
+        logger.log_hyperparams = wraps(logger.log_hyperparams)(partial(_log_masked, logger.log_hyperparams))
+
+
+def _log_masked(log_hyperparams: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = vars(params) if isinstance(params, Namespace) else params
+    return log_hyperparams(values.without_secrets(plain), *args, **kwargs)

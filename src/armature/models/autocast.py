@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """Return x in the type in which autocast computes matrix products; x itself without autocast.
+    """Return x, an activation or a weight, as autocast's matrix products take it; x itself without autocast.
 
     A norm returns fp32 under CUDA's autocast, and each matrix product after it would make and keep its own copy in 16
     bits. Cast once, they share one copy, and a tensor axis sends half the bytes. The products stay the same.

@@ -33,6 +33,14 @@ def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int
     raise ValueError(f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}.")
 
 
+def shards_sequence(option: bool | str, *, device: str) -> bool:
+    """Return whether activations are sharded over the tensor axis; auto: except on CPUs.
+
+    It saves memory, of which a CPU's host has most, for two collectives where one would do.
+    """
+    return device != "cpu" if option == "auto" else bool(option)
+
+
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -179,8 +179,8 @@ class Runner:
     schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
     # shape and dtype of what a stage receives, by (stage, shape of the micro-batch)
     activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    # number of targets that divides a micro-batch's summed loss, 0-dim
     step_scale: Tensor | None = None  # this step's `loss_scale`
+    # number of targets that divides a micro-batch's summed loss, 0-dim
     loss_divisor: Tensor | None = None  # None: the targets are no classes, and the mean over micro-batches is the loss
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -27,6 +27,14 @@ from armature.models.plan import Plan
 from armature.parallel import ties
 
 
+def gathered(x: Tensor, device_mesh: DeviceMesh, layout: Shard | Replicate) -> DTensor:
+    """Return all of x, a DTensor or this rank's part under `layout`, in the type in which it is computed with."""
+    x = to_compute_dtype(x)  # the matrix products that follow would, after the gather
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, device_mesh, [layout], run_check=False)
+    return x.redistribute(placements=[Replicate()])
+
+
 class GatherInput(ParallelStyle):
     """All-gathers a module's first input once, for all the column-sharded Linears inside."""
 
@@ -35,10 +43,7 @@ class GatherInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = to_compute_dtype(args[0])  # the Linears inside would, after the gather
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, [self.layout], run_check=False)
-            return (x.redistribute(placements=[Replicate()]), *args[1:])
+            return (gathered(args[0], device_mesh, self.layout), *args[1:])
 
         module.register_forward_pre_hook(gather)
         return module
@@ -78,8 +83,8 @@ class Logits(ColwiseParallel):
         )
 
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = DTensor.from_local(to_compute_dtype(args[0]), device_mesh, [self.layout], run_check=False)
-            return (x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]), *args[1:])
+            x = gathered(args[0], device_mesh, self.layout)
+            return (x.to_local(grad_placements=[Partial()]), *args[1:])
 
         module.register_forward_pre_hook(gather)
         compute_with_parts(module, device_mesh, Shard(0))

@@ -15,6 +15,7 @@ from armature.errors import error_line
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
+from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import balance_blocks
 from armature.validation import signatures
 
@@ -122,11 +123,12 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     matrix_state, other_state = optimizer_bytes(cfg)
     options, pipe = layout.options, layout.axes["pipe"]
     reshard = options.get("reshard_after_forward")
+    sequence = shards_sequence(options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator)
     return Setup(
         cost=cost, kind=layout.kind, axes=dict(layout.axes), world_size=layout.world_size,
         micro=batches.micro_batch_size, accumulate=batches.accumulate, precision=cfg.trainer.precision,
         recompute=options.get("activation_checkpointing", "none"), matrix_state=matrix_state, other_state=other_state,
-        reshard=pipe == 1 if reshard is None else reshard, sequence_parallel=options.get("sequence_parallel", True),
+        reshard=pipe == 1 if reshard is None else reshard, sequence_parallel=sequence,
         schedule=options.get("schedule", "1f1b"), microbatches=options.get("microbatches", 4),
         min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from armature.data import batching
@@ -70,6 +71,30 @@ def held_bytes(one: Report, *, stage: int, ranks: int, width: int) -> dict[str, 
         "gradients": weights / (ranks if stage >= 2 else 1),
         "optimizer state": state / ranks,
     }
+
+
+def engine_bytes(strategy: Any) -> dict[str, int]:
+    """Return the bytes by kind that DeepSpeed's engine holds on this rank in a real run, with its padding."""
+    zero, params = strategy._zero, list(strategy.module.parameters())
+    averaged = (getattr(zero, "averaged_gradients", None) or {}).values()
+    states = [value for values in zero.optimizer.state.values() for value in values.values()]
+    held = {
+        "parameters": [params, [getattr(param, "ds_tensor", None) for param in params]],
+        "gradients": [
+            [param.grad for param in params],
+            *averaged,
+            [getattr(zero, "grad_partitions_flat_buffer", None)],
+        ],
+        "optimizer state": [strategy._flat(), states],
+    }
+    seen: set[int] = set()
+    sizes = {}
+    for kind, lists in held.items():
+        tensors = [each for tensors in lists for each in tensors or () if isinstance(each, torch.Tensor)]
+        new = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        sizes[kind] = sum(size for storage, size in new.items() if storage not in seen)
+        seen |= new.keys()
+    return sizes
 
 
 def volume(weights: float, *, stage: int, micro_batches: int) -> list[tuple[str, float]]:

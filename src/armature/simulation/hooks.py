@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,6 +28,7 @@ def install(meter: Meter) -> None:
     wrap(_fsdp_param_group.FSDPParamGroup, "post_backward", lambda f: _noting_gradients(meter, f))
     # it runs each operator once on tensors of global size, to learn shapes
     wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda f: _unnoticed(meter, f))
+    wrap(_fsdp_init, "_move_states_to_device", _moving)
     wrap(torch.UntypedStorage, "resize_", lambda f: _noting_sizes(meter, f))  # no dispatch mode sees it
 
 
@@ -57,6 +59,16 @@ def _unnoticed(meter: Meter, function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         with meter.pausing():
             return function(*args, **kwargs)
+
+    return call
+
+
+def _moving(function: Function) -> Function:
+    def call(params: Any, buffers: Any, device: torch.device) -> None:
+        function(params, buffers, device)
+        for tensor in (*params, *buffers):
+            if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+                tensor.fake_device = device  # assigning to `data` leaves it as it was
 
     return call
 

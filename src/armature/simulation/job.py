@@ -9,7 +9,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planner import memory
 from armature.planner.devices import Device
-from armature.simulation import deepspeed, fake_cuda, hooks, order, settings, substitutes
+from armature.simulation import deepspeed, fake_cuda, hooks, operators, order, settings, substitutes
 from armature.simulation.meter import Meter
 from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import Report, Volume
@@ -136,6 +136,7 @@ def _simulate(
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
     hooks.install(meter)
+    operators.install(meter)
     worker.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     adapter_build = worker.adapter.build
@@ -161,11 +162,25 @@ def _simulate(
         probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
-        with suppress(StepEnded):
+        try:
             run.trainer.fit(run.task, datamodule=run.data)
+        except StepEnded:
+            pass
+        except Exception as error:
+            _note_answers(error, meter)
+            raise
     if probe.result is None:
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
     return _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
+
+
+def _note_answers(error: Exception, meter: Meter) -> None:
+    """Say with an error which lines read values before it, since it may follow from what they were answered."""
+    if meter.answered:
+        error.add_note(
+            "Fake tensors have no values: 1.0, 0 or False was read instead by "
+            f"{', '.join(list(meter.answered)[-3:])}. The error may follow from that."
+        )
 
 
 def _few_micro_batches(data: Any, layout: Layout) -> int:
@@ -224,8 +239,17 @@ def _report(
         bubble_share=getattr(strategy, "bubble_share", 0.0), samples_per_step=data.simulated_of,
         tokens_per_sample=data.tokens_per_sample, model_flops=_model_flops(run, probe),
         peak_flops=meter.roofline.peak(torch.bfloat16 if "16" in str(cfg.trainer.precision) else torch.float32),
-        notes=tuple(notes),
+        notes=(*notes, *_assumptions(meter)),
     )  # fmt: skip
+
+
+def _assumptions(meter: Meter) -> list[str]:
+    if not meter.assumed:
+        return []
+    return [
+        f"The size of a result depends on values ({', '.join(meter.assumed)}): the largest possible is taken, so the "
+        "peak is at most what is printed."
+    ]
 
 
 def _micro(data: Any, layout: Layout) -> int:

@@ -102,7 +102,8 @@ def _step(cfg: DictConfig) -> dict[str, Any]:
     worker.quiet()
     process_group.init()
     run = worker.build(cfg, StopOnSignal(max_seconds=None, deadline=None))
-    probe = MeasuredStep(Layout.of(cfg).axes)
+    layout = Layout.of(cfg)
+    probe = MeasuredStep(layout.axes, engine=layout.kind == "deepspeed")
     run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
     run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
     with suppress(StepEnded):

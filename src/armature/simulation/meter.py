@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,19 @@ from armature.parallel import mesh
 from armature.simulation.roofline import Roofline
 
 KINDS = {  # by the start of an operator's name
-    "reduce_scatter": "reduce_scatter", "allgather": "all_gather", "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter", "reduce": "reduce", "allgather": "all_gather", "all_gather": "all_gather",
     "allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast", "alltoall": "all_to_all",
     "all_to_all": "all_to_all", "shard_dim_alltoall": "all_to_all", "send": "send", "isend": "send",
 }  # fmt: skip
 COPIES = ("aten::_to_copy", "aten::copy_")
 ROUNDING = 512  # bytes; the caching allocator rounds up to it
 LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+
+
+def kind_of(func: Any) -> str | None:
+    """Return the kind of an operator of torch.distributed; None if it sends nothing."""
+    name = func.__name__.lstrip("_")
+    return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
 
 
 class Collectives(TorchDispatchMode):
@@ -58,8 +64,7 @@ class Collectives(TorchDispatchMode):
         return out
 
     def collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        name = func.__name__.split(".")[0].lstrip("_")
-        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+        kind = kind_of(func)
         if kind is None or not tensors:
             return
         axis, members = self.group(fake_collectives.CollectiveOp.get_process_group(func, args))
@@ -98,6 +103,8 @@ class Meter(Collectives):
         logits: sizes of a last dimension that make a tensor logits.
         total: live bytes by kind.
         syncs: how often the host waits for the device, by the line of code.
+        answered: lines that read a value, which a fake tensor does not have.
+        assumed: lines at which the size of a result depends on values.
     """
 
     def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
@@ -109,6 +116,8 @@ class Meter(Collectives):
         self._live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, kind]
         self._operator: Any = None
         self.now = 0
+        self.answered: dict[str, None] = {}
+        self.assumed: dict[str, None] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -191,8 +200,10 @@ class Meter(Collectives):
             (tensor,) = args
             if getattr(tensor, "constant", None) is not None or not isinstance(tensor, torch._subclasses.FakeTensor):
                 return func(*args, **kwargs)
+            line = where()
+            self.answered[line] = None
             if tensor.device.type == "cuda":
-                self.syncs[f"item: {where()}"] += 1
+                self.syncs[f"item: {line}"] += 1
             return 1.0 if tensor.is_floating_point() else tensor.dtype != torch.bool and 0
         self._operator = func
         out = func(*args, **kwargs)
@@ -225,7 +236,14 @@ class Meter(Collectives):
             return
         waits_not = kwargs.get("non_blocking") or (in_place and len(args) > 2 and args[2])
         if not waits_not:
-            self.syncs[f"{'to host' if source.is_cuda else 'to device'}: {where()}"] += 1
+            self.wait("to host" if source.is_cuda else "to device")
+
+    def wait(self, why: str, *, assumed: bool = False) -> None:
+        """Count a wait of the host for the device; `assumed`: what it returns has a size that depends on values."""
+        line = where()
+        self.syncs[f"{why}: {line}"] += 1
+        if assumed:
+            self.assumed[f"{why} at {line}"] = None
 
     def seconds_of(self, kind: str, size: int, members: list[int]) -> float:
         return self.roofline.collective(kind, size, members)
@@ -233,9 +251,12 @@ class Meter(Collectives):
 
 def where() -> str:
     """Return the innermost line that is neither a library's nor the simulator's, as folder/file.py:line."""
-    frames = traceback.extract_stack()
-    for frame in reversed(frames):
-        own = str(Path(__file__).parent)
-        if not frame.filename.startswith((*LIBRARIES, own, "<")) and "site-packages" not in frame.filename:
-            return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}"
-    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}"
+    return line_of(traceback.extract_stack())
+
+
+def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    own = str(Path(__file__).parent)
+    outside = [frame for frame in frames if not frame.filename.startswith((own, "<"))]
+    users = [f for f in outside if not f.filename.startswith(LIBRARIES) and "site-packages" not in f.filename]
+    innermost = (users or outside or frames)[-1]
+    return f"{'/'.join(Path(innermost.filename).parts[-2:])}:{innermost.lineno}"

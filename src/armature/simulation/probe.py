@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from armature.checkpoint import state
+from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
 
@@ -23,6 +24,8 @@ class StepEnded(BaseException):
 
 def held_bytes(trainer: L.Trainer) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state that this rank has on its device."""
+    if hasattr(trainer.strategy, "deepspeed_engine"):
+        return deepspeed.engine_bytes(trainer.strategy)
     device, params = trainer.strategy.root_device.type, list(trainer.lightning_module.parameters())
     values = (value for optimizer in trainer.optimizers for each in optimizer.state.values() for value in each.values())
     return {
@@ -41,16 +44,16 @@ def _bytes(values: Iterator[Any] | list[Any], device: str) -> int:
 class MeasuredStep(L.Callback):
     """Counts the collectives of one optimizer step of a real run.
 
-    That is the first step; of a pipeline the second: see `Probe`.
+    That is the first step; of a pipeline the second: see `Probe`. DeepSpeed's engine creates its state in the first.
     """
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
-        self.collectives, self.held = Collectives(axes), {}
-        self.first_batch = self.steps_before = int(axes["pipe"] > 1)
+    def __init__(self, axes: Mapping[str, int], *, engine: bool) -> None:
+        self.collectives, self.held, self.engine = Collectives(axes), {}, engine
+        self.first_batch = self.steps_before = int(engine or axes["pipe"] > 1)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for optimizer in trainer.optimizers:
+        for optimizer in [] if self.engine else trainer.optimizers:
             state.create_state(optimizer)  # as in the simulation
 
     @override

@@ -129,6 +129,14 @@ class _Server:
         atexit.register(self.close)
 
     def run(self, jobs: Sequence[dict[str, Any]]) -> list[Report | ConfigError | SimulationFailed]:
+        try:
+            return self._run(jobs)
+        except BaseException:  # what it still answers to these jobs must not be taken for answers to others
+            _server.cache_clear()
+            self.process.kill()
+            raise
+
+    def _run(self, jobs: Sequence[dict[str, Any]]) -> list[Report | ConfigError | SimulationFailed]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         for number, job in enumerate(jobs):
@@ -138,7 +146,6 @@ class _Server:
         replies: dict[int, Report | ConfigError | SimulationFailed] = {}
         while len(replies) < len(jobs):
             if not (line := self.process.stdout.readline()):
-                _server.cache_clear()
                 raise SimulationFailed("The process of the simulator has ended. Its messages are above.")
             reply = json.loads(line)
             replies[reply["number"]] = _result(reply)

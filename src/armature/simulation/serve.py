@@ -50,15 +50,14 @@ def _batch() -> list[dict[str, Any]]:
 
 def _simulate(each: dict[str, Any], reply: Path) -> None:
     """Write the reply and end this process, without the clean-up of a run that stopped in its middle."""
-    log = os.open(reply.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
     try:
         reply.write_text(json.dumps(_answer(each)))
     except BaseException:
         reply.write_text(json.dumps({"failure": traceback.format_exc()}))
     finally:
-        reply.with_suffix(".log").unlink()
         os._exit(0)
 
 
@@ -67,7 +66,8 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
 
     from armature.errors import ConfigError
     from armature.planner.devices import Device
-    from armature.simulation import job
+    from armature.simulation import job, operators
+    from armature.simulation.meter import line_of
 
     gc.enable()
     cfg, device = OmegaConf.create(each["cfg"]), Device(**each["device"])
@@ -77,6 +77,12 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
         return {"report": job.run(cfg, rank=each["rank"], device=device).to_dict()}  # pyright: ignore[reportArgumentType]
     except ConfigError as error:
         return {"problems": error.problems}
+    except Exception as error:
+        if (operator := operators.lacking(error)) is None:
+            raise
+        line = line_of(traceback.extract_tb(error.__traceback__))
+        why = f"{line}: {operator} needs the values of a tensor, and simulated tensors have none."
+        return {"problems": [f"{why} Leave this line out of the simulated run. Training is not affected."]}
 
 
 if __name__ == "__main__":

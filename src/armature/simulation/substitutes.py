@@ -6,6 +6,8 @@ Other ranks are taken to say what this one says. Data and checkpoints are real, 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -100,6 +102,53 @@ def _ddp() -> None:
         self.model.logger = MagicMock()  # its timers are CUDA's
 
     DDP._register_ddp_hooks = register
+    DDP._setup_model = _with_unused_parameters(DDP._setup_model)
+    DDP.post_backward = _reducing_all_buckets(DDP.post_backward)
+    DDP.block_backward_sync = _blocking(DDP.block_backward_sync)
+
+
+# With find_unused_parameters DDP's reducer reads which parameters were used from memory that fake tensors do not have.
+# It reduces all buckets after each backward, and a number for each parameter: that is done here in its place.
+def _with_unused_parameters(setup_model: Any) -> Any:
+    def call(self: DDP, model: Any) -> Any:
+        self.simulated_buckets = None  # pyright: ignore[reportAttributeAccessIssue]
+        if self._ddp_kwargs.pop("find_unused_parameters", False):
+            params = [param for param in model.parameters() if param.requires_grad]
+            limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(self._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20]
+            found = dist._compute_bucket_assignment_by_size(params, limits)[0]
+            self.simulated_buckets = [[params[i] for i in bucket] for bucket in found]  # pyright: ignore
+        wrapped = setup_model(self, model)
+        wrapped.require_backward_grad_sync = self.simulated_buckets is None  # pyright: ignore
+        return wrapped
+
+    return call
+
+
+def _reducing_all_buckets(post_backward: Any) -> Any:
+    def call(self: Any, loss: torch.Tensor) -> None:
+        post_backward(self, loss)
+        if self.simulated_buckets is None or getattr(self, "simulated_blocking", False):
+            return
+        device = self.root_device
+        for bucket in self.simulated_buckets:
+            dist.all_reduce(torch.empty(sum(param.numel() for param in bucket), dtype=bucket[0].dtype, device=device))
+        count = sum(map(len, self.simulated_buckets))
+        dist.all_reduce(torch.empty(count, dtype=torch.int32, device=device))
+
+    return call
+
+
+def _blocking(block_backward_sync: Any) -> Any:
+    @contextmanager
+    def call(self: Any) -> Iterator[None]:
+        self.simulated_blocking = True
+        try:
+            with block_backward_sync(self):
+                yield
+        finally:
+            self.simulated_blocking = False
+
+    return call
 
 
 class BoundaryFound(BaseException):

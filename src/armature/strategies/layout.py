@@ -31,7 +31,12 @@ class LayoutMixin(_Base):
     def layout(self) -> str:
         """The class, and the mesh's axes that are longer than 1, as one line."""
         sizes = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1]
-        return " ".join([type(self).__name__, *sizes])
+        return " ".join([type(self).__name__, *sizes, *self.layout_notes])
+
+    @property
+    def layout_notes(self) -> list[str]:
+        """What else the line says about the layout."""
+        return []
 
     @property
     def data_size(self) -> int:

@@ -40,7 +40,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         min_num_params: consecutive blocks form one unit until they have this many parameters (counted on one rank of
             the tensor axis), because small messages are hardly faster than larger ones. A smaller model is one unit,
             which stays gathered until backward.
-        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if the plan can.
+        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if the plan can;
+            "auto": except on CPUs.
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per stage, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
@@ -63,7 +64,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1, tensor: int | str = 1,
         backend: str = "auto", reshard_after_forward: bool | None = None, reduce_every_microbatch: bool = True,
         param_dtype: str | None = None, reduce_dtype: str | None = None, cpu_offload: bool = False, prefetch: int = 1,
-        min_num_params: int = 8_000_000, sequence_parallel: bool = True, sync_batchnorm: bool = True,
+        min_num_params: int = 8_000_000, sequence_parallel: bool | str = "auto", sync_batchnorm: bool = True,
         schedule: str = "1f1b", microbatches: int = 4, stages: Sequence[int] | None = None,
         activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
         float8: bool | str = False,
@@ -86,6 +87,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._setup_distributed()  # joins the process group
         torch.manual_seed(self.seed)
         self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
+        option, device = self.options["sequence_parallel"], self.root_device.type
+        self.options["sequence_parallel"] = mesh.shards_sequence(option, device=device)
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
         self.module._device_mesh = self._device_mesh
 
@@ -101,6 +104,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def data_rank(self) -> int:
         return self._rank_on("replicate") * self.sizes["shard"] + self._rank_on("shard")
+
+    @property
+    @override
+    def layout_notes(self) -> list[str]:
+        return [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (self.sizes["tensor"] > 1)
 
     @property
     @override

@@ -32,10 +32,11 @@ def _wait(folder: Path, place: Callable[[], str]) -> None:
     while not (folder / hang.REQUEST).exists():
         time.sleep(POLL_SECONDS)
     answer = folder / hang.ANSWER.format(rank=environment.rank())
-    files.replace(answer, json.dumps(_record(place=place())))
+    files.replace(answer, json.dumps(record(place=place())))
 
 
-def _record(*, place: str) -> dict[str, Any]:
+def record(*, place: str) -> dict[str, Any]:
+    """Return this rank's place, the stack of its main thread, and its collectives."""
     main = threading.main_thread().ident
     assert main is not None
     frame = sys._current_frames().get(main)

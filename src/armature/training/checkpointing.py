@@ -14,9 +14,11 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
+from armature.errors import NotFinite
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import stock_callbacks
+from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -35,7 +37,8 @@ class Checkpointing(Checkpoint):
         folder: where the checkpoints are, on this machine or in an object store.
         monitor: the logged value that decides which are best; `mode` is min or max.
         keep_every_n_steps: checkpoints at multiples of it are never removed.
-        background: write in a thread, while training continues.
+        background: write in a thread, while training continues; with `idle` only where cores are idle, until the next
+            save or the end of the run waits for it.
         on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
         manifest_entries: what the manifests state about the run.
         save_begins: called on each rank before a save, and before it waits for the previous one.
@@ -60,6 +63,7 @@ class Checkpointing(Checkpoint):
         at_end: bool,
         background: bool,
         on_failure: str,
+        idle: bool = False,
         manifest_entries: dict[str, Any] | None = None,
         save_begins: Callable[[], None] = lambda: None,
     ) -> None:
@@ -70,7 +74,7 @@ class Checkpointing(Checkpoint):
         self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.save_begins = on_failure, save_begins
-        self.writer = CheckpointWriter(background=background, entries=manifest_entries, on_saved=self._saved)
+        self.writer = CheckpointWriter(background=background, idle=idle, entries=manifest_entries, on_saved=self._saved)
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
         self._saved_step = -1
@@ -150,6 +154,8 @@ class Checkpointing(Checkpoint):
             due = trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             self._save(trainer)
+            self.writer.finish()
+        elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
             self.writer.finish()
         else:
             self.writer.wait()  # the other ranks may not come here

@@ -1,32 +1,51 @@
-"""Heartbeats of a rank, for the process that watches the ranks (`armature.launcher.watch`)."""
+"""Heartbeats of a rank, for the process that watches the ranks (`launcher.watch`) or the ranks' own `HangWatch`."""
 
 import math
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.launcher import environment
 from armature.training import blocked
+from armature.training.hang_watch import HangWatch, Pulse, is_needed
+from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 
 MIN_INTERVAL_SECONDS = 1.0  # between two beats: a beat is a system call
 
 
 class Heartbeat(Callback):
-    """Write to a file of this rank when a batch has ended or a save begins.
+    """Note when a batch has ended or a save begins: in a file of this rank, and for its own watch.
 
     The first beat comes at the end of the first training batch, so imports, data and compilation may take any time.
     The file holds the seconds of the slowest optimizer step so far, or `inf` until one is measured and while no step is
     due (between epochs, in validation and in a save).
-    Without a watching process (ARMATURE_HEARTBEATS is not set), do nothing.
+    If nothing watches (one process without a parent of ours), do nothing.
+
+    Args:
+        timeout: launch.hang_timeout.
+        logs: the run directory's folder of logs.
+        record: called with the error with which the rank's own watch ends it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        timeout: float | str | None = None,
+        logs: Path | None = None,
+        record: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         folder = environment.heartbeat_folder()
         self._file = folder / str(os.getpid()) if folder else None
+        self._pulse, self._watch = Pulse(), None
+        if logs is not None and is_needed():
+            self._watch = HangWatch(self._pulse, timeout=timeout, logs=logs, place=self._place, record=record)
+        self._trainer: Trainer | None = None
         self._next = 0.0
         self._begun = False
         self._slowest = 0.0  # seconds of a step, without the first after a start, a validation or a save
@@ -41,7 +60,7 @@ class Heartbeat(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._file is None:
+        if self._file is None and self._watch is None:
             return
         now = time.monotonic()
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -52,24 +71,29 @@ class Heartbeat(Callback):
             self._beat()
             if not self._begun:
                 self._begun = True
-                self._answer_requests(trainer)
+                self._begin(trainer)
         if trainer.is_last_batch:  # hooks at an epoch's end and new loaders may take any time
             self.rest()
 
-    def _answer_requests(self, trainer: Trainer) -> None:
-        assert self._file is not None
+    def _begin(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        if self._file is not None:
+            blocked.answer_requests(self._file.parent, place=self._place)
+        if self._watch is not None:
+            self._watch.start()
 
-        def place() -> str:
-            stage = trainer.state.stage
-            return f"{stage.value if stage else 'ending'} after step {completed_batches(trainer)}"
-
-        blocked.answer_requests(self._file.parent, place=place)
+    def _place(self) -> str:
+        assert self._trainer is not None
+        stage = self._trainer.state.stage
+        return f"{stage.value if stage else 'ending'} after step {completed_batches(self._trainer)}"
 
     def _beat(self) -> None:
         self._next = time.monotonic() + MIN_INTERVAL_SECONDS
-        assert self._file is not None
-        with suppress(OSError):  # a missed beat must not end the run
-            self._file.write_text(str(math.inf if self._resting else self._slowest or math.inf))
+        slowest = math.inf if self._resting else self._slowest or math.inf
+        self._pulse.slowest, self._pulse.beats = slowest, self._pulse.beats + 1
+        if self._file is not None:
+            with suppress(OSError):  # a missed beat must not end the run
+                self._file.write_text(str(slowest))
 
     def _beat_if_due(self, *args: Any, **kwargs: Any) -> None:
         if time.monotonic() >= self._next and self._begun:
@@ -89,3 +113,15 @@ class Heartbeat(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.rest()
         self._beat_if_due()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """End this rank's own watch: an error or the end of fit follows, or another fit in this process."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    teardown = stop
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RolledBack):  # everything is built anew, which may take any time
+            self.rest()
+        self.stop()

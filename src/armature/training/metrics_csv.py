@@ -161,10 +161,13 @@ class MetricsCSV(Logger):
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         """Return column names and rows. A file that cannot be read is renamed, since training does not depend on it."""
-        if not self.file.exists() or not self.file.stat().st_size:
+        if not self.file.exists() or (self.file.is_file() and not self.file.stat().st_size):
             return [], []
         try:
+            if not self.file.is_file():
+                raise ValueError("it is no regular file")
             columns, rows = read(self.file)
+            columns.index("step")  # ValueError
             for row in rows:
                 int(row["step"])
             return columns, rows

@@ -10,7 +10,9 @@ import csv
 import heapq
 import itertools
 import json
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,6 @@ from typing_extensions import override
 from armature import files
 from armature.data import extras
 from armature.data.base import DataModule
-from armature.data.sampler import PADDING
 from armature.errors import ConfigError
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -39,8 +40,10 @@ def check_output(file: Path) -> None:
         raise ConfigError(f"out={file}: name a file that ends in {', '.join(SUFFIXES)}.")
     if file.exists():
         raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"out={file}: there is no folder {file.absolute().parent}. Create it, or name another file.")
+    if not (folder := file.absolute().parent).is_dir():
+        raise ConfigError(f"out={file}: there is no folder {folder}. Create it, or name another file.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"out={file}: {folder} cannot be written. Name a file in another folder.")
     if file.suffix == ".parquet":
         extras.load("pyarrow", needed_by=f"out={file}")
 
@@ -61,6 +64,8 @@ def predict(
             logger=False, precision=precision, enable_checkpointing=False, enable_model_summary=False,  # pyright: ignore[reportArgumentType]
             use_distributed_sampler=False, enable_progress_bar=rank == 0, callbacks=[RowWriter(file)],
         )  # fmt: skip
+        # a rank may have no samples
+        warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         try:
             trainer.predict(task, datamodule=data, return_predictions=False)
         except RuntimeError as error:
@@ -108,16 +113,14 @@ class RowWriter(L.Callback):
             self._batches[dataloader_idx] = list(loader.batch_sampler)
             self._describe[dataloader_idx] = loader.dataset.describe
         indices = self._batches[dataloader_idx][batch_idx]
-        if indices == [PADDING]:
-            return
-        names = getattr(trainer.datamodule, "classes", None)  # pyright: ignore[reportAttributeAccessIssue]
+        names = trainer.datamodule.class_names  # pyright: ignore[reportAttributeAccessIssue]
         describe = self._describe[dataloader_idx]
         for index, row in zip(indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True):
             own = {"loader": dataloader_idx, "index": index} if several and len(loaders) > 1 else {"index": index}
             if describe is not None:
                 own |= describe(index)
             number = row.get("class")
-            if isinstance(names, list) and type(number) is int and 0 <= number < len(names):
+            if names is not None and type(number) is int and 0 <= number < len(names):
                 row["class"] = str(names[number])
             self.file.write(json.dumps([[dataloader_idx, index], {**own, **row}]) + "\n")
 
@@ -176,47 +179,70 @@ def _plain(value: Any) -> Any:
 
 
 def merge(parts: list[Path], file: Path) -> int:
-    """Write the rows of all parts to a file, in order; return their number."""
-    with files.replacing(file) as temporary, ExitStack() as stack:
-        with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
-        found = (row for _, row in heapq.merge(*with_order, key=lambda each: each[0]))
+    """Write the rows of all parts to a file, in order; return their number.
+
+    The rows are read twice: the columns, and their types in Parquet, are those of all rows.
+    """
+    with files.replacing(file) as temporary:
         write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix]
-        return write(temporary, found)
+        return write(temporary, lambda: _in_order(parts))
 
 
-def _write_jsonl(file: Path, found: Iterator[dict[str, Any]]) -> int:
+Read = Callable[[], Iterator[dict[str, Any]]]
+
+
+def _in_order(parts: list[Path]) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
+        last = [-1, -1]
+        for place, row in heapq.merge(*with_order, key=lambda each: each[0]):
+            assert place == [last[0], last[1] + 1] or (place[0] > last[0] and place[1] == 0), f"{place} after {last}"
+            last = place
+            yield row
+
+
+def _write_jsonl(file: Path, read: Read) -> int:
     count = 0
     with file.open("w", encoding="utf-8") as stream:
-        for count, row in enumerate(found, start=1):  # noqa: B007
+        for count, row in enumerate(read(), start=1):  # noqa: B007
             stream.write(json.dumps(row) + "\n")
     return count
 
 
-def _write_csv(file: Path, found: Iterator[dict[str, Any]]) -> int:
-    """Lists and dicts become JSON within a cell."""
-    count = 0
+def _write_csv(file: Path, read: Read) -> int:
+    """Lists and dicts become JSON within a cell. A row that lacks a column has an empty cell there."""
+    count, columns = 0, dict.fromkeys(column for row in read() for column in row)
     with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = None
-        for count, row in enumerate(found, start=1):  # noqa: B007
-            if writer is None:
-                writer = csv.DictWriter(stream, list(row))
-                writer.writeheader()
+        writer = csv.DictWriter(stream, list(columns))
+        if columns:
+            writer.writeheader()
+        for count, row in enumerate(read(), start=1):  # noqa: B007
             writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
     return count
 
 
-def _write_parquet(file: Path, found: Iterator[dict[str, Any]]) -> int:
+def _write_parquet(file: Path, read: Read) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    writer, count = None, 0
-    while group := list(itertools.islice(found, _ROWS_PER_GROUP)):
-        table = pyarrow.Table.from_pylist(group, schema=None if writer is None else writer.schema)
-        writer = writer or pyarrow.parquet.ParquetWriter(str(file), table.schema)
-        writer.write_table(table)
-        count += len(group)
-    if writer is None:
-        pyarrow.parquet.write_table(pyarrow.table({}), str(file))
-    else:
-        writer.close()
+    def groups() -> Iterator[list[dict[str, Any]]]:
+        found = read()
+        while group := list(itertools.islice(found, _ROWS_PER_GROUP)):
+            yield group
+
+    schema, count = pyarrow.schema([]), 0
+    for group in groups():
+        for name in dict.fromkeys(column for row in group for column in row):  # pyarrow itself asks the first row alone
+            try:
+                found = pyarrow.schema([(name, pyarrow.array([row.get(name) for row in group]).type)])
+                schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
+            except (pyarrow.ArrowException, OverflowError) as error:
+                raise ConfigError(
+                    f"out={file.name}: a column of Parquet holds values of one type, but predict_step returned "
+                    f"several in '{name}' ({error}). Return one type, or name a .jsonl file."
+                ) from error
+    with pyarrow.parquet.ParquetWriter(str(file), schema) as writer:
+        for group in groups():
+            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
+            count += len(group)
     return count

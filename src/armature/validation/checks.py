@@ -144,7 +144,7 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
         return
     for name in signatures.unused(cfg.task):
         try:
-            OmegaConf.to_container(cfg[name], resolve=True)
+            _ = None if cfg[name] is None else plain(cfg[name])
         except OmegaConfBaseException:
             with open_dict(cfg):
                 cfg[name] = {"_target_": "torch.nn.Identity", "_partial_": True}

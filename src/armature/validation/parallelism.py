@@ -15,6 +15,7 @@ from typing import Any
 
 from armature import hardware
 from armature.layout import Layout
+from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
 from armature.validation import lightning_callbacks, signatures
 
@@ -39,6 +40,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "deepspeed"): "its hooks run between the blocks. Type strategy.compile=block",
     ("compile=block", "tensor"): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
+    ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=rollback, or trainer.on_nan=stop",
     ("float8", "tensor"): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
@@ -58,6 +60,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 def _features(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     trainer = cfg["trainer"]
     features = [str(trainer["precision"]), f"compile={layout.options['compile']}"]
+    features += [f"on_nan={trainer['on_nan']}"]
     features += ["float8"] if layout.options["float8"] else []
     features += [f"clip={trainer['gradient_clip_algorithm']}"] if trainer["gradient_clip_val"] else []
     return [
@@ -168,7 +171,8 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     sequence = cfg["model"].get(plan.sequence) if plan.sequence else None
-    if layout.options["sequence_parallel"] and isinstance(sequence, int) and sequence % tensor:
+    shards = shards_sequence(layout.options["sequence_parallel"], device=cfg["trainer"]["accelerator"])
+    if shards and isinstance(sequence, int) and sequence % tensor:
         problems.append(
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
             "sharded. Type strategy.sequence_parallel=false, or another length."

@@ -12,12 +12,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature.errors import hide
+from armature.errors import MASK, hide, masked
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
     "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
     "trainer.gradient_clip_algorithm": ("norm", "value"),
+    "trainer.on_nan": ("stop", "skip", "rollback", "ignore"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
     "checkpoint.on_failure": ("continue", "stop"),
@@ -29,6 +30,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.stage": (1, 2, 3),
+    "strategy.sequence_parallel": ("auto", True, False),
 }
 ALIASES = {
     "trainer.precision": {
@@ -49,7 +51,7 @@ _SECRET = re.compile(
 # names that end in "key" or "token" and are no secrets
 _PLAIN_KEY = re.compile(
     r"(^|_)(metric|monitor|input|output|target|batch|sort|state|image|text|label|primary|data|field|column|cache|group"
-    r"|config|document|pad|eos|bos|eot|unk|mask|special)_(key|token)$|^key$",
+    r"|config|document|pad|eos|bos|eot|unk|mask|special|cls|sep|start|stop|end|begin|sentinel)_(key|token)$|^key$",
     re.IGNORECASE,
 )
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
@@ -304,6 +306,8 @@ def _names(plain: dict[str, Any]) -> Iterator[str]:
     for key in ("dir", "id", "git"):
         if run.get(key) is not None:
             yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
+    if (size := run.get("micro_batch_size")) is not None:
+        yield f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type data.micro_batch_size={size}."
 
 
 # ---------------------------------------------------------------- secrets
@@ -312,7 +316,7 @@ def secrets(cfg: DictConfig) -> Iterator[str]:
     for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
         if not isinstance(value, str) or not value or "${" in value:
             continue
-        name = path.rsplit(".", 1)[-1].split("[")[0]
+        name = _leaf(path)
         where = f"Put it into .env and refer to it, as in '{path}=${{oc.env:{name.upper()}}}'."
         if is_secret(name):
             yield f"{path}: a secret typed here would be written to config.yaml. {where}"
@@ -321,11 +325,28 @@ def secrets(cfg: DictConfig) -> Iterator[str]:
 
 
 def hide_secrets(cfg: DictConfig) -> None:
-    """Keep the values of secret environment variables that a configuration refers to out of messages and logs."""
-    for _, value in walk(OmegaConf.to_container(cfg, resolve=False)):
+    """Keep environment variables out of messages and logs if they, or the keys that refer to them, are secret."""
+    for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
         for name in re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ():
-            if is_secret(name):
+            if is_secret(name) or is_secret(_leaf(path)):
                 hide([os.environ.get(name, "")])
+
+
+def without_secrets(value: Any, *, name: str = "") -> Any:
+    """Return hyperparameters in which texts that are secret by their name, and secret variables, are masked."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, dict):
+        return {key: without_secrets(each, name=str(key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(without_secrets(each, name=name) for each in value)
+    if not isinstance(value, str):
+        return value
+    return MASK if value and is_secret(name) and "${" not in value else masked(value)
+
+
+def _leaf(path: str) -> str:
+    return path.rsplit(".", 1)[-1].split("[")[0]
 
 
 def is_secret(name: str) -> bool:

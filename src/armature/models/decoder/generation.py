@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armature.models.decoder.model import KeyValueCache
+
+
+def complete(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eot: int | None = None, **options: Any
+) -> list[list[int]]:
+    """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` being its last.
+
+    Prompts of different lengths are continued together: positions are those of a prompt alone, so a short prompt is
+    continued while a longer one is still read. Options and errors are those of `generate`.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or min(lengths) == 0:
+        raise ValueError(f"each prompt must have at least one token. Got prompts of {lengths} tokens")
+    device = next(model.parameters()).device
+    rows = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
+    ids = generate(
+        model, torch.tensor(rows, device=device), max_new_tokens=max_new_tokens, eot=eot,
+        lengths_B=torch.tensor(lengths, device=device), **options,
+    ).tolist()  # fmt: skip
+    texts = []
+    for length, row in zip(lengths, ids, strict=True):
+        new = row[length : length + max_new_tokens]
+        texts.append(row[:length] + (new[: new.index(eot) + 1] if eot in new else new))
+    return texts
 
 
 @torch.inference_mode()
@@ -13,11 +41,13 @@ from armature.models.decoder.model import KeyValueCache
 def generate(
     model: nn.Module, prompt_BT: Tensor, *, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, eot: int | None = None, generator: torch.Generator | None = None,
+    lengths_B: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the prompt (B, T) of token ids and up to `max_new_tokens` more. End early once every row has met `eot`.
 
     Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it is read again and
-    generation continues. Raises ValueError for an empty prompt and for options outside their range.
+    generation continues. Of a row, only the first `lengths_B` ids are its prompt, if given: what follows is replaced.
+    Raises ValueError for an empty prompt and for options outside their range.
     """
     if prompt_BT.ndim != 2 or prompt_BT.shape[1] == 0:
         raise ValueError(f"prompt must be (batch, tokens) with at least one token. Got {tuple(prompt_BT.shape)}")
@@ -27,23 +57,33 @@ def generate(
             f"Got temperature={temperature}, top_k={top_k}, top_p={top_p}"
         )
     training, context = model.training, int(model.context)  # pyright: ignore[reportArgumentType]
+    length = prompt_BT.shape[1]
+    if lengths_B is None:
+        lengths_B = torch.full((prompt_BT.shape[0],), length, device=prompt_BT.device)
+    end = length + max_new_tokens
+    ids_BT = F.pad(prompt_BT, (0, max_new_tokens))
+    cache = KeyValueCache(positions=min(context, end))
+    ended_B = torch.zeros(prompt_BT.shape[0], dtype=torch.bool, device=prompt_BT.device)
+    position = int(lengths_B.min())
+    begin = max(0, position - context)
     model.eval()
     try:
-        ids_BT, cache = prompt_BT, KeyValueCache()
-        ended_B = torch.zeros(prompt_BT.shape[0], dtype=torch.bool, device=prompt_BT.device)
-        new_BT = ids_BT[:, -context:]
-        for _ in range(max_new_tokens):
-            if cache.length + new_BT.shape[1] > context:
-                cache, new_BT = KeyValueCache(), ids_BT[:, -max(1, context // 2) :]
-            logits_BV = model(new_BT, cache=cache)[:, -1]
-            new_BT = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        while position < end:
+            if cache.length + position - begin > context:
+                cache.clear()
+                begin = position - max(1, context // 2)
+            logits_BV = model(ids_BT[:, begin:position], cache=cache)[:, -1]
+            new_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)[:, 0]
+            if position < length:
+                new_B = torch.where(position < lengths_B, ids_BT[:, position], new_B)
             if eot is not None:
-                new_BT = torch.where(ended_B[:, None], eot, new_BT)
-                ended_B |= new_BT[:, 0] == eot
-            ids_BT = torch.cat([ids_BT, new_BT], dim=1)
+                new_B = torch.where(ended_B, eot, new_B)
+                ended_B |= (new_B == eot) & (position >= lengths_B)
+            ids_BT[:, position] = new_B
+            begin, position = position, position + 1
             if eot is not None and bool(ended_B.all()):
                 break
-        return ids_BT
+        return ids_BT[:, :position]
     finally:
         model.train(training)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import TypeIs, override
 
+from armature.models.autocast import to_compute_dtype
 from armature.models.loss import IGNORED, VocabularyShard
 
 
@@ -41,12 +42,7 @@ class Head(nn.Linear):
 
     @override
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if targets is None:
-            return F.linear(x, self.weight)
-        with_gradients = torch.is_grad_enabled()
-        return ChunkedCrossEntropy.apply(
-            x.flatten(0, -2), self.weight, targets.flatten(), with_gradients, self.vocabulary
-        )
+        return F.linear(x, self.weight) if targets is None else chunked_loss(x, self.weight, targets, self.vocabulary)
 
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
@@ -59,6 +55,11 @@ def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
 def is_plain_linear(head: nn.Module | None) -> TypeIs[nn.Linear]:
     """Return whether the head, put in place of `Head`, is its weight alone: no strategy and no hook changes it."""
     return type(head) is nn.Linear and head.bias is None and not head._forward_pre_hooks and not head._forward_hooks
+
+
+def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
+    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the logits."""
+    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), torch.is_grad_enabled(), vocabulary)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -80,9 +81,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         part: VocabularyShard | None = None,
     ) -> Tensor:  # fmt: skip
         device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
-        autocast = not x_ND.is_meta and torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else weight_VD.dtype
-        x_low_ND, weight_low_VD = x_ND.to(dtype), weight_VD.to(dtype)
+        weight_low_VD = to_compute_dtype(weight_VD)
+        dtype = weight_low_VD.dtype
+        x_low_ND = x_ND.to(dtype)
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         gx_ND = torch.empty_like(x_low_ND) if needs_x else None
         gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None

@@ -9,7 +9,7 @@ Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,25 +21,45 @@ from torch.nn.attention.flex_attention import BlockMask
 from armature.models.autocast import to_compute_dtype
 from armature.models.decoder import documents
 from armature.models.decoder.check import problems
-from armature.models.decoder.loss import ChunkedCrossEntropy, Head, computes_loss, is_plain_linear
+from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy
 
 
 class KeyValueCache:
-    """Keys and values of all positions so far, so that generation computes each of them once."""
+    """Keys and values of all positions so far, so that generation computes each of them once.
 
-    def __init__(self) -> None:
+    Room for `positions` positions, the model's context if None, is taken once and written in place.
+    """
+
+    def __init__(self, *, positions: int | None = None) -> None:
+        self.positions = positions
         self.length = 0
-        self.layers: dict[str, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[str, Tensor] = {}  # (2, B, G, C, K): keys and values
         self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
+        self._rotary_C2K: Tensor | None = None
+
+    def clear(self) -> None:
+        """Forget all positions, and keep the room."""
+        self.length, self.documents_BS = 0, None
+
+    def rotary(self, table: Callable[[], Tensor]) -> Tensor:
+        """Return the rows of the rotary table from the next position on. The table is computed once."""
+        if self._rotary_C2K is None:
+            self._rotary_C2K = table()
+        return self._rotary_C2K[self.length :]
 
     def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values, and return all of them."""
-        if name in self.layers:
-            k_old, v_old = self.layers[name]
-            k_BGTK, v_BGTK = torch.cat([k_old, k_BGTK], dim=2), torch.cat([v_old, v_BGTK], dim=2)
-        self.layers[name] = (k_BGTK, v_BGTK)
-        return k_BGTK, v_BGTK
+        batch, groups, new, head_dim = k_BGTK.shape
+        end = self.length + new
+        if name not in self.layers:
+            assert self._rotary_C2K is not None
+            room = (2, batch, groups, self.positions or self._rotary_C2K.shape[0], head_dim)
+            self.layers[name] = torch.empty(room, dtype=v_BGTK.dtype, device=v_BGTK.device)
+        kept = self.layers[name]
+        kept[0, :, :, self.length : end] = k_BGTK
+        kept[1, :, :, self.length : end] = v_BGTK
+        return kept[0, :, :, :end], kept[1, :, :, :end]
 
 
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
@@ -180,7 +200,10 @@ class Decoder(nn.Module):
         start = 0 if cache is None else cache.length
         if self.embed is not None and start + inputs.shape[1] > self.context:
             raise ValueError(f"{start + inputs.shape[1]} positions do not fit in model.context={self.context}")
-        rotary_C2K = self.rotary(start=start, device=inputs.device)
+        if cache is not None and start + inputs.shape[1] > (cache.positions or self.context):
+            raise ValueError(f"{start + inputs.shape[1]} positions do not fit in the cache's {cache.positions}")
+        rotary = partial(self.rotary, device=inputs.device)
+        rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
         mask = self.within_documents(inputs, cache) if self.document_token is not None else None
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
@@ -192,9 +215,8 @@ class Decoder(nn.Module):
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss  # a tensor axis replaces it
         if targets is not None and own_loss and computes_loss(self.head):
             return self.head(x_BTD, targets)  # `self.loss` of the head's outputs, without holding all of them
-        if targets is not None and self.loss is Decoder.loss and is_plain_linear(self.head):
-            with_gradients = torch.is_grad_enabled()
-            return ChunkedCrossEntropy.apply(x_BTD.flatten(0, 1), self.head.weight, targets.flatten(), with_gradients)
+        if targets is not None and own_loss and is_plain_linear(self.head):  # a tensor axis would have hooks on it
+            return chunked_loss(x_BTD, self.head.weight, targets)
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
         return outputs if targets is None else self.loss(outputs, targets)
 
@@ -225,8 +247,8 @@ class Decoder(nn.Module):
             return documents.block_mask(document_BT)
         return documents.dense_mask(document_BT, document_BS)
 
-    def rotary(self, *, start: int = 0, device: torch.device | str) -> Tensor:
-        """Return cosines and sines (C, 2, K/2) in fp32 from position `start`. Computing them here avoids buffers.
+    def rotary(self, *, device: torch.device | str) -> Tensor:
+        """Return cosines and sines (C, 2, K/2) in fp32. Computing them here avoids buffers.
 
         There are always C rows, whatever the input's length: a block takes the first T, so its shapes never change.
         """
@@ -234,7 +256,7 @@ class Decoder(nn.Module):
         frequency_K = self.rope_theta**-exponent_K
         if self.rope_scaling is not None:
             frequency_K = _scale_frequencies(frequency_K, **self.rope_scaling)
-        position_C = torch.arange(start, start + self.context, device=device, dtype=torch.float32)
+        position_C = torch.arange(self.context, device=device, dtype=torch.float32)
         angle_CK = position_C[:, None] * frequency_K  # not a matmul, which autocast would round to bf16
         return torch.stack([angle_CK.cos(), angle_CK.sin()], dim=1)
 

@@ -1,0 +1,112 @@
+"""Ranks that no process of ours watches find a hang themselves, report it and end."""
+
+import math
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+from armature.training import hang_watch
+from armature.training.hang_watch import HangWatch, Pulse
+from tests import forked, running
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    """Make the watches of two ranks with one store; each appends its rank and its error to `make.ended`."""
+    for name, seconds in {"POLL": 0.05, "ASK": 0.05, "ANSWER": 1.0, "JUDGE": 2.0, "LAST": 0.0}.items():
+        monkeypatch.setattr(hang_watch, f"{name}_SECONDS", seconds)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store, watches = dist.HashStore(), []  # pyright: ignore[reportPrivateImportUsage]
+
+    def made(rank, *, store=store, **options):
+        monkeypatch.setenv("RANK", str(rank))
+        options = {"timeout": 0.2, "logs": tmp_path, "place": lambda: "train after step 7"} | options
+        pulse = Pulse(beats=1, slowest=0.01)
+
+        def record(error):
+            made.ended.append((rank, str(error)))
+            watch.stop()
+
+        watch = HangWatch(pulse, record=record, **options)
+        monkeypatch.setattr(watch, "_connect", lambda: store)
+        watches.append(watch)
+        return watch
+
+    made.ended = []
+    monkeypatch.setattr(hang_watch.os, "_exit", lambda code: None)
+    yield made
+    for watch in watches:
+        watch.stop()
+
+
+def test_all_ranks_report_a_hang_and_end(make, tmp_path, capfd):
+    watches = [make(0), make(1)]
+    for watch in watches:
+        watch.start()
+    running.wait_for(lambda: {rank for rank, _ in make.ended} == {0, 1}, seconds=10, what="both ranks' end")
+    assert all(f"{tmp_path}/hang.txt says what each rank was doing" in text for _, text in make.ended)
+    report = (tmp_path / "hang.txt").read_text()
+    assert "rank 0: train after step 7" in report
+    assert "rank 1: train after step 7" in report
+    assert "Thread 0x" in (tmp_path / "rank_0001.log").read_text()
+    assert capfd.readouterr().err.count("No step was made for") == 1
+
+
+def test_a_rank_that_makes_steps_ends_none(make):
+    watch = make(0)
+    watch.start()
+    for _ in range(20):
+        watch.pulse.beats += 1
+        time.sleep(0.03)
+    assert not make.ended
+
+
+def test_auto_waits_for_a_rank_that_saves(make, monkeypatch):
+    monkeypatch.setattr(hang_watch, "AUTO_SECONDS", 0.2)
+    waits, saves = make(0, timeout="auto"), make(1, timeout="auto")
+    saves.pulse.slowest = math.inf
+    for watch in (waits, saves):
+        watch.start()
+    running.wait_for(lambda: waits._judged > 0, seconds=10, what="an answer")
+    assert not make.ended
+    saves.pulse.slowest = 0.01  # it has saved, and both hang
+    running.wait_for(lambda: {rank for rank, _ in make.ended} == {0, 1}, seconds=10, what="both ranks' end")
+
+
+def test_a_store_that_never_answers_ends_the_run(make):
+    class Dead:
+        def add(self, *args):
+            time.sleep(60)
+
+    make(1, store=Dead()).start()
+    running.wait_for(lambda: make.ended, seconds=10, what="the end")
+    assert "the process or the machine of rank 0 hangs, or the network is cut. Rank 1 is at" in make.ended[0][1]
+
+
+@pytest.mark.slow
+def test_ranks_that_another_launcher_started_report_a_hang(corpus):
+    forks = forked.shared()
+    ended = forks.train(
+        *running.TINY,
+        f"data.path={corpus}",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "run.name=hanging",
+        "launch.hang_timeout=2",
+        "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
+        "+callbacks.sleeps={_target_:tests.launcher.hanging.Sleeps,step:2}",
+        ranks=2,
+        expect=1,
+        seconds=60,
+    )
+    assert ended.codes == [1, 1]
+    came = (
+        r"No step was made for \d s. Rank 0 waits in all_reduce.*, collective \d+ of all ranks; rank 1 never came "
+        r"\(rank 1 is at \S+hanging.py"
+    )
+    assert re.search(came, ended.output), ended.output
+    logs = forks.cwd / "outputs" / "hanging" / "logs"
+    assert re.search(r"rank 1: train after step \d; its last finished", (logs / "hang.txt").read_text())
+    assert "hanging.py" in (logs / "rank_0001.log").read_text()

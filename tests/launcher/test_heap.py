@@ -1,0 +1,110 @@
+"""A process that trains on a CPU keeps freed memory, unless its user has chosen how to allocate."""
+
+import subprocess
+import sys
+
+import pytest
+
+from armature.launcher import heap
+from tests import running
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+USERS = {"MALLOC_ARENA_MAX": "2", "GLIBC_TUNABLES": "glibc.malloc.check=0", "LD_PRELOAD": "libm.so.6"}
+
+ALLOCATE = """
+import resource
+from armature.launcher import heap
+print(heap.keep_freed_memory({accelerator!r}))
+def step():
+    for block in [bytearray(4 << 20) for _ in range(8)]:
+        block[:: resource.getpagesize()] = block[:: resource.getpagesize()]
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+COUNT_FAULTS = """
+import resource
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Count(Callback):
+    counts = []
+    def on_train_batch_end(self, *args):
+        self.counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    def on_train_end(self, *args):
+        Path("faults").write_text(str((self.counts[-1] - self.counts[-6]) / 5))
+"""
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    for name in USERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def faults(accelerator: str = "cpu", **environ: str) -> tuple[str, int]:
+    """Return what keep_freed_memory returned in a new process, and the page faults of 5 × 32 MiB after it."""
+    code = ALLOCATE.format(accelerator=accelerator)
+    environ = running.environment(PYTHONPATH=str(running.ROOT / "src"), **environ)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    kept, count = done.stdout.split()
+    return kept, int(count)
+
+
+@pytest.mark.parametrize("environ", [{}, {"GLIBC_TUNABLES": heap.HUGE_PAGES}], ids=["alone", "as a rank"])
+def test_memory_in_use_again_causes_no_page_fault(unset, environ):
+    kept, count = faults(**environ)
+    assert kept == "True"
+    assert count < 100
+
+
+@pytest.mark.parametrize(("name", "value"), USERS.items())
+def test_a_users_choice_of_allocation_stays(unset, name, value, monkeypatch):
+    assert faults(**{name: value})[0] == "False"
+    monkeypatch.setenv(name, value)
+    assert heap.rank_variables("cpu") == {}
+
+
+def test_only_processes_that_train_on_a_cpu_keep_memory(unset):
+    kept, count = faults("gpu")
+    assert kept == "False"
+    assert count > 10_000
+    assert heap.rank_variables("gpu") == {}
+    assert heap.rank_variables("cpu") == {"GLIBC_TUNABLES": heap.HUGE_PAGES}
+
+
+def test_a_system_without_mallopt_is_left_alone(unset, monkeypatch):
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # musl
+    assert not heap.keep_freed_memory("cpu")
+    monkeypatch.setattr(heap.sys, "platform", "darwin")
+    assert not heap.keep_freed_memory("cpu")
+    assert heap.rank_variables("cpu") == {}
+
+
+def test_an_older_glibc_gets_the_highest_threshold_that_it_accepts(unset, monkeypatch):
+    calls = []
+
+    class Old:
+        @staticmethod
+        def mallopt(number: int, value: int) -> int:
+            calls.append((number, value))
+            return int(number != -3 or value <= heap.OLD_MMAP_LIMIT)
+
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: Old)
+    assert heap.keep_freed_memory("cpu")
+    assert calls[-1] == (-3, heap.OLD_MMAP_LIMIT)
+
+
+@pytest.mark.slow
+def test_a_step_of_training_causes_no_page_faults(unset, corpus, tmp_path):
+    (tmp_path / "counting.py").write_text(COUNT_FAULTS)
+    running.train(
+        "+callbacks.count._target_=counting.Count", "launch.allowed_packages=[armature,torch.optim,counting]",
+        "model.width=128", "data.context=128", "trainer.max_steps=12", "trainer.val_every_n_steps=null",
+        "trainer.test_at_end=false", "run.name=a", cwd=tmp_path, corpus=corpus, PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
+    assert float((tmp_path / "faults").read_text()) <= 50  # with glibc's default heap: 528

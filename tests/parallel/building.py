@@ -1,0 +1,31 @@
+"""Decoders that are sharded over the ranks of a test, without a trainer and a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from armature.models.decoder.model import Decoder
+from armature.models.decoder.plan import PLAN
+from armature.parallel import apply, mesh
+
+
+def decoder_on_meta(**arguments: Any) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(**arguments)
+
+
+def options(**changes: Any) -> apply.Options:
+    defaults = {
+        "seed": 0, "schedule": "1f1b", "microbatches": 1, "stages": None, "sequence_parallel": True,
+        "activation_checkpointing": "none", "compile": "none", "reshard_after_forward": True, "param_dtype": None,
+        "reduce_dtype": None, "cpu_offload": False, "prefetch": 1, "min_num_params": 0,
+    }  # fmt: skip
+    return apply.Options(**defaults | changes)
+
+
+def parallelize(model: Decoder, *, axes: dict[str, int], prefix: str = "model.", **changes: Any) -> None:
+    """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
+    device_mesh = mesh.build({"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, device_type="cpu")
+    apply.parallelize(model, PLAN, device_mesh, options(**changes), device=torch.device("cpu"), prefix=prefix)

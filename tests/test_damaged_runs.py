@@ -1,0 +1,237 @@
+"""Damaged run directories: each command that reads one works without the file, or names it and what to type."""
+
+import hashlib
+import json
+import os
+import runpy
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import armature
+from armature.checkpoint import state
+from armature.errors import ConfigError
+from armature.run_dir import FILES
+from tests import running
+
+pytestmark = pytest.mark.slow
+NEWEST = "checkpoints/step=000004"
+WITHIN = 10  # seconds
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged")
+    running.train(
+        "trainer.max_steps=4", "checkpoint.every_n_steps=2", "checkpoint.keep_last=3", "run.name=a", cwd=folder,
+        corpus=running.write_corpus(folder / "c"), ARMATURE_CACHE=str(folder / "cache"),
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained / "outputs" / "a", tmp_path / "a"))
+
+
+# ---------------------------------------------------------------- what happens to a directory
+def write(name: str, content: bytes):
+    def damage(run: Path) -> None:
+        remove(name)(run)
+        (run / name).write_bytes(content)
+
+    return damage
+
+
+def remove(name: str):
+    def damage(run: Path) -> None:
+        shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink(missing_ok=True)
+
+    return damage
+
+
+def folder(name: str):
+    def damage(run: Path) -> None:
+        remove(name)(run)
+        (run / name).mkdir()
+
+    return damage
+
+
+def pipe(name: str):
+    """Something whose reading never ends."""
+
+    def damage(run: Path) -> None:
+        remove(name)(run)
+        os.mkfifo(run / name)
+
+    return damage
+
+
+def half(name: str):
+    return lambda run: os.truncate(run / name, (run / name).stat().st_size // 2)
+
+
+def of_each_checkpoint(name: str):
+    return lambda run: [(folder / name).unlink() for folder in run.glob("checkpoints/step=*")]
+
+
+def manifest(**changes):
+    def damage(run: Path) -> None:
+        file = run / NEWEST / "manifest.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def meta(change):
+    """Another content of the only meta.pt, for which its manifest vouches."""
+
+    def damage(run: Path) -> None:
+        file = run / NEWEST / "meta.pt"
+        torch.save(change(torch.load(file, weights_only=True)), file)
+        entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        manifest(files=json.loads((run / NEWEST / "manifest.json").read_text())["files"] | {"meta.pt": entry})(run)
+        remove("checkpoints/step=000002")(run)
+
+    return damage
+
+
+# ---------------------------------------------------------------- commands
+def command(capsys, script: str, *arguments: object) -> tuple[int, str]:
+    """Run a script in this process; return its exit code and output. What is no message fails the test."""
+    before, begun, code = sys.argv, time.monotonic(), 0
+    sys.argv = [script, *map(str, arguments)]
+    try:
+        runpy.run_path(str(running.ROOT / "scripts" / script), run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        sys.argv = before
+    assert time.monotonic() - begun < WITHIN
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+JUNK = {"empty": b"", "NUL": bytes(300), "no text": b"\xff\xfe\x80", "deep": b"[" * 100_000}
+READABLE = {
+    "last empty": write("checkpoints/last", b""),
+    "last of NUL": write("checkpoints/last", bytes(300)),
+    "last elsewhere": write("checkpoints/last", b"../../etc"),
+    "last gone": remove("checkpoints/last"),
+    "last a folder": folder("checkpoints/last"),
+    "last a pipe": pipe("checkpoints/last"),
+    "a file as a step": write("checkpoints/step=000099", b"x"),
+    "an empty step": folder("checkpoints/step=000099"),
+    "a step of another digit": folder("checkpoints/step=²"),
+    "the newest a file": write(NEWEST, b"x"),
+    **{f"manifest {name}": write(f"{NEWEST}/manifest.json", content) for name, content in JUNK.items()},
+    "manifest a folder": folder(f"{NEWEST}/manifest.json"),
+    "manifest a pipe": pipe(f"{NEWEST}/manifest.json"),
+    "manifest without files": manifest(files={}),
+    "manifest of numbers": manifest(files={"meta.pt": 5}),
+    "manifest of a device": manifest(files={"/dev/zero": {"bytes": 0, "sha256": "x"}}),
+    "manifest of another version": manifest(format=9),
+    "meta.pt empty": write(f"{NEWEST}/meta.pt", b""),
+    "meta.pt a pipe": pipe(f"{NEWEST}/meta.pt"),
+    ".metadata gone": remove(f"{NEWEST}/.metadata"),
+    "a shard gone": remove(f"{NEWEST}/__0_0.distcp"),
+    "half a shard": half(f"{NEWEST}/__0_0.distcp"),
+    "a shard a folder": folder(f"{NEWEST}/__0_0.distcp"),
+}
+REFUSED = {
+    **{
+        f"config.yaml {name}": (write("config.yaml", content), "config.yaml is damaged")
+        for name, content in {"a list": b"[1]", **JUNK}.items()
+        if name != "deep"  # takes the YAML parser a second each time
+    },
+    "a few lines of config.yaml": (
+        write("config.yaml", b"run:\n  name: a\n"),
+        "is damaged .it holds no task, model",
+    ),
+    "half a config.yaml": (half("config.yaml"), "config.yaml is damaged"),
+    "config.yaml gone": (remove("config.yaml"), "no config.yaml"),
+    "config.yaml a pipe": (pipe("config.yaml"), "no config.yaml"),
+    "all manifests gone": (of_each_checkpoint("manifest.json"), "it holds no readable manifest.json"),
+    "no checkpoints": (remove("checkpoints"), "no complete checkpoint"),
+    "checkpoints a file": (write("checkpoints", b"x"), "no complete checkpoint"),
+    "meta.pt a list": (meta(lambda _: [1, 2]), "it holds a list, not a checkpoint's entries"),
+}
+
+
+@pytest.mark.parametrize("damage", READABLE.values(), ids=READABLE)
+def test_what_other_files_make_up_for_is_read(damage, run, tmp_path, capsys):
+    damage(run)
+    assert isinstance(armature.load(run), torch.nn.Module)
+    code, shown = command(capsys, "convert.py", run, tmp_path / "x.safetensors")
+    assert (code, "tensors" in shown) == (0, True), shown
+
+
+CHECKPOINT_IS_ENOUGH = ("no config.yaml", "is damaged .it holds no task, model")
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_nothing_makes_up_for_is_named(damage, message, run, tmp_path, capsys):
+    damage(run)
+    with pytest.raises(ConfigError, match=message):
+        armature.load(run)
+    for script, *arguments in (
+        ("evaluate.py",), ("generate.py",), ("predict.py", "out=p.csv"), ("convert.py", tmp_path / "x.ckpt"),
+    ):  # fmt: skip
+        code, shown = command(capsys, script, run, *arguments)
+        if script == "convert.py" and message in CHECKPOINT_IS_ENOUGH:
+            assert (code, "tensors" in shown) == (0, True), shown
+        else:
+            assert (code, str(run) in shown) == (2, True), f"{script}: {shown}"
+
+
+@pytest.mark.parametrize("content", [*JUNK.values(), b"{}"], ids=[*JUNK, "an object"])
+def test_a_damaged_tokenizer_is_named(content, run, capsys):
+    write("tokenizer.json", content)(run)
+    code, shown = command(capsys, "generate.py", run)
+    assert (code, "tokenizer.json is damaged" in shown) == (2, True), shown
+
+
+RESUMED = {
+    "metrics.csv of NUL": (write("metrics.csv", bytes(300)), "is renamed to"),
+    "metrics.csv gone": (remove("metrics.csv"), "the rows of steps 1 to 3 are missing"),
+    "summary.json and overrides.txt": (
+        lambda run: [write(name, b"\xff\xfe")(run) for name in ("summary.json", "overrides.txt")],
+        "is damaged and is ignored",
+    ),
+    "meta.pt empty": (write(f"{NEWEST}/meta.pt", b""), "step=000004 is skipped"),
+    "config.yaml empty": (write("config.yaml", b""), "config.yaml is damaged"),
+    "folders for files": (
+        lambda run: [folder(name)(run) for name in (*FILES, "checkpoints/last")],
+        "last is no file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), RESUMED.values(), ids=RESUMED)
+def test_a_resume_goes_on_or_names_the_file(damage, message, run, trained, tmp_path):
+    damage(run)
+    done = running.train(
+        "trainer.max_steps=5", "run.name=a", f"run.root={tmp_path}", cwd=tmp_path, corpus=trained / "c" / "*.txt",
+        check=False, ARMATURE_CACHE=str(trained / "cache"),
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+    refused = "config.yaml" in message or "no file" in message
+    assert done.returncode == (2 if refused else 0), done.stderr[-2000:]
+
+
+def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_named(run, monkeypatch):
+    usual = state.read_whole
+
+    def removed_first(checkpoint):
+        shutil.rmtree(checkpoint)
+        return usual(checkpoint)
+
+    monkeypatch.setattr(state, "read_whole", removed_first)
+    with pytest.raises(ConfigError, match=r"step=000004 was removed while it was read: .*keep_last.*again"):
+        armature.load(run)
