@@ -30,7 +30,8 @@ def allow(model: nn.Module, shard: Callable[[nn.Module], None]) -> None:
         return copied
 
     model.__dict__["_armature_shard"] = shard
-    type(model).__deepcopy__ = deepcopy  # the class is FSDP's, made for models like this one
+    kind: Any = type(model)  # FSDP's, made for models of this class
+    kind.__deepcopy__ = deepcopy
 
 
 def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -46,7 +47,7 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}
     hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
     memo |= hooks | {id(model.__dict__["_armature_shard"]): None}
-    original = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    original: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     copied = original.__new__(original)
     memo[id(model)] = copied
     copied.__dict__.update(copy.deepcopy(kept, memo))

@@ -98,7 +98,7 @@ class _Gather(torch.autograd.Function):
     @override
     def forward(ctx: Any, tensor: DTensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
-        return tensor.detach().full_tensor()
+        return tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
     @staticmethod
     @override
