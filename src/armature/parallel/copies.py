@@ -30,7 +30,8 @@ def allow(model: nn.Module, shard: Callable[[nn.Module], None]) -> None:
         return copied
 
     model.__dict__["_armature_shard"] = shard
-    type(model).__deepcopy__ = deepcopy  # pyright: ignore[reportAttributeAccessIssue]  # FSDP's class, made for such models
+    kind: Any = type(model)  # FSDP's, made for models of this class
+    kind.__deepcopy__ = deepcopy
 
 
 def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -46,8 +47,8 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}
     hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
     memo |= hooks | {id(model.__dict__["_armature_shard"]): None}
-    original = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    copied: nn.Module = original.__new__(original)  # pyright: ignore[reportCallIssue]
+    original: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    copied = original.__new__(original)
     memo[id(model)] = copied
     copied.__dict__.update(copy.deepcopy(kept, memo))
     for found in _hooks(copied):
