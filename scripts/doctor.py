@@ -82,4 +82,8 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit()
     options = take_options()
-    cli.run(main, config_dir=ROOT / "configs")
+    try:
+        cli.run(main, config_dir=ROOT / "configs")
+    except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
+        sys.exit(130)

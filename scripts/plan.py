@@ -21,8 +21,9 @@ from omegaconf import DictConfig
 from armature import cli
 from armature.data import batching
 from armature.errors import ConfigError
-from armature.planner import budget, devices, ranking, refine, seconds, text
+from armature.planner import budget, devices, layouts, ranking, refine, seconds, text
 from armature.planner.setup import cost_of
+from armature.simulation import settings
 from armature.training.limits import prefer_typed
 from armature.validation import checks
 
@@ -45,6 +46,8 @@ def main() -> None:
 
 def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
+    if problems := settings.problems(alone(cfg), device):  # what no layout can mend
+        raise ConfigError(problems)
     cost = cost_of(cfg)
     if cost is None:
         raise ConfigError(
@@ -65,7 +68,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     kept = " ".join(each for each in typed if each.startswith(KEPT) or not each.startswith(CHOSEN))
     print(f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of weights in 16 bits")
     if units:
-        print(f"Run: {units:,.0f} {cost.unit}")
+        print(f"Run: {units:,.0f} {cost.unit}, {'as typed' if arguments.tokens else 'by trainer.max_steps'}")
     print()
     print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
     if not any(each.fits for each in runs):
@@ -97,6 +100,12 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
         cfg.trainer.precision = device.precision
     cfg.trainer.devices, cfg.trainer.num_nodes = 1, 1  # the layouts decide them
     return checks.decide(cfg), device
+
+
+def alone(cfg: DictConfig) -> DictConfig:
+    """Return the run on one device, without the typed strategy, which a plan replaces."""
+    one = layouts.choices(devices=1, num_nodes=1)
+    return layouts.applied(cfg, next(one), devices=1, num_nodes=1)
 
 
 def configured_units(cfg: DictConfig, units_per_sample: int) -> float | None:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from armature import cli, hardware, simulation
 from armature.errors import ConfigError
+from armature.layout import Layout
 from armature.planner import auto, devices
 from armature.simulation import settings
 from armature.validation import checks
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
     if problems := settings.problems(cfg, device):  # before the simulator's process is started
         raise ConfigError(problems)
-    choose_strategy(cfg, device)
+    decide_auto(cfg, device)
     if arguments.order:
         from armature.simulation import order
 
@@ -85,8 +86,8 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     return cfg, device
 
 
-def choose_strategy(cfg: DictConfig, device: devices.Device) -> None:
-    """Replace strategy=auto by what it would be on a machine with this device, and print why."""
+def decide_auto(cfg: DictConfig, device: devices.Device) -> None:
+    """Replace strategy and micro-batch `auto` by what they would be on a machine with this device, and print why."""
     there = cfg.copy()
     there.trainer.accelerator = "gpu"
     if there.trainer.precision == "auto":
@@ -97,6 +98,10 @@ def choose_strategy(cfg: DictConfig, device: devices.Device) -> None:
     if chosen is not None:
         cfg.strategy = decided.strategy
         print(chosen, file=sys.stderr)
+    found = auto.micro_batch_size(decided, Layout.of(decided), memory_bytes=device.memory_bytes)
+    if found is not None:
+        cfg.data.micro_batch_size, line = found
+        print(line, file=sys.stderr)
 
 
 def numbers(option: str, text: str | None) -> list[int]:

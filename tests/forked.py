@@ -38,6 +38,7 @@ IMPORTED = (
     "armature.strategies.mesh",
     "armature.strategies.single",
     "tests.resume_parts",
+    "tests.nan_parts",
 )
 
 

@@ -40,7 +40,7 @@ data.source.tokenizer_bytes=-1 data.source.vocab_size=100 data.source.val_fracti
 data.seed=-1 data.num_workers=null data.context=0 data.source=5 strategy.activation_checkpointing=some
 strategy.compile=yes strategy.backend=tcp model._target_=null model._target_=5 model._target_=[a]
 model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.name=. run.name=.. run.dir=x
-run.id=x run.git=x resume='' resume=/dev/zero
+run.id=x run.git=x run.micro_batch_size=4 resume='' resume=/dev/zero
 """)
 OF_ANOTHER_FORM = words("""
 model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5 logger=5 ~run

@@ -224,6 +224,7 @@ def test_files_stay_readable():
         assert len(file.read_text().splitlines()) <= 400
 
 
+@pytest.mark.slow
 def test_contenders_import_what_they_need_and_no_more():
     """Else a contender's start, or its memory, would be the benchmark's own doing."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}

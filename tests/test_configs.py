@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config
 from armature.validation import checks
+from armature.validation import compose as compose_module
 from armature.validation.compose import explain
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -118,6 +119,7 @@ def test_every_experiment_opens_with_its_command(path):
     assert f"experiment={path.stem}" in head[1]
 
 
+@pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
     axes = ["3d", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
@@ -142,3 +144,9 @@ def test_a_size_that_model_and_data_take_from_each_other_is_asked_for_once():
     finally:
         OmegaConf.register_new_resolver("model_size", config._model_size, replace=True)
     assert len(asked) == 1
+
+
+def test_a_misspelt_key_is_looked_for_without_composing_all_options():
+    (problem,) = explain(Exception(), ["model.witdh=3"], CONFIGS)
+    assert "Did you mean 'model.width'?" in problem
+    assert compose_module._composed.cache_info().misses < 4

@@ -22,7 +22,7 @@ from armature.launcher.supervise import Failure, describe
 from armature.launcher.watch import Death
 from armature.layout import Layout
 from armature.training import heartbeat
-from armature.validation import resize
+from armature.validation import micro_batch, resize
 from tests import running
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -265,6 +265,15 @@ def test_two_attempts_must_follow_each_other_to_end_a_run(attempts):
         attempts((2, KILLED), (2, KILLED), (2, KILLED))
 
 
+def test_a_smaller_micro_batch_is_no_restart(attempts, monkeypatch, capsys):
+    too_large = Failure("Memory ran out.", "Memory ran out.", is_error=True, too_large=True)
+    recorded = iter(OmegaConf.create({"run": {"micro_batch_size": size}}) for size in (4, 2))
+    monkeypatch.setattr(supervise.run_dir, "read", lambda _: next(recorded))
+    attempts((-1, too_large), (-1, too_large), (-1, KILLED), (8, None))
+    assert attempts.made == [0, 1, 2, 3]
+    assert capsys.readouterr().err.startswith("Memory ran out. The run resumes from ")
+
+
 def test_an_error_without_progress_ends_the_run(attempts):
     with pytest.raises(RunFailed, match="Rank 1 failed"):
         attempts((2, KILLED), (2, WRONG))
@@ -362,7 +371,8 @@ def test_fewer_ranks_see_the_same_batch(overrides, devices, micro, accumulate, c
     cfg = composed("strategy=ddp", *overrides)
     found = resize.fewer(cfg, most=2 if micro == 3 else 3, least=1)
     assert not isinstance(found, str), found
-    assert (found.trainer.devices, found.data.micro_batch_size) == (devices, micro)
+    assert (found.trainer.devices, micro_batch.decided(found).data.micro_batch_size) == (devices, micro)
+    assert micro_batch.is_auto(found) == micro_batch.is_auto(cfg)
     batch = micro * accumulate * Layout.of(found).data_ranks
     assert found.data.global_batch_size == cfg.data.global_batch_size == batch
     again = cfg.copy()

@@ -40,6 +40,7 @@ class Run:
     dir: str | None = None  # root/name once the name is decided; not set by users
     id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
     git: Any = None  # commit and dirty, of the code at the newest start; not set by users
+    micro_batch_size: int | None = None  # what data.micro_batch_size=auto is, if not the whole share; not set by users
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Trainer:
     limit_val_batches: Any = MISSING  # int | float | None
     limit_test_batches: Any = MISSING  # int | float | None
     log_every_n_steps: int = MISSING
+    on_nan: str = MISSING
     test_at_end: bool = MISSING
     deterministic: bool = MISSING
     detect_anomaly: bool = MISSING

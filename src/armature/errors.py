@@ -34,6 +34,14 @@ class RunFailed(Exception):
         return super().__str__() + (resume if self.run_name is not None else "")
 
 
+class MicroBatchTooLarge(RuntimeError):
+    """Memory ran out in a step that a smaller micro-batch repeats: recorded for the process that starts the ranks."""
+
+
+class NotFinite(RunFailed):
+    """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`). A restart would not help."""
+
+
 MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 

@@ -21,7 +21,7 @@ from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
 from armature.planner import auto
 from armature.training.limits import Limits
-from armature.validation import memory, resize
+from armature.validation import checks, memory, micro_batch, resize
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     layout = Layout.of(cfg)
     _check_built(cfg, layout)
     if environment.rank() == 0:
+        cfg.run.micro_batch_size = _micro_batch_size(cfg, layout)
         _warn_of_memory(cfg, layout)
     if joined:
         if cfg.launch.min_ranks is not None:
@@ -96,8 +97,22 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
         raise ConfigError(found)
 
 
+def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int | None:
+    """Return what data.micro_batch_size=auto is, and say so; None: a rank's whole share."""
+    if not micro_batch.is_auto(cfg):
+        return None
+    if (size := micro_batch.recorded(cfg)) is not None:
+        log.info("data.micro_batch_size=auto: %s samples, as this run's earlier starts found.", size)
+        return size
+    found = auto.micro_batch_size(cfg, layout, memory_bytes=auto.device_memory_bytes(cfg))
+    if found is None or checks.layout_problems(micro_batch.with_size(cfg, found[0])):
+        return None
+    log.info(found[1])
+    return found[0]
+
+
 def _warn_of_memory(cfg: DictConfig, layout: Layout) -> None:
-    found = auto.warning(cfg, layout, memory_bytes=auto.device_memory_bytes(cfg))
+    found = auto.warning(micro_batch.decided(cfg), layout, memory_bytes=auto.device_memory_bytes(cfg))
     if found is not None:
         line, peak = found
         kinds = {name: peak.bytes_by_kind.get(name, 0.0) for name in ("parameters", "gradients", "optimizer state")}

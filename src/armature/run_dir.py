@@ -6,6 +6,7 @@ outputs/<run.name>/
   checkpoints/     step=000120/ …, and `last`, which names the newest complete one
   metrics.csv      one row per optimizer step, with val/* and test/* values in the row of their step
   summary.json     written when the run ends
+  not_finite.json  steps whose loss or gradient was not finite, if there were any
   logs/            one file per rank
   tokenizer.json   for a language model
   classes.json     for classes with names: in the order of their numbers
@@ -151,6 +152,13 @@ def fingerprint(cfg: DictConfig) -> str:
     """Return a hash of what is trained and how: the same for every start of a run that was not changed."""
     kept = {key: value for key, value in without_secrets(cfg).items() if key not in ("run", "launch", "resume")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def record_micro_batch_size(run_dir: Path, size: int) -> None:
+    """Write into config.yaml what `data.micro_batch_size=auto` is from now on."""
+    cfg = read(run_dir)
+    cfg.run.micro_batch_size = size
+    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(cfg))
 
 
 def read(run_dir: Path) -> DictConfig:

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,17 +43,19 @@ from armature.loading import build_task
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import memory, report
+from armature.training import not_finite, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
+from armature.training.micro_batch import begins_anew_here, release
+from armature.training.record_error import RecordError, record
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal
 from armature.training.trainer import Trainer
-from armature.validation import manual, relations, resize
+from armature.validation import manual, micro_batch, relations, resize
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -72,10 +74,12 @@ class Run:
     trainer: Trainer
     checkpoint: Path | None  # to resume from
     step_log: StepLog
+    guard: not_finite.NotFiniteGuard
     checkpointing: Checkpointing
     stop: StopOnSignal
     display: Display
     limits: Limits
+    errors: RecordError
 
 
 def run(cfg: DictConfig) -> None:
@@ -84,18 +88,43 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
-        fit_and_test(build(cfg, stop))
+        again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
+        while (again := _attempt(*again, stop)) is not None:
+            release()
     finally:
         stop.restore()
         logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
         log_file.close()
 
 
-def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
-    """Build the objects that a configuration names."""
+def _attempt(
+    cfg: DictConfig, events: list[dict[str, Any]] | None, stop: StopOnSignal
+) -> tuple[DictConfig, list[dict[str, Any]] | None] | None:
+    """Train and test. Return the configuration and the events to begin anew with, or None if the run has ended.
+
+    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran out in this only
+    process (`data.micro_batch_size=auto`).
+    """
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    built = build(cfg, stop, events)
+    try:
+        fit_and_test(built)
+    except not_finite.RolledBack as back:
+        return resume.continued(cfg), back.events
+    except Exception:
+        found = built.errors.smaller
+        if found is None or not begins_anew_here():
+            raise
+        log.warning(found.line)
+        return micro_batch.continued(cfg, found.size), events
+    return None
+
+
+def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | None = None) -> Run:
+    """Build the objects that a configuration names; `events` as for `not_finite.begin`."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data = adapter.build(cfg)
+    data = adapter.build(micro_batch.decided(cfg))
     _prepare(data)
     data.setup("fit")
     _check_sizes(cfg.model, data.found_sizes)
@@ -113,16 +142,18 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
 
     csv = MetricsCSV(directory)
     csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
+    guard = not_finite.begin(cfg, data, strategy, resumes=csv.is_expected, events=events)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
         global_batch_size=data.global_batch_size,
         train_size=data.train_size,
         tokens_per_sample=data.tokens_per_sample,
+        rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
     policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
     entries = {"config_hash": run_dir.fingerprint(cfg)}
-    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=_record)
+    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
         resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
         idle=cfg.trainer.accelerator == "cpu", **policy,
@@ -132,10 +163,10 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
     total = limits.global_batches
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=total)
-    progress = RestoreProgress()
+    progress, errors = RestoreProgress(), RecordError(cfg)
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[RecordError(cfg), heartbeat, progress, step_log, *chosen, checkpointing, stop, display],
+        callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
@@ -147,8 +178,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
-        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
-        checkpointing=checkpointing, stop=stop, display=display, limits=limits,
+        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log, guard=guard,
+        checkpointing=checkpointing, stop=stop, display=display, limits=limits, errors=errors,
     )  # fmt: skip
 
 
@@ -204,8 +235,8 @@ def fit_and_test(run: Run) -> None:
     can_preview = hasattr(task, "preview") and (strategy is None or strategy.can_generate)
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
-        cfg, trainer, step_log, run.display, run.limits, reason=reason, metrics=metrics, best=run.checkpointing.best,
-        seconds=time.monotonic() - started, preview=preview,
+        cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
+        best=run.checkpointing.best, seconds=time.monotonic() - started, preview=preview,
         baselines=getattr(run.data, "baselines", list)(),
     )  # fmt: skip
 
@@ -227,8 +258,8 @@ def _trainer_arguments(
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
         size = batches.global_batch_size if batches.accumulate > 1 else None
-        clip, micro = trainer.gradient_clip_val, batches.micro_batch_size
-        if found := manual.setting_problems(type(task).__name__, clip=clip, micro=micro, size=size):
+        name, clip, micro = type(task).__name__, trainer.gradient_clip_val, batches.micro_batch_size
+        if found := manual.setting_problems(name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,
@@ -305,7 +336,6 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
     return handler
 
 
@@ -370,27 +400,6 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     )
 
 
-def _record(error: BaseException) -> None:
-    """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
-    file = environment.error_file()
-    if file is not None and not file.exists():
-        get_error_handler().record_exception(error)
-
-
-class RecordError(L.Callback):
-    """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first."""
-
-    def __init__(self, cfg: DictConfig) -> None:
-        self.cfg = cfg
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if memory.is_missing(exception):
-            with suppress(Exception):  # an explanation must not hide the error
-                exception.add_note(memory.explain(self.cfg, trainer, pl_module))
-        if not isinstance(exception, StoppedBySignal):
-            _record(exception)
-
-
 def main() -> None:
     """Run a rank under the elastic agent, which shows the earliest error of all ranks."""
     directory = Path(sys.argv[1])
@@ -410,7 +419,7 @@ def main() -> None:
         with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
             run(cfg)
     except Exception as error:
-        _record(error)
+        record(error)
         with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
             traceback.print_exc(file=file)
         os._exit(1)  # no collective that never completes may keep the process

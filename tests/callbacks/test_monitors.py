@@ -19,7 +19,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
-from armature.training import flops, timings
+from armature.training import flops, step_log, timings
 from armature.training.metrics_csv import MetricsCSV, read
 from armature.training.step_log import StepLog
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Window
@@ -113,6 +113,21 @@ def table(file: Path) -> list[dict[str, float]]:
 
 
 # ------------------------------------------------------------ waiting for data
+@pytest.fixture
+def pauses_alone(monkeypatch):
+    """Time passes in pauses alone, so that a busy machine adds nothing to them."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    for module in (timings, step_log):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setitem(globals(), "time", SimpleNamespace(sleep=sleep))
+
+
+@pytest.mark.usefixtures("pauses_alone")
 def test_a_slow_loader_shows_as_waiting(tmp_path):
     fit(tmp_path, data_pause=0.01, model_pause=0.005, steps=8)
     shares = [row["data_wait"] for row in table(tmp_path / "timings.csv")]

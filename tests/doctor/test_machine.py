@@ -173,6 +173,15 @@ def test_an_interface_that_is_not_there_is_named():
     assert not list(launch.interfaces({"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
 
 
+def test_a_machine_without_any_network_is_named(run, monkeypatch):
+    run.trainer.num_nodes = 1
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert not list(launch.loopback(run, {}))
+    monkeypatch.setattr(launch.psutil, "net_if_addrs", dict)
+    assert "is down: the ranks of a machine connect through it" in only(launch.loopback(run, {})).what
+    assert not list(launch.loopback(run, {"RANK": "0"}))
+
+
 def test_an_address_that_does_not_resolve_is_named():
     assert only(launch.port_findings("no-such-host.invalid", 1)).what.startswith("MASTER_ADDR=no-such-host.invalid")
     assert "cannot resolve" in only(launch.answer_findings("no-such-host.invalid", 1, rank=3)).what
@@ -193,6 +202,12 @@ def test_a_port_that_is_taken_is_named_with_who_took_it():
     assert f"process {os.getpid()}" in found.what
     assert "export MASTER_PORT=" in found.remedy
     assert "rank 0 has not started there" in only(launch.answer_findings("127.0.0.1", port, rank=1)).what
+
+
+def test_machines_of_the_same_name_are_told_apart():
+    places = {0: ("a", "1", 0), 1: ("a", "2", 1), 3: ("b", "3", 2)}
+    present = {rank: dict(zip(("host", "machine", "node"), place, strict=True)) for rank, place in places.items()}
+    assert session.host_names(present, ranks=4) == ["a (node 0)", "a (node 1)", "", "b"]
 
 
 def test_what_must_be_equal_on_all_ranks_is_named_with_its_ranks():

@@ -317,7 +317,7 @@ IDIOMS = [
     regression("iterates", "idioms.Iterates"),
     regression("sometimes_none", "idioms.SometimesNone"),
     regression("lazy", "idioms.Lazy"),
-    regression("not_yet", "idioms.NotYet"),
+    regression("not_yet", "idioms.NotYet", refused=dict.fromkeys(ALL, "take their shape from the first batch")),
     regression("snapshots", "regression.Regressor", callback("tests.lightning_habits.idioms.Snapshots")),
     regression("reinitializes", "regression.Regressor", callback("tests.lightning_habits.idioms.Reinitializes")),
     regression("device_stats", "regression.Regressor", callback(f"{STOCK}.DeviceStatsMonitor", cpu_stats="true")),

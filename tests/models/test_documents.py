@@ -68,6 +68,7 @@ def test_generation_uses_its_cache(flex):
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids[:, :20]))
 
 
+@pytest.mark.slow
 def test_other_documents_recompile_nothing(flex, monkeypatch, tmp_path):
     make = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, *, mode: make(function, backend="aot_eager"))

@@ -59,6 +59,7 @@ def evaluate(model: Decoder, batch: int) -> None:
         model.eval()(ids[:, :-1], ids[:, 1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "every"])
 def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mode: str) -> None:
     model = Decoder(**SMALL, dropout=0.1)

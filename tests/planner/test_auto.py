@@ -12,7 +12,7 @@ from armature import config
 from armature.config import CONFIGS
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.planner import auto, devices, setup
+from armature.planner import auto, devices, memory, setup
 from armature.validation import checks
 
 DATA = ["data=tokens", "data.path=x", "data.source.vocab_size=128256", "data.context=8192", "data.global_batch_size=8"]
@@ -149,3 +149,33 @@ def test_a_peak_beyond_the_device_is_said_before_the_launch() -> None:
     assert "its device has 79.1 GiB (predicted, in GiB: parameters 29.9" in found[0]
     cfg, _ = run([*LLAMA_8B, "strategy=fsdp", "strategy.activation_checkpointing=every"], "h100_80gb", 8)
     assert auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes) is None
+
+
+SHARE_64 = ["data.global_batch_size=64", "data.micro_batch_size=auto"]
+
+
+def test_auto_prefers_a_smaller_micro_batch_to_recomputation_and_sharding() -> None:
+    found, line = chosen([*LLAMA_1B, *SHARE_64], "h100_80gb", 1)
+    assert found == "single none", line
+    found, line = chosen([*LLAMA_1B, *SHARE_64, "data.micro_batch_size=64"], "h100_80gb", 1)
+    assert found == "single every", line
+
+
+def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
+    cfg, memory_bytes = run([*LLAMA_1B, *SHARE_64, "strategy=ddp"], "h100_80gb", 8)
+    found = auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=memory_bytes)
+    assert found is not None
+    size, line = found
+    assert line.startswith(
+        f"data.micro_batch_size=auto: {size} of the 8 samples that a rank has per step, which needs "
+    )
+    peaks = []
+    for micro in (size, 2 * size):
+        cfg.data.micro_batch_size = micro
+        peaks.append(memory.peak(setup.setup_of(cfg, Layout.of(cfg))).total_bytes)
+    assert peaks[0] <= 0.9 * memory_bytes < peaks[1]
+    cfg.data.micro_batch_size = size
+    assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=memory_bytes) is None  # typed
+    cfg.data.micro_batch_size = "auto"
+    assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=None) is None
+    assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=100 * memory_bytes) is None  # the whole share fits

@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
+from armature.planner import ranking
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
 RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
 
@@ -55,6 +57,21 @@ def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) 
     assert len(picture) > 5 * len(found)
 
 
+def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
+    monkeypatch.setattr(ranking, "COUNTS", (1, 2, 4))
+    out = plan("model=llama2_7b", "data=synthetic", "hardware=h100_80gb", "--quick")
+    counts = [int(n) for n in re.findall(r"^\S.*? {2,}(\d+) +\d+ (?:none|selective|every)", out, re.MULTILINE)]
+    assert counts == [1, 2, 2, 2, 4, 4, 4]
+    assert re.search(r"^single .* does not fit$", out, re.MULTILINE)
+    commands = re.findall(r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE)
+    assert commands == ["2", "4"]
+    # Muon, the default, is refused by DeepSpeed
+    assert re.search(
+        r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$", out, re.MULTILINE
+    )
+    assert re.search(r"^  ddp on 2, 4: strategy=fsdp instead \([\d.]+-[\d.]+ GiB\)$", out, re.MULTILINE)
+
+
 @pytest.mark.slow
 def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_first(plan) -> None:
     out = plan(
@@ -80,6 +97,8 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
         (["hardware=t4", "trainer.devices=none"], "trainer.devices=none: type a whole number of at least 1"),
         (["hardware=t4", "model=example", "task=example", "data=example"], "no file cost.py beside the model"),
         (["hardware=t4", "strategie=fsdp"], "strategie"),
+        (["hardware=t4", "data.micro_batch_size=3"], "Type data.micro_batch_size=2 or data.micro_batch_size=4."),
+        (["hardware=t4", "optimizer.lr=abc"], "optimizer.lr=abc: must be positive and finite."),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: str) -> None:

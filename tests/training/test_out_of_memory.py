@@ -10,8 +10,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import armature
 from armature import hardware
 from armature.training import memory
+from armature.training.record_error import RecordError
 from armature.validation.memory import overrides
-from armature.worker import RecordError
 from tests import running
 
 GIB = 2**30
@@ -58,6 +58,7 @@ def test_another_gpu_is_named_if_there_is_one(composed, monkeypatch):
     assert overrides(cfg, kinds=dict(zip(KINDS, (5, 5, 10, 4), strict=True)))[0] == "strategy=fsdp trainer.devices=4"
 
 
+@pytest.mark.slow
 def test_every_override_is_accepted_when_it_is_typed(composed):
     for strategy in ("single", "ddp", "fsdp"):
         typed = [f"strategy={strategy}", f"trainer.devices={1 if strategy == 'single' else 2}"]

@@ -77,11 +77,16 @@ class EMA(L.Callback):
         if completed_batches(trainer) == self._seen_step:
             return  # still accumulating
         self._seen_step = completed_batches(trainer)
+        if self._strategy.left_out:
+            return
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
         local = self._strategy.local
         weights = [local(self._weights[name]).float() for name in self.average]
-        torch._foreach_lerp_([local(average) for average in self.average.values()], weights, 1 - decay)
+        averages = [local(average) for average in self.average.values()]
+        if (flag := self._strategy.left_out_flag) is not None:
+            weights = [torch.where(flag > 0, old, new) for old, new in zip(averages, weights, strict=True)]
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @override
     @torch.no_grad()

@@ -14,6 +14,13 @@ from armature.validation import signatures
 MODES = ("auto", "never", "required")
 
 
+def continued(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with which a run begins anew from what it has saved itself."""
+    changed = cfg.copy()
+    changed.resume = "auto" if cfg.resume == "never" else cfg.resume  # `never` was asked for the first start
+    return changed
+
+
 def folder(run_dir: Path, cfg: Any = None) -> Path:
     """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its configuration."""
     if cfg is None and (run_dir / "config.yaml").is_file():

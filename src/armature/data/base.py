@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -46,6 +47,8 @@ class DataModule(L.LightningDataModule):
     Attributes:
         tokens_per_sample: None for data that are not tokens.
         predict_split: what scripts/predict.py reads: "predict" if `dataset("predict")` returns something.
+        left_out: parts (start, length) of the order of training samples that are left out, since a step on them gave
+            a loss or gradient that was not finite (`trainer.on_nan=rollback`).
         batch_note: what the line at the start of a run adds about the batch.
         prepares_on_every_rank: `prepare_data` may run on all ranks at once, because it locks what it writes.
     """
@@ -66,6 +69,7 @@ class DataModule(L.LightningDataModule):
         self.limit_train_batches: int | float | None = None  # global batches per epoch, or a share of it
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
+        self.left_out: list[tuple[int, int]] = []
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
 
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
@@ -150,11 +154,13 @@ class DataModule(L.LightningDataModule):
             "step": self._steps(),
             "train_size": self.train_size,
             "seed": self.seed,
+            **({"left_out": [list(part) for part in self.left_out]} if self.left_out else {}),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = (state_dict["samples_seen"], state_dict["step"])
+        self.left_out = sorted({*self.left_out, *map(tuple, state_dict.get("left_out", ()))})
         if state_dict["train_size"] != self.train_size:
             log.warning(
                 "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the run continues in "
@@ -201,8 +207,25 @@ class DataModule(L.LightningDataModule):
     def _order_arguments(self) -> dict[str, Any]:
         return {
             "seed": self.seed, "batches": self.batches, "rank": self._rank_and_ranks()[0], "epoch": self._epoch,
-            "position": lambda: self.samples_seen, "population": self._train_samples,
+            "position": lambda: self.samples_seen, "population": self._train_samples, "left_out": lambda: self.left_out,
         }  # fmt: skip
+
+    def places_of_step(self, position: int) -> list[tuple[int, int]]:
+        """Return the parts (start, length) of the order of samples that all ranks take in the step at a position."""
+        places = self._train_sampler().places_of(position + np.arange(self.global_batch_size))
+        parts = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        return [(int(part[0]), len(part)) for part in parts]
+
+    def indices_of_step(self, position: int) -> list[list[int]]:
+        """Return the indices of the samples that this rank takes in the step at a position, per micro-batch."""
+        sampler = self._train_sampler()
+        return [[key % sampler.population for key in keys] for keys in sampler.step_keys(position)]
+
+    def batches_of_step(self, position: int) -> Iterator[Any]:
+        """Yield this rank's micro-batches of the step at a position once more."""
+        loader: Any = self.train_dataloader()
+        samples: Any = getattr(loader, "loader", loader).dataset
+        yield from map(samples.__getitems__, self._train_sampler().step_keys(position))
 
     def _evaluation_loader(self, split: Split) -> Any:
         dataset = self._dataset(split)

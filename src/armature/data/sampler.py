@@ -7,7 +7,7 @@ N: samples per epoch, G: global batch, R: data ranks, m: micro-batch.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,17 +32,20 @@ class TrainSampler:
         epoch: returns the epoch to serve, for a caller that counts epochs itself; None: the one of `position`.
         shuffled: False for a stream, whose samples come in the order in which they are read.
         population: samples that an epoch's order is made of; None: the N that it has.
+        left_out: returns the parts (start, length) of the order that are left out: what comes after them moves up.
     """
 
     def __init__(
         self, size: int, *, seed: int, batches: Batches, rank: int, position: Callable[[], int],
         epoch: Callable[[], int] | None = None, shuffled: bool = True, population: int | None = None,
+        left_out: Callable[[], Iterable[tuple[int, int]]] = tuple,
     ) -> None:  # fmt: skip
         self.size, self.seed, self.batches, self.rank, self.shuffled = size, seed, batches, rank, shuffled
         self.population = size if population is None else population
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
+        self._left_out = left_out
 
     def __len__(self) -> int:
         """Return the micro-batches of the *whole* epoch, also after a resume in its middle, where Lightning counts on.
@@ -56,13 +59,27 @@ class TrainSampler:
     def __iter__(self) -> Iterator[list[int]]:
         position, end = self._position(), (self._epoch() + 1) * self.size
         step, micro = self.batches.global_batch_size, self.batches.micro_batch_size
-        starts = np.arange(self.batches.accumulate) * (micro * self.batches.data_ranks) + self.rank * micro
-        share = starts[:, None] + np.arange(micro)  # (accumulate, micro): this rank's offsets in a step
         while position < end:
             steps = min(-(-(end - position) // step), max(1, _BLOCK_SAMPLES // step))
-            positions = position + np.arange(steps)[:, None, None] * step + share
-            yield from self._keys(positions.reshape(-1, micro)).tolist()
+            positions = position + np.arange(steps)[:, None, None] * step + self._share()
+            yield from self._keys(self.places_of(positions.reshape(-1, micro))).tolist()
             position += steps * step
+
+    def _share(self) -> NDArray[np.int64]:
+        """Return this rank's offsets in a step: (accumulate, micro)."""
+        micro = self.batches.micro_batch_size
+        starts = np.arange(self.batches.accumulate) * (micro * self.batches.data_ranks) + self.rank * micro
+        return starts[:, None] + np.arange(micro)
+
+    def step_keys(self, position: int) -> list[list[int]]:
+        """Return this rank's keys of the step that starts at a position, one list per micro-batch."""
+        return self._keys(self.places_of(position + self._share())).tolist()
+
+    def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where samples are in the order with nothing left out, by their positions in the stream."""
+        for start, length in sorted(self._left_out()):
+            positions = positions + length * (positions >= start)
+        return positions
 
     def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         return positions // self.size * self.population + self._indices(positions)

@@ -301,7 +301,7 @@ def _measure_axis(axis: str, device: torch.device, group: Any) -> AxisGroup:
 def _all_reduce_seconds(tensor: torch.Tensor, group: Any) -> float:
     _synchronize(tensor.device)
     started = time.perf_counter()
-    _wait(dist.all_reduce(tensor, group=group, async_op=True))
+    dist.all_reduce(tensor, group=group)
     _synchronize(tensor.device)
     return time.perf_counter() - started
 

@@ -121,7 +121,7 @@ class _Ranks:
 
     def _start(self, number: int, options: list[str], variables: dict[str, str]) -> None:
         shared = supervise.process_variables(self.cfg.trainer.devices, str(config.CONFIGS.parent))
-        variables = {**os.environ, **shared, **variables}
+        variables = {**os.environ, **shared, **variables, "TMPDIR": str(self.folder)}  # removed if they are killed
         with (self.folder / f"rank_{number}.log").open("wb") as log:
             command = [sys.executable, *options, "armature.doctor.rank", str(self.folder)]
             process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)

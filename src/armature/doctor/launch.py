@@ -12,7 +12,7 @@ import psutil
 from omegaconf import DictConfig
 
 from armature.doctor.finding import Finding, failure, ok, warning
-from armature.launcher import environment
+from armature.launcher import environment, supervise
 
 GROUP = "launch"
 LOOKUP_SECONDS = 10.0  # a name server that does not answer is asked for minutes
@@ -23,7 +23,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 def check(cfg: DictConfig, environ: Mapping[str, str] | None = None) -> list[Finding]:
     """Return the findings that need no other rank."""
     environ = os.environ if environ is None else environ
-    found = [*leftovers(environ), *world_size(cfg, environ), *slurm_tasks(cfg, environ), *interfaces(environ)]
+    found = [*leftovers(environ), *world_size(cfg, environ), *slurm_tasks(cfg, environ)]
+    found += [*interfaces(environ), *loopback(cfg, environ)]
     return found or [ok(GROUP, "No variables are left from another job.")]
 
 
@@ -119,6 +120,18 @@ def interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         if not any(have == each or (not exact and have.startswith(each)) for have in known for each in wanted):
             remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
             yield failure(GROUP, f"{name}={typed}: this machine has no such network interface.", remedy=remedy)
+
+
+def loopback(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check the interface through which ranks that this command starts on one machine connect."""
+    name = supervise.loopback_variables().get("GLOO_SOCKET_IFNAME")
+    if environ.get("RANK") or cfg.launch.rdzv_endpoint or cfg.trainer.devices * cfg.trainer.num_nodes == 1 or not name:
+        return
+    families = {entry.family for entry in psutil.net_if_addrs().get(name, [])}
+    if not families & {socket.AF_INET, socket.AF_INET6}:
+        remedy = f"Type ip link set {name} up (as root), or export GLOO_SOCKET_IFNAME= with another interface."
+        what = f"The network interface {name} is down: the ranks of a machine connect through it."
+        yield failure(GROUP, what, remedy=remedy)
 
 
 # ------------------------------------------------------------ where the ranks meet

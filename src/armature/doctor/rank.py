@@ -41,7 +41,9 @@ def run(
     worker.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     try:
-        met = session.meet(deadlines=session.Deadlines(**deadlines), report=report, own=own, alike=_alike(cfg))
+        on_gpus = cfg.trainer.accelerator == "gpu"
+        limits = session.Deadlines(**deadlines)
+        met = session.meet(deadlines=limits, report=report, own=own, alike=_alike(cfg), on_gpus=on_gpus)
     except session.Unreachable as error:
         report([*own, *error.findings])
         return

@@ -7,6 +7,7 @@ never completes keeps the doctor waiting.
 
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from armature.doctor import finding, launch
 from armature.doctor.finding import Finding, listed, listed_ranks
 from armature.errors import own_frames
-from armature.launcher import environment
+from armature.launcher import environment, lock
 
 POLL_SECONDS = 0.5
 COLLECT_SECONDS = 2.0  # that the reporting rank waits for the others' stacks after a deadline
@@ -67,6 +68,7 @@ class Session:
     report: Callable[[list[Finding]], None]
     findings: list[Finding] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
+    folder: Path | None = None  # of temporary files, removed also when the process is ended
     _step: int = 0
     _finished: bool = False
 
@@ -118,23 +120,28 @@ class Session:
         self._publish()
         self._note("finished", "yes")
         if self.rank == 0:
-            end = time.monotonic() + seconds
-            while self.store is not None and time.monotonic() < end:
-                if all(self._read("finished", rank) for rank in range(self.ranks)):
-                    break
-                time.sleep(0.05)
+            self._wait_for("finished", range(self.ranks), seconds=seconds)
             if self._is_first():
                 self._report()
             self._note("reported", "yes")
+            self._wait_for("left", range(1, self.ranks), seconds=COLLECT_SECONDS)
         elif self.store is not None:  # the store lives in rank 0's process, and an agent ends all ranks with the first
-            with suppress(dist.DistError, RuntimeError):
-                self.store.wait(["reported/0"], timedelta(seconds=seconds))
+            self._wait_for("reported", [0], seconds=seconds)
+            self._note("left", "yes")
 
     # ------------------------------------------------------------ notes
     def _note(self, kind: str, text: str) -> None:
         if self.store is not None:
             with suppress(dist.DistError, RuntimeError):
                 self.store.set(f"{kind}/{self.rank}", text)
+
+    def _wait_for(self, kind: str, ranks: Sequence[int], *, seconds: float) -> None:
+        """Wait until these ranks have left a note. Not with `store.wait`, whose failure prints a stack of C++."""
+        end = time.monotonic() + seconds
+        while self.store is not None and time.monotonic() < end:
+            if all(self._read(kind, rank) for rank in ranks):
+                return
+            time.sleep(0.05)
 
     def _read(self, kind: str, rank: int) -> str | None:
         with suppress(dist.DistError, RuntimeError):
@@ -213,6 +220,8 @@ class Session:
             self._note("failed", "yes")  # the others end then
 
     def _end(self, code: int) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -228,13 +237,19 @@ _REMEDIES = {
 
 
 def meet(
-    *, deadlines: Deadlines, own: list[Finding], report: Callable[[list[Finding]], None], alike: Mapping[str, str]
+    *,
+    deadlines: Deadlines,
+    own: list[Finding],
+    report: Callable[[list[Finding]], None],
+    alike: Mapping[str, str],
+    on_gpus: bool,
 ) -> Session:
     """Join the other ranks. Raise Unreachable if this rank cannot; end with a report if others do not come.
 
     Args:
         own: what this rank has found before.
         alike: what must be equal on all ranks, such as torch's version, by its name.
+        on_gpus: two ranks in one place of a machine fail then; on CPUs they only share its cores.
     """
     rank, ranks = environment.rank(), environment.world_size()
     if ranks == 1:
@@ -242,8 +257,8 @@ def meet(
     started = time.monotonic()
     group_store, store = _stores(rank, ranks, seconds=deadlines.meeting)
     session = Session(store, group_store, rank, ranks, deadlines, report, findings=own)
-    here = {"host": socket.gethostname(), "local_rank": environment.local_rank(), "alike": dict(alike)}
-    session._note("here", json.dumps(here))
+    place = {"host": socket.gethostname(), "machine": _machine(), "node": environment.node_rank()}
+    session._note("here", json.dumps({**place, "local_rank": environment.local_rank(), "alike": dict(alike)}))
     end = started + deadlines.meeting
     present: dict[int, dict[str, Any]] = {}
     while len(present) < ranks and time.monotonic() < end:
@@ -251,18 +266,37 @@ def meet(
             if other not in present and (text := session._read("here", other)):
                 present[other] = json.loads(text)
         time.sleep(0.02 if len(present) < ranks else 0)
-    session.hosts = [present[other]["host"] if other in present else "" for other in range(ranks)]
+    session.hosts = host_names(present, ranks=ranks)
     if missing := [other for other in range(ranks) if other not in present]:
         if session._is_first():
             session.add(_never_started(missing, ranks, session.hosts, seconds=deadlines.meeting))
             session._report()
         time.sleep(COLLECT_SECONDS)
         session._end(2)
-    places = [(present[other]["host"], present[other]["local_rank"]) for other in range(ranks)]
+    places = [(session.hosts[other], present[other]["local_rank"]) for other in range(ranks)]
     if rank == 0:
-        session.add(*_places(places, ranks))
+        session.add(*_places(places, ranks, on_gpus=on_gpus))
         session.add(*differences([present[other]["alike"] for other in range(ranks)], name=session.name))
     return session
+
+
+def _machine() -> str:
+    """Return an identity of this machine, or of this container with a network of its own."""
+    with suppress(OSError):
+        return f"{lock.machine()} {os.readlink('/proc/self/ns/net')}"
+    return lock.machine()
+
+
+def host_names(present: Mapping[int, Mapping[str, Any]], *, ranks: int) -> list[str]:
+    """Return each rank's host, empty if it is not present; machines of the same name get their node's number."""
+    machines: dict[str, set[str]] = {}
+    for each in present.values():
+        machines.setdefault(each["host"], set()).add(each["machine"])
+    names = {
+        rank: each["host"] if len(machines[each["host"]]) == 1 else f"{each['host']} (node {each['node']})"
+        for rank, each in present.items()
+    }
+    return [names.get(rank, "") for rank in range(ranks)]
 
 
 def differences(everyones: Sequence[Mapping[str, str]], *, name: Callable[[int], str]) -> Iterator[Finding]:
@@ -292,15 +326,14 @@ def _never_started(missing: list[int], ranks: int, hosts: list[str], *, seconds:
     )
 
 
-def _places(places: list[tuple[str, int]], ranks: int) -> Iterator[Finding]:
+def _places(places: list[tuple[str, int]], ranks: int, *, on_gpus: bool) -> Iterator[Finding]:
     hosts = list(dict.fromkeys(host for host, _ in places))
     seen: dict[tuple[str, int], int] = {}
     for rank, place in enumerate(places):
         if place in seen:
             what = f"Ranks {seen[place]} and {rank} both have LOCAL_RANK={place[1]} on {place[0]}: they share a device."
-            yield finding.failure(
-                launch.GROUP, what, remedy="Start one rank per device; look at the launcher's script."
-            )
+            found = finding.failure if on_gpus else finding.warning
+            yield found(launch.GROUP, what, remedy="Start one rank per device; look at the launcher's script.")
         seen[place] = rank
     counts = {host: sum(h == host for h, _ in places) for host in hosts}
     if len(set(counts.values())) > 1:

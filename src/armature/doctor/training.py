@@ -34,7 +34,8 @@ MOST_NAMES = 3
 
 def check(cfg: DictConfig, session: Session) -> None:
     """Train a few steps as the run would, without its loggers, callbacks, validation and checkpoints."""
-    with tempfile.TemporaryDirectory(prefix="armature-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="armature-doctor-", ignore_cleanup_errors=True) as folder:
+        session.folder = Path(folder)
         with session.limit("building the model and the data", seconds=session.deadlines.building, group="data"):
             run = worker.build(rehearsal(cfg, Path(folder)), StopOnSignal())
         with session.limit("reading the order of the samples", seconds=session.deadlines.building, group="data"):

@@ -67,7 +67,7 @@ class Holder:
         pid, (job, restart) = os.getpid(), slurm.job()
         # under our own agents, the rendezvous is named after the run, as that of any other start of it
         job = job or cfg.launch.rdzv_endpoint or environment.rendezvous() or ""
-        return cls(socket.gethostname(), pid, _machine(), _start_time(pid) or "", job, restart)
+        return cls(socket.gethostname(), pid, machine(), _start_time(pid) or "", job, restart)
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
@@ -83,7 +83,7 @@ class Holder:
         return f"process {self.pid} on {self.host}"
 
     def is_here(self) -> bool:
-        return self.machine == _machine() and self.host == socket.gethostname()
+        return self.machine == machine() and self.host == socket.gethostname()
 
     def has_ended(self) -> bool:
         """Return True if this process of this machine has ended."""
@@ -102,7 +102,7 @@ class Holder:
         return f"kill {self.pid}" if self.is_here() else f"ssh {self.host} kill {self.pid}"
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return an identity of what process ids count in: this machine since its start, or this container."""
     parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()] if sys.platform == "linux" else []
     with suppress(OSError):

@@ -5,6 +5,8 @@ On one machine, each attempt is a call of torch's elastic agent, and this module
 a rank was killed or hangs            all ranks restart, up to `launch.max_restarts` times
 a Python error in a rank              the same, if a checkpoint was saved since the attempt began; else the run ends
 two attempts without a checkpoint     the run ends: it would fail for ever
+memory runs out in a rank             all ranks restart with a smaller micro-batch if data.micro_batch_size=auto, which
+                                      does not count as a restart
 a signal to this process              the run ends, also between two attempts
 
 Between several machines (`launch.rdzv_endpoint`) the agents agree on restarts among themselves.
@@ -26,12 +28,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from armature import hardware
+from armature import hardware, run_dir
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError, RunFailed
+from armature.errors import ConfigError, MicroBatchTooLarge, NotFinite, RunFailed
 from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
-from armature.validation import memory, resize
+from armature.validation import memory, micro_batch, resize
 
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
@@ -49,6 +51,8 @@ class Failure:
     is_error: bool = False  # a Python error
     stopped_by: str | None = None  # the signal that ends a run, if it reached the rank before its handler was installed
     problems: tuple[str, ...] = ()  # of the configuration, if a rank raised a ConfigError
+    too_large: bool = False  # memory ran out, and the rank has recorded a smaller micro-batch to continue with
+    is_final: bool = False  # no restart would help; the text needs no traceback
 
 
 def run(cfg: DictConfig) -> None:
@@ -142,6 +146,7 @@ class _Attempts:
     def __init__(self, cfg: DictConfig, folder: Path, stop: Stop) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
         self.asked = cfg  # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
+        self.started = 0  # attempts so far, those with a smaller micro-batch included
 
     def run(self) -> None:
         launch = self.cfg.launch
@@ -150,7 +155,7 @@ class _Attempts:
         without_checkpoint = 0
         for attempt in range(launch.max_restarts + 1 if one_machine else 1):
             before = self._last_checkpoint_step()
-            failure = self.attempt(attempt, max_restarts=0 if one_machine else launch.max_restarts)
+            failure = self._attempt_that_fits(max_restarts=0 if one_machine else launch.max_restarts)
             if failure is None:
                 return
             progress = self._last_checkpoint_step() > before
@@ -169,6 +174,17 @@ class _Attempts:
                 f"{remaining or 'no'} more restart{'s' * (remaining != 1)} after this one"
             )
             print(message, file=sys.stderr, flush=True)
+
+    def _attempt_that_fits(self, *, max_restarts: int) -> Failure | None:
+        """Run the ranks, anew with the smaller micro-batch that a rank has recorded whenever memory runs out."""
+        while True:
+            failure = self.attempt(self.started, max_restarts=max_restarts)
+            self.started += 1
+            if failure is None or not failure.too_large or self.cfg.launch.rdzv_endpoint:
+                return failure
+            self.cfg = self.cfg.copy()
+            self.cfg.run.micro_batch_size = run_dir.read(Path(self.cfg.run.dir)).run.micro_batch_size
+            print(f"{failure.what} The run resumes from {self._resume_point()}.", file=sys.stderr, flush=True)
 
     def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
         """Run the ranks once, by a call of the elastic agent. Return None if they finished."""
@@ -242,6 +258,8 @@ class _Attempts:
             raise stopped(self.cfg, failure.stopped_by)
         if failure.problems:
             raise ConfigError(list(failure.problems))
+        if failure.is_final:
+            raise RunFailed(failure.text)
         if remaining <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
             raise RunFailed(f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: no restart remains.")
         if remaining <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
@@ -260,8 +278,8 @@ class _Attempts:
         if isinstance(found, str):
             return f" (on the same number of ranks: {found})" if devices > least else ""
         self.cfg = found
-        micro = found.data.micro_batch_size
-        kept = f", data.micro_batch_size={micro}" if micro != cfg.data.micro_batch_size else ""
+        micro, before = (micro_batch.decided(each).data.micro_batch_size for each in (found, cfg))
+        kept = f", data.micro_batch_size={micro}" if micro != before else ""
         return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
 
 
@@ -275,6 +293,10 @@ def describe(
     """
     if watcher.hung:
         return _hang(watcher, folder)
+    for failure in failures.values():
+        kind, _, line = _error(failure)[0].partition(": ")
+        if kind == MicroBatchTooLarge.__name__:
+            return Failure(line, line, is_error=True, too_large=True)
     rank, failure = min(failures.items(), key=lambda item: _cause_key(item[0], item[1], watcher))
     log = f"its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
     if _was_killed(failure):
@@ -285,6 +307,8 @@ def describe(
         return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None)
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
+    if kind == NotFinite.__name__:
+        return Failure(message, rest, is_final=True)
     return Failure(
         f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
         f"{text or failure.message}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",

@@ -63,11 +63,10 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
         return cfg, f"strategy=auto: {layout.kind}, since {why}."
     assert setup is not None
     assert memory_bytes is not None
-    # formulas are of uncompiled blocks, which keep more
-    room = memory_bytes * (1 - HEADROOM if cfg.strategy.get("compile", "none") == "none" else 1)
+    room = _room(cfg, memory_bytes)
     tried: list[Try] = []
     blocked: list[str] = []
-    for each in _tries(cfg, setup):
+    for each in _tries(cfg, setup, room=room):
         if each.peak.total_bytes > room:
             tried.append(each)
             continue
@@ -87,6 +86,45 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
     return _with(cfg, best), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
 
 
+def _room(cfg: DictConfig, memory_bytes: int) -> float:
+    """Return the bytes that a predicted peak may take; the formulas are of uncompiled blocks, which keep more."""
+    compiled = OmegaConf.select(cfg, "strategy.compile", default="none") != "none"
+    return memory_bytes * (1 if compiled else 1 - HEADROOM)
+
+
+def micro_batch_size(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tuple[int, str] | None:
+    """Return what `data.micro_batch_size=auto` begins with, and a line that says why; None: a rank's whole share.
+
+    It is the largest that fits by the formulas: a search downward from the whole share would take a start per size.
+    """
+    try:
+        setup = setup_of(cfg, layout) if cfg.data.micro_batch_size == "auto" else None
+    except ConfigError:  # the batch does not divide: reported by its own check
+        return None
+    if setup is None or memory_bytes is None or _unknown(cfg, setup, memory_bytes):
+        return None
+    fitting = _fitting(setup, room=_room(cfg, memory_bytes))
+    if fitting.micro == setup.micro:
+        return None
+    needs = f"{_size(memory.peak(fitting).total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    return fitting.micro, (
+        f"data.micro_batch_size=auto: {fitting.micro} of the {setup.micro} samples that a rank has per step, which "
+        f"needs {needs}."
+    )
+
+
+def _fitting(setup: Setup, *, room: float) -> Setup:
+    """Return the run with the largest micro-batch that fits, or with the smallest there is."""
+    share = setup.micro * setup.accumulate
+    unit = setup.microbatches if setup.axes["pipe"] > 1 else 1  # a pipeline divides a micro-batch
+    fitting = setup
+    for micro in (size for size in range(share, 0, -1) if share % size == 0 and size % unit == 0):
+        fitting = setup.with_(micro=micro, accumulate=share // micro)
+        if memory.peak(fitting).total_bytes <= room:
+            break
+    return fitting
+
+
 def _unknown(cfg: DictConfig, setup: Setup | None, memory_bytes: int | None) -> str | None:
     """Return why memory cannot be predicted, or None."""
     if setup is None:
@@ -96,8 +134,11 @@ def _unknown(cfg: DictConfig, setup: Setup | None, memory_bytes: int | None) -> 
     return None if memory_bytes is not None else "the memory of the device is unknown"
 
 
-def _tries(cfg: DictConfig, setup: Setup) -> Iterator[Try]:
-    """Yield the strategies from the simplest on, each first as typed and then, all of them, with recomputation."""
+def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
+    """Yield the strategies from the simplest on, each first as typed and then, all of them, with recomputation.
+
+    With data.micro_batch_size=auto, each with the largest micro-batch that fits: it costs less than another strategy.
+    """
     world, devices = setup.world_size, cfg.trainer.devices
     plain: list[tuple[str, dict[str, int | str] | None]] = [("single" if world == 1 else "ddp", None)]
     if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:  # else ddp's own
@@ -110,6 +151,8 @@ def _tries(cfg: DictConfig, setup: Setup) -> Iterator[Try]:
     for recompute in (False, True) if setup.recompute == "none" else (False,):
         for name, options in plain:
             if (tried := _setup(cfg, setup, options, recompute=recompute)) is not None:
+                if cfg.data.micro_batch_size == "auto":
+                    tried = _fitting(tried, room=room)
                 yield Try(name, options, recompute, memory.peak(tried))
 
 

@@ -199,13 +199,16 @@ def _words(setup: Setup, choice: Choice, *, devices: int, num_nodes: int, size: 
 
 
 # ---------------------------------------------------------------- what would help
-def remedies(each: Candidate, device: Device) -> list[str]:
-    """Return what would make a layout fit, each with the memory it would then need; [] if nothing of these does."""
-    setup, found = each.setup, []
-    for words, changed in _smaller(setup):
-        needed = memory.peak(changed).total_bytes
-        if needed <= device.memory_bytes:
-            found.append(f"{words} ({needed / 2**30:.1f} GiB)")
+def remedies(each: Candidate, device: Device) -> dict[str, float]:
+    """Return what would make a layout fit, with the bytes that it would then need; empty if nothing of these does.
+
+    What contains another remedy is left out.
+    """
+    found: dict[str, float] = {}
+    for words, changed in _smaller(each.setup):
+        contains = any(set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found)
+        if not contains and (needed := memory.peak(changed).total_bytes) <= device.memory_bytes:
+            found[words] = needed
     return found
 
 
@@ -225,12 +228,12 @@ def _smaller(setup: Setup) -> Iterator[tuple[str, Setup]]:
         if setup.kind == "ddp":
             axes["shard"] = setup.world_size
             yield "strategy=fsdp instead", setup.with_(kind="mesh", axes=axes)
-        if setup.world_size > 1:
+        if axes["shard"] > 1:  # what is not sharded stays on the GPU
             offloaded = setup.with_(kind="mesh", axes=axes, offload=True)
-            yield "strategy=fsdp strategy.cpu_offload=true", offloaded
-            words = "strategy=fsdp strategy.cpu_offload=true strategy.activation_checkpointing=every"
-            yield words, offloaded.with_(recompute="every")
-        else:
+            words = f"{'strategy=fsdp ' if setup.kind == 'ddp' else ''}strategy.cpu_offload=true"
+            yield words, offloaded
+            yield f"{words} strategy.activation_checkpointing=every", offloaded.with_(recompute="every")
+        elif setup.world_size == 1:
             offloaded = setup.with_(kind="deepspeed", stage=3, offload=True, offload_optimizer=True)
             yield "strategy=deepspeed_zero3_offload", offloaded
 

@@ -12,34 +12,48 @@ from armature.planner.devices import Device
 from armature.planner.ranking import Candidate
 
 GIB = 2**30
-MOST_SHOWN = 24
-HEAD = (
-    f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{'tokens/s':>21}{'days':>16}"
-    f"{'GPU hours':>24}"
-)
+MOST_SHOWN = 24  # layouts of one number of devices
+MOST_OF_EACH = 3  # of each number, if there are several
+DAY = 24 * 3600
+
+
+def shown(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the layouts to show: the best, or if the number of devices was left open the best of each number."""
+    counts = sorted({each.world_size for each in candidates})
+    if len(counts) < 2:
+        return list(candidates[:MOST_SHOWN])
+    return [each for n in counts for each in [c for c in candidates if c.world_size == n][:MOST_OF_EACH]]
 
 
 def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) -> list[str]:
-    """Return one line per layout. `units`: tokens or samples of the whole run; None: no days."""
-    lines = [HEAD.replace("tokens/s", f"{unit}/s")]
-    for each in candidates[:MOST_SHOWN]:
+    """Return one line per layout. `units`: tokens or samples of the whole run; None: no times."""
+    found = shown(candidates)
+    in_days = units is not None and max(units / each.units_per_second[0] for each in found) >= DAY
+    lines = [
+        f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{f'{unit}/s':>21}"
+        f"{('days' if in_days else 'hours') if units else '':>16}{'GPU hours' if units else '':>24}".rstrip()
+    ]
+    for each in found:
         low, high = each.units_per_second
-        spans = _times(each, units) if units else ("", "")
+        spans = _times(each, units, in_days=in_days) if units else ("", "")
         star = "*" if each.simulated else ""
-        lines.append(
+        line = (
             f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} {each.setup.recompute!s:<10}"
             f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21}{spans[0]:>16}"
             f"{spans[1]:>24}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
         )
-    if len(candidates) > MOST_SHOWN:
-        lines.append(f"… and {len(candidates) - MOST_SHOWN} more")
+        other = f"  global batch {each.setup.global_batch_size}" if "data.global_batch_size=" in each.words else ""
+        lines.append(f"{line.rstrip()}{other}")
+    if len(candidates) > len(found):
+        lines.append(f"… and {len(candidates) - len(found)} more")
     return lines
 
 
-def _times(each: Candidate, units: float) -> tuple[str, str]:
+def _times(each: Candidate, units: float, *, in_days: bool) -> tuple[str, str]:
     low, high = each.units_per_second
     least, most = units / high / 3600, units / low / 3600
-    return _span(least / 24, most / 24), _span(least * each.world_size, most * each.world_size)
+    hours = 24 if in_days else 1
+    return _span(least / hours, most / hours), _span(least * each.world_size, most * each.world_size)
 
 
 def _span(least: float, most: float) -> str:
@@ -61,23 +75,53 @@ def report(
     lines = table(runs, units=units, unit=unit)
     if any(each.simulated for each in runs):
         lines.append("* simulated; all others by closed formulas")
-    for each in fitting[:1]:
-        lines += ["", "Type:", f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}"]
-        if "data.global_batch_size" in each.words:
-            lines.append("  (with a global batch that divides among the ranks; this changes the result)")
+    best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
+    for place, (_, each) in enumerate(sorted(best.items())):
+        lines += [] if place else ["", "Type:"]
+        lines.append(f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}")
+    if any("data.global_batch_size=" in each.words for each in best.values()):
+        lines.append("  (data.global_batch_size: one that divides among the ranks; this changes the result)")
     if not fitting:
         lines += ["", "Nothing of these fits."]
-    helped = [(each, found) for each in runs if not each.fits and (found := ranking.remedies(each, device))]
-    if helped:
-        lines += ["", "What would make others fit:"]
-        lines += [f"  {each.choice.name} on {each.world_size}: {'; or '.join(found[:3])}" for each, found in helped[:8]]
+    if helped := _helped(runs, refused, device):
+        lines += ["", "What would make others fit:", *helped[:8]]
     if refused:
         lines += ["", "Not possible:"]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, list[Candidate]] = {}
         for each in refused:
-            reasons.setdefault(str(each.refused), []).append(f"{each.choice.name} on {each.world_size}")
-        lines += [f"  {', '.join(names[:4])}{' …' if len(names) > 4 else ''}: {why}" for why, names in reasons.items()]
+            reasons.setdefault(str(each.refused), []).append(each)
+        lines += [f"  {_named(those)}: {why}" for why, those in reasons.items()]
     return lines
+
+
+def _helped(runs: Sequence[Candidate], refused: Sequence[Candidate], device: Device) -> list[str]:
+    """Return what would make layouts fit that do not, the same for several numbers of devices in one line."""
+    excluded = next((str(each.refused) for each in refused if each.setup.kind == "deepspeed"), "")
+    found: dict[tuple[str, ...], list[tuple[Candidate, dict[str, float]]]] = {}
+    for each in (each for each in runs if not each.fits):
+        if remedies := ranking.remedies(each, device):
+            found.setdefault(tuple(remedies)[:3], []).append((each, remedies))
+    lines = []
+    for keys, those in found.items():
+        parts = [f"{words} ({_gib([remedies[words] for _, remedies in those])})" for words in keys]
+        lines.append(f"  {_named([each for each, _ in those])}: {'; or '.join(parts)}")
+    if "optimizer=adamw" in excluded:  # DeepSpeed does not take the configured one
+        lines = [line.replace("strategy=deepspeed", "optimizer=adamw strategy=deepspeed") for line in lines]
+    return lines
+
+
+def _gib(sizes: Sequence[float]) -> str:
+    least, most = (f"{size / GIB:.1f}" for size in (min(sizes), max(sizes)))
+    return f"{least} GiB" if least == most else f"{least}-{most} GiB"
+
+
+def _named(candidates: Sequence[Candidate]) -> str:
+    """Return `ddp on 2, 4, 8; hsdp 2 × 8 on 16`, at most four layouts."""
+    counts: dict[str, list[int]] = {}
+    for each in candidates:
+        counts.setdefault(each.choice.name, []).append(each.world_size)
+    parts = [f"{name} on {', '.join(map(str, sorted(numbers)))}" for name, numbers in counts.items()]
+    return f"{'; '.join(parts[:4])}{' …' if len(parts) > 4 else ''}"
 
 
 def optimum_lines(best: Optimum, *, parameters: int, matching: Optimum) -> list[str]:
@@ -101,11 +145,11 @@ ROW, BAR, NAMES, MEMORY, SPEED = 22, 14, 250, 330, 260  # pixels
 
 def svg(candidates: Sequence[Candidate], *, title: str, unit: str) -> str:
     """Return a picture: memory by kind of each layout beside the device's, and the range of throughput."""
-    shown = candidates[:MOST_SHOWN]
-    capacity = max(each.capacity_bytes for each in shown)
-    fastest = max(each.units_per_second[1] for each in shown)
+    found = shown(candidates)
+    capacity = max(each.capacity_bytes for each in found)
+    fastest = max(each.units_per_second[1] for each in found)
     scale = MEMORY / (1.5 * capacity)
-    width, height = NAMES + MEMORY + SPEED + 60, 90 + ROW * len(shown)
+    width, height = NAMES + MEMORY + SPEED + 60, 90 + ROW * len(found)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="{width}" height="{height}" fill="white"/>',
@@ -115,11 +159,11 @@ def svg(candidates: Sequence[Candidate], *, title: str, unit: str) -> str:
     ]
     for place, (kind, color) in enumerate(COLORS.items()):
         parts += [_rect(8 + 104 * place, 26, 10, 10, color), _text(21 + 104 * place, 35, kind)]
-    for row, each in enumerate(shown):
+    for row, each in enumerate(found):
         y, x = 62 + ROW * row, float(NAMES)
         parts.append(_text(8, y + 11, f"{each.choice.name} on {each.world_size}, {each.setup.recompute}"))
-        found = memory.peak(each.setup)
-        for kind, size in {**found.bytes_by_kind, "allowance": found.allowance_bytes}.items():
+        peak = memory.peak(each.setup)
+        for kind, size in {**peak.bytes_by_kind, "allowance": peak.allowance_bytes}.items():
             wide = min(size * scale, NAMES + MEMORY - x)
             parts.append(_rect(x, y, wide, BAR, COLORS[kind]))
             x += wide

@@ -256,7 +256,7 @@ def where() -> str:
 
 def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     own = str(Path(__file__).parent)
-    for frame in reversed(frames):
-        if not frame.filename.startswith((*LIBRARIES, own, "<")) and "site-packages" not in frame.filename:
-            return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}"
-    return f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}"
+    outside = [frame for frame in frames if not frame.filename.startswith((own, "<"))]
+    users = [f for f in outside if not f.filename.startswith(LIBRARIES) and "site-packages" not in f.filename]
+    innermost = (users or outside or frames)[-1]
+    return f"{'/'.join(Path(innermost.filename).parts[-2:])}:{innermost.lineno}"

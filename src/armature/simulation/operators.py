@@ -122,7 +122,7 @@ def _pack(mode: FakeTensorMode, func: Any, x: Tensor, lengths: Tensor, batch_fir
 
 
 def _unpack(data: Tensor, sizes: Tensor, batch_first: bool, *_: Any) -> tuple[Tensor, Tensor]:
-    steps = data.view(len(sizes), -1, *data.shape[1:])
+    steps = data.reshape(len(sizes), -1, *data.shape[1:])
     lengths = torch.full((steps.shape[1],), steps.shape[0], dtype=torch.int64)
     return steps.transpose(0, 1) if batch_first else steps, lengths
 

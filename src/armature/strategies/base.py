@@ -99,6 +99,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def build_once(self) -> None:
         if getattr(self.module, "_armature_built", False):
             return
+        if lazy := [name for name, param in self.module.named_parameters() if nn.parameter.is_lazy(param)]:
+            raise ConfigError(
+                f"{type(self.module).__name__}: {', '.join(lazy[:3])} take their shape from the first batch "
+                "(LazyLinear and its like), but optimizers and checkpoints need it before. Pass one batch through the "
+                "model at the end of __init__ or configure_model."
+            )
         self.parameter_count = sum(param.numel() for param in self.module.parameters())
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round

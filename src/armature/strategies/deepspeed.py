@@ -35,6 +35,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     restore_checkpoint_after_setup = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    masks_updates = False  # the engine makes the step
 
     def __init__(
         self, *, seed: int = 0, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
@@ -97,6 +98,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @property
     @override
+    def scales_loss(self) -> bool:
+        return str(self.precision_plugin.precision).startswith("16")
+
+    @property
+    @override
     def can_weigh_targets(self) -> bool:
         return super().can_weigh_targets and hasattr(self._zero, "loss_scaler")
 
@@ -131,7 +137,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 self._zero.loss_scaler.cur_scale = own * (self._zero.loss_scaler.cur_scale / replaced)
         norm = self.deepspeed_engine.get_global_grad_norm()
         if norm is not None:
-            self.grad_norm = torch.as_tensor(norm, dtype=torch.float32)
+            norm = torch.as_tensor(norm, dtype=torch.float32)
+            self.grad_norm = norm.where(norm >= 0, torch.nan)  # the engine writes -1 for one that is not finite
         return result
 
     # ------------------------------------------------------------ checkpoints

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.checkpoint.state import needs_closure
 from armature.errors import ConfigError
 from armature.parallel import gradients
 from armature.parallel.scaler import SharedScaler
@@ -22,6 +23,7 @@ from armature.parallel.targets import TargetWeights
 from armature.strategies import hooks
 from armature.strategies.hooks import call_callbacks, call_module
 from armature.strategies.layout import LayoutMixin
+from armature.strategies.update_mask import StepLeftOut, UpdateMask
 
 HOOK = "on_before_optimizer_step"
 CLIPPING_HOOKS = ("configure_gradient_clipping", "clip_gradients")
@@ -39,9 +41,16 @@ class GradientMixin(LayoutMixin):
             if no step has been made since it was logged.
         gradients_are_scaled: whether this step's gradients have been multiplied by `gradient_scale`.
         target_weights: the numbers of targets in this step.
+        on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update, `skip` leaves it out,
+            `stop` and `rollback` leave out the later ones too, until the run is ended.
+        update_mask: leaves out steps; None: nothing does, or fp16's loss scaler.
+        masks_updates: whether `on_nan=skip` is possible.
         reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
     """
 
+    on_nan: str = "ignore"
+    update_mask: UpdateMask | None = None
+    masks_updates: bool = True
     reduces_gradients_once: bool = False
     gradients_are_scaled: bool = False
     grad_norm: Tensor | None
@@ -69,6 +78,40 @@ class GradientMixin(LayoutMixin):
         self.target_weights.reset()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
         self._hooks_read_gradients = own_hooks or any(map(needs_scaled_gradients, trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
+        self.update_mask = self._make_mask()
+
+    # ------------------------------------------------------------ steps that are left out
+    def _make_mask(self) -> UpdateMask | None:
+        if self.on_nan == "ignore" or not self.module.automatic_optimization or not self.masks_updates:
+            return None
+        for optimizer in self.optimizers:
+            if self.on_nan == "skip" and needs_closure(optimizer):
+                raise ConfigError(
+                    f"trainer.on_nan=skip: {type(optimizer).__name__} changes the weights between several gradients of "
+                    "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
+                )
+        return None if self.scaler is not None else UpdateMask(self.module, restores=self.on_nan == "skip")
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.update_mask is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        except StepLeftOut:
+            return None
+        finally:
+            self.update_mask.step_ended()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the newest update was left out for a gradient that was not finite, as far as the host knows."""
+        return self.update_mask is not None and self.update_mask.left_out
+
+    @property
+    def left_out_flag(self) -> Tensor | None:
+        """What `left_out` is where only the device knows: 1 or 0, 0-dim."""
+        return None if self.update_mask is None else self.update_mask.found
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
@@ -88,6 +131,8 @@ class GradientMixin(LayoutMixin):
             self.gradients_are_scaled = False
         elif weights.batch_targets is not None:  # accumulation has ended
             weights.reset()
+        if self.update_mask is not None:
+            self.update_mask.step_begins()
         output = super().training_step(*args, **kwargs)
         self._skips_step = output is None and self.module.automatic_optimization
         return output
@@ -99,6 +144,8 @@ class GradientMixin(LayoutMixin):
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
+        if self.update_mask is not None and self.update_mask.restores:
+            loss = loss * (1 + 0 * loss.detach())  # a loss that is not finite makes all ranks' gradients NaN
         plugin_hooks = ("pre_backward", "post_backward")
         if any(getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks):
             return super().backward(loss, *args, **kwargs)  # a loss scaler
@@ -140,6 +187,11 @@ class GradientMixin(LayoutMixin):
         scaler = getattr(self.precision_plugin, "scaler", None)
         return scaler if isinstance(scaler, SharedScaler) else None
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a gradient that is not finite is an ordinary overflow of fp16, after which the scale is lowered."""
+        return self.scaler is not None
+
     def loss_scale(self) -> Tensor | None:
         """Return the factor that the next loss is multiplied by before backward (0-dim), or None without a scaler."""
         return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.root_device))  # pyright: ignore[reportReturnType]
@@ -164,6 +216,12 @@ class GradientMixin(LayoutMixin):
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
+        if self.update_mask is not None:
+            norm = self.grad_norm
+            if norm is None and self.update_mask.restores:  # the module clips itself
+                norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))
+            if norm is not None:
+                self.update_mask.apply(optimizer, norm)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
         scale, self.gradients_are_scaled = self.gradient_scale(), True
@@ -181,7 +239,7 @@ class GradientMixin(LayoutMixin):
             scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, whose gradients could not be clipped
         parts = gradients.local_gradients(parameters_of(optimizer))
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
-        norm = gradients.total_norm(parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device)
+        norm = self._norm_of(parts)
         self.grad_norm = norm = norm if factor is None else norm * factor
         by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         if clip_val and not by_value:
@@ -191,6 +249,9 @@ class GradientMixin(LayoutMixin):
             gradients.multiply(parts, by=factor)
         if clip_val and by_value:
             gradients.clip_by_value(parts, value=clip_val)
+
+    def _norm_of(self, parts: Sequence[gradients.Part]) -> Tensor:
+        return gradients.total_norm(parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device)
 
     # ------------------------------------------------------------ norms, for callbacks
     @property

@@ -14,9 +14,11 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
+from armature.errors import NotFinite
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import stock_callbacks
+from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -152,6 +154,8 @@ class Checkpointing(Checkpoint):
             due = trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             self._save(trainer)
+            self.writer.finish()
+        elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
             self.writer.finish()
         else:
             self.writer.wait()  # the other ranks may not come here

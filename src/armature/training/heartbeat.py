@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from armature.launcher import environment
 from armature.training import blocked
 from armature.training.hang_watch import HangWatch, Pulse, is_needed
+from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 
 MIN_INTERVAL_SECONDS = 1.0  # between two beats: a beat is a system call
@@ -118,4 +119,9 @@ class Heartbeat(Callback):
         if self._watch is not None:
             self._watch.stop()
 
-    teardown = on_exception = stop
+    teardown = stop
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, RolledBack):  # everything is built anew, which may take any time
+            self.rest()
+        self.stop()

@@ -79,7 +79,7 @@ class EpochLoop(_TrainingEpochLoop):
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step(dataloader_iter) moves its batches
             batch, index = data_fetcher._batch, data_fetcher._batch_idx
         else:
-            batch = self._move_to_device(fetched[0])
+            batch = self.move_to_device(fetched[0])
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
 
@@ -194,8 +194,12 @@ class EpochLoop(_TrainingEpochLoop):
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
 
+    def forward_again(self, batch: Any, index: int) -> Any:
+        """Call training_step without the hooks around it, and return its output."""
+        return self.trainer.strategy.training_step(*self._build_kwargs(OrderedDict(), batch, index).values())
+
     # ------------------------------------------------------------ batches
-    def _move_to_device(self, batch: Any) -> Any:
+    def move_to_device(self, batch: Any) -> Any:
         trainer, module = self.trainer, self.trainer.lightning_module
         strategy, datamodule = trainer.strategy, getattr(trainer, "datamodule", None)
         batch = trainer.precision_plugin.convert_input(batch)

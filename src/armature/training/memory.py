@@ -39,18 +39,33 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in here.values() if not tensor.is_meta)
 
 
-def message(cfg: DictConfig, kinds: Mapping[str, float], *, where: str) -> str:
-    """Return lines with the peak by kind and the overrides that would help most."""
+def message(cfg: DictConfig, kinds: Mapping[str, float], *, where: str, evaluates: bool = False) -> str:
+    """Return lines with the peak by kind and the overrides that would help most.
+
+    `evaluates`: it ran out in validation, test or prediction, whose batches have a size of their own.
+    """
     total = sum(kinds.values())
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in kinds.items())
     held = f"At the peak this rank held {total / 2**30:.2f} GiB: {parts}."
+    size = cfg.data.get("eval_batch_size")
+    if evaluates and isinstance(size, int) and size > 1:
+        return f"Memory ran out on {where}, in an evaluation. {held} Type data.eval_batch_size={size // 2}."
     return f"Memory ran out on {where}. {held}{memory.remedy(cfg, kinds=kinds)}"
 
 
 def explain(cfg: DictConfig, trainer: Trainer, module: LightningModule) -> str:
     """Return the message for a rank in which memory ran out."""
+    kinds = by_kind(module, trainer.optimizers, peak=peak_bytes(trainer))
+    evaluates = trainer.evaluating or trainer.predicting
+    return message(cfg, kinds, where=place(trainer), evaluates=evaluates)
+
+
+def peak_bytes(trainer: Trainer) -> int:
+    """Return the most that this rank has held: of its GPU's memory, else of the process."""
     device = trainer.strategy.root_device
-    on_gpu = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else peak_resident_memory()
-    where = f"GPU {device.index} (rank {trainer.global_rank})" if on_gpu else f"rank {trainer.global_rank}"
-    return message(cfg, by_kind(module, trainer.optimizers, peak=peak), where=where)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_memory()
+
+
+def place(trainer: Trainer) -> str:
+    device, rank = trainer.strategy.root_device, f"rank {trainer.global_rank}"
+    return f"GPU {device.index} ({rank})" if device.type == "cuda" else rank

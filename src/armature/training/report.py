@@ -17,6 +17,7 @@ from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
 from armature.training.limits import Limits
+from armature.training.not_finite import NotFiniteGuard
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
@@ -48,8 +49,8 @@ def _batch_note(trainer: Trainer) -> str:
 
 
 def summarize(
-    cfg: DictConfig, trainer: Trainer, step_log: StepLog, limits: Limits, *, reason: str, metrics: dict[str, float],
-    best: Path | None,
+    cfg: DictConfig, trainer: Trainer, step_log: StepLog, guard: NotFiniteGuard, limits: Limits, *, reason: str,
+    metrics: dict[str, float], best: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the contents of summary.json, except the run's duration.
 
@@ -69,6 +70,8 @@ def summarize(
         "samples_per_epoch": step_log.train_size,
         "global_batch_size": step_log.global_batch_size,
         "loss_not_finite_since": step_log.not_finite_since,
+        "skipped_steps": guard.skipped,
+        "rolled_back_steps": [event["step"] for event in guard.rollbacks],
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "best_checkpoint": str(best) if best else None,
         "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
@@ -94,8 +97,9 @@ def _peak_memory(trainer: Trainer) -> int:
 
 
 def finish(
-    cfg: DictConfig, trainer: Trainer, step_log: StepLog, display: Display, limits: Limits, *, reason: str,
-    metrics: dict[str, float], best: Path | None, seconds: float, preview: str | None, baselines: list[str],
+    cfg: DictConfig, trainer: Trainer, step_log: StepLog, guard: NotFiniteGuard, display: Display, limits: Limits, *,
+    reason: str, metrics: dict[str, float], best: Path | None, seconds: float, preview: str | None,
+    baselines: list[str],
 ) -> None:  # fmt: skip
     """Write summary.json and print the last lines: on rank 0.
 
@@ -106,7 +110,7 @@ def finish(
     """
     if not trainer.is_global_zero:
         return
-    summary = summarize(cfg, trainer, step_log, limits, reason=reason, metrics=metrics, best=best) | {
+    summary = summarize(cfg, trainer, step_log, guard, limits, reason=reason, metrics=metrics, best=best) | {
         "seconds": seconds
     }
     run_dir.write_summary(Path(cfg.run.dir), summary)
@@ -117,7 +121,9 @@ def finish(
         f"{reason} at step {summary['global_step']} after {seconds:.0f} s; "
         f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
     )
-    if step_log.not_finite_since is not None:
+    if guard.skipped or guard.rollbacks:
+        display.print(guard.summary())
+    elif step_log.not_finite_since is not None:
         now = step_log.last.get("train/loss", math.nan)
         ending = "it recovered" if math.isfinite(now) else "the weights are of no use"
         display.print(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,7 @@ class StepLog(Callback):
         global_batch_size: samples per optimizer step.
         train_size: samples per epoch.
         tokens_per_sample: None if the data are not tokens.
+        rows_read: called on all ranks with rows that were read and written; it may end the run.
 
     Attributes:
         last: the newest row that was written.
@@ -74,8 +76,9 @@ class StepLog(Callback):
 
     def __init__(
         self, csv: MetricsCSV, *, every_n_steps: int, global_batch_size: int, train_size: int,
-        tokens_per_sample: int | None,
+        tokens_per_sample: int | None, rows_read: Callable[[OurTrainer, list[dict[str, Any]]], None] | None = None,
     ) -> None:  # fmt: skip
+        self.rows_read = rows_read
         self.csv, self.timings = csv, TimingsCSV(csv.file.parent)
         self.every_n_steps = every_n_steps
         self.global_batch_size, self.train_size = global_batch_size, train_size
@@ -207,6 +210,8 @@ class StepLog(Callback):
         if trainer.is_global_zero and (problem := self._watch.problem(trainer, window, waits=ranks[0])):
             log.warning("%s", problem[0].upper() + problem[1:])
         self._write(trainer, rows, timing)
+        if self.rows_read is not None:
+            self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
 
     def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
@@ -233,11 +238,11 @@ class StepLog(Callback):
         return [by_rank[i :: len(own)] for i in range(len(own))]
 
     def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        """Warn once of a loss that is not finite. The run continues, since one bad batch may do no harm."""
+        """Note the first loss that is not finite, and warn of it unless `rows_read` decides what follows."""
         lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
         if lost is not None and self.not_finite_since is None:
             self.not_finite_since = lost["step"]
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and self.rows_read is None:
                 log.warning(
                     "train/loss is %s at step %d. Look at that step's samples and the learning rate; debug=nan shows "
                     "the operation that made it.",

@@ -16,6 +16,8 @@ class StrategyAccess(Protocol):
     reduces_gradients_once: bool
     can_read_weights: bool
     can_read_gradients: bool
+    left_out: bool
+    left_out_flag: Tensor | None
 
     def weights(self) -> dict[str, nn.Parameter]: ...
     def weight_names(self) -> list[str]: ...

@@ -147,13 +147,20 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         return f"{override}: there is no key '{key}'. {remedy}"
     group, _, name = key.partition(".")
     # each option is composed, because its file may take keys from another in its defaults list
-    having = [f"{group}={option}" for option in groups.get(group, []) if name and key in _known([f"{group}={option}"])]
+    options = groups.get(group, []) if name and _is_written(name.rpartition(".")[2], config_dir) else []
+    having = [f"{group}={option}" for option in options if key in _known([f"{group}={option}"])]
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
     if group in OPEN and name and not override.startswith("+"):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
+
+
+def _is_written(word: str, config_dir: Path) -> bool:
+    """Return whether any file has this word, without which no option has a key of this name."""
+    found = re.compile(rf"\b{re.escape(word)}\b")
+    return any(found.search(file.read_text(encoding="utf-8", errors="replace")) for file in config_dir.rglob("*.yaml"))
 
 
 def _inside(error: Exception, file: Path, sound: list[str]) -> str:

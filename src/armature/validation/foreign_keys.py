@@ -63,7 +63,7 @@ FOREIGN: dict[str, str] = {
     "trainer.weights_save_path": "Type checkpoint.root={value}",
     "trainer.weights_summary": _SHOWN,
     "trainer.track_grad_norm": "Nothing to type: train/grad_norm is in metrics.csv",
-    "trainer.terminate_on_nan": "Type trainer.detect_anomaly=true, or debug=nan",
+    "trainer.terminate_on_nan": "Type trainer.on_nan=stop, the default, or debug=nan",
     "trainer.amp_backend": "Type trainer.precision=bf16-mixed",
     "trainer.amp_level": "Type trainer.precision=bf16-mixed",
     "trainer.log_gpu_memory": _MONITOR_MEMORY,

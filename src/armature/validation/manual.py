@@ -19,7 +19,7 @@ def problems(cfg: DictConfig, layout: Layout) -> list[str]:
     micro, size = cfg.data.micro_batch_size, batching.configured_batch_size(cfg.data)
     accumulates = isinstance(micro, int) and isinstance(size, int) and micro * layout.data_ranks < size
     clip, accumulated = cfg.trainer.gradient_clip_val, size if accumulates else None
-    found = setting_problems(target, clip=clip, micro=micro, size=accumulated)
+    found = setting_problems(target, clip=clip, micro=micro, size=accumulated, on_nan=cfg.trainer.on_nan)
     if layout.axes.get("pipe", 1) > 1:
         found.append(
             f"strategy: {target} optimizes manually, and a pipeline makes the steps itself. Type strategy=ddp or "
@@ -28,13 +28,14 @@ def problems(cfg: DictConfig, layout: Layout) -> list[str]:
     return found
 
 
-def setting_problems(name: str, *, clip: Any, micro: Any, size: int | None) -> list[str]:
+def setting_problems(name: str, *, clip: Any, micro: Any, size: int | None, on_nan: str) -> list[str]:
     """Return what is wrong with a task that optimizes manually.
 
     Args:
         clip: trainer.gradient_clip_val.
         micro: data.micro_batch_size.
         size: the global batch if it would be accumulated from micro-batches, else None.
+        on_nan: trainer.on_nan.
     """
     found, why = [], f"{name} optimizes manually (self.automatic_optimization = False)"
     if clip not in (None, "auto"):
@@ -46,5 +47,10 @@ def setting_problems(name: str, *, clip: Any, micro: Any, size: int | None) -> l
         found.append(
             f"data.micro_batch_size={micro}: {why}, so it decides itself when to step, and a global batch of {size} "
             "cannot be accumulated. Type data.micro_batch_size=auto."
+        )
+    if on_nan == "skip":
+        found.append(
+            f"trainer.on_nan=skip: {why}, so its updates cannot be left out. Type trainer.on_nan=rollback, which also "
+            "works here, or trainer.on_nan=stop."
         )
     return found

@@ -8,7 +8,7 @@ from armature import hardware
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import STRATEGIES, Layout
-from armature.validation import checks
+from armature.validation import checks, micro_batch
 
 MOST = 3
 # shares of the activations that are saved, roughly
@@ -29,7 +29,9 @@ def overrides(cfg: DictConfig, *, kinds: Mapping[str, float] = UNKNOWN) -> list[
 def remedy(cfg: DictConfig, *, kinds: Mapping[str, float] = UNKNOWN) -> str:
     """Return a sentence that names those overrides, empty if there are none."""
     found = overrides(cfg, kinds=kinds)
-    return f" What would help most: {', or '.join(found)}." if found else ""
+    typed = any(each.startswith("data.micro_batch_size") for each in found) and not micro_batch.is_auto(cfg)
+    alone = " data.micro_batch_size=auto finds the largest micro-batch that fits." if typed else ""
+    return f" What would help most: {', or '.join(found)}.{alone}" if found else ""
 
 
 def _candidates(cfg: DictConfig, kinds: Mapping[str, float]) -> Iterator[tuple[float, str, dict[str, object]]]:
@@ -64,7 +66,7 @@ def _key(key: str, value: object, saved: float) -> tuple[float, str, dict[str, o
 
 
 def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int:
-    size = cfg.data.micro_batch_size
+    size = micro_batch.decided(cfg).data.micro_batch_size
     if size == "auto":
         size = (batching.configured_batch_size(cfg.data) or 1) // layout.data_ranks
     return size if isinstance(size, int) else 1

@@ -40,6 +40,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "deepspeed"): "its hooks run between the blocks. Type strategy.compile=block",
     ("compile=block", "tensor"): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
+    ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=rollback, or trainer.on_nan=stop",
     ("float8", "tensor"): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
@@ -59,6 +60,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 def _features(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     trainer = cfg["trainer"]
     features = [str(trainer["precision"]), f"compile={layout.options['compile']}"]
+    features += [f"on_nan={trainer['on_nan']}"]
     features += ["float8"] if layout.options["float8"] else []
     features += [f"clip={trainer['gradient_clip_algorithm']}"] if trainer["gradient_clip_val"] else []
     return [

@@ -9,9 +9,10 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.parallel import mesh
-from armature.validation import checks
+from armature.validation import checks, micro_batch
 
-RESIZED_KEYS = ("trainer.devices", "data.micro_batch_size")  # what changes with the number of ranks
+# what changes with the number of ranks
+RESIZED_KEYS = ("trainer.devices", "data.micro_batch_size", "run.micro_batch_size")
 
 
 def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
@@ -32,6 +33,8 @@ def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
         for micro in _micro_batch_sizes(cfg, data_ranks=data_ranks):
             candidate.data.micro_batch_size = micro
             if not (problems := checks.layout_problems(candidate)):
+                if micro_batch.is_auto(cfg) and micro != micro_batch.AUTO:  # memory may still run out
+                    candidate.run.micro_batch_size, candidate.data.micro_batch_size = micro, micro_batch.AUTO
                 return candidate
     return _fixed_axis_problem(cfg) or (problems[0] if problems else f"launch.min_ranks={least}")
 
@@ -49,7 +52,7 @@ def apply(cfg: DictConfig, text: str) -> None:
 
 def _micro_batch_sizes(cfg: DictConfig, *, data_ranks: int) -> Iterator[int | str]:
     """Yield the divisors of a rank's share of the batch, from the current size to the least similar; smaller first."""
-    size, current = batching.configured_batch_size(cfg.data), cfg.data.micro_batch_size
+    size, current = batching.configured_batch_size(cfg.data), micro_batch.decided(cfg).data.micro_batch_size
     if size is None:  # only the loaders of a plain LightningDataModule know it
         yield current
         return

@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
     "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
     "trainer.gradient_clip_algorithm": ("norm", "value"),
+    "trainer.on_nan": ("stop", "skip", "rollback", "ignore"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
     "checkpoint.on_failure": ("continue", "stop"),
@@ -305,6 +306,8 @@ def _names(plain: dict[str, Any]) -> Iterator[str]:
     for key in ("dir", "id", "git"):
         if run.get(key) is not None:
             yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
+    if (size := run.get("micro_batch_size")) is not None:
+        yield f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type data.micro_batch_size={size}."
 
 
 # ---------------------------------------------------------------- secrets

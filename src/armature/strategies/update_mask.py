@@ -1,0 +1,96 @@
+"""Leave out optimizer steps whose gradient is not finite, on all ranks alike (`trainer.on_nan`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+DEVICE_TYPES = ("cuda",)  # where a number is not read without waiting for everything computed before it
+
+
+class StepLeftOut(Exception):
+    """Ends an optimizer's `step` before it has changed anything; caught by the strategy."""
+
+
+class UpdateMask:
+    """Decide between backward and the optimizer's update whether the step counts.
+
+    The norm of the gradient is the same on every rank, and NaN or infinite as soon as one rank's gradient is, so it
+    tells all of them. A CPU has computed it already and reads it. On a GPU the flag stays there: a fused optimizer
+    takes it as `found_inf`, which torch has for its loss scaler. An optimizer without that is only held back if
+    `restores`, and then the host waits for the flag.
+
+    Args:
+        restores: training continues after a step that is left out, so buffers such as BatchNorm's statistics get their
+            values of before the step. False: every later step is left out as well, until somebody reads the flag; the
+            weights are then those that the step began with.
+
+    Attributes:
+        left_out: whether the newest step was left out, as far as the host knows.
+        found: 1 if the newest step was left out and 0 otherwise, where the host does not know; 0-dim.
+    """
+
+    def __init__(self, module: LightningModule, *, restores: bool) -> None:
+        self.restores, self.left_out = restores, False
+        self.found: Tensor | None = None
+        self._total: Tensor | None = None  # 0, or NaN from the first step on that is left out
+        self._on_device = False  # whether the optimizer reads the flag, once that is known
+        self._buffers = list(module.buffers()) if restores else []
+        self._before: list[Tensor] = []
+
+    def step_begins(self) -> None:
+        """Called before each forward: remember the buffers as they were before the first of a step."""
+        if self._buffers and not self._before:
+            self._before = [buffer.clone() for buffer in self._buffers]
+
+    def apply(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Leave out the update that follows if `norm` is not finite, or an earlier one was not and nobody restores.
+
+        Raises:
+            StepLeftOut: if the host knows it.
+        """
+        if norm.device.type in DEVICE_TYPES:
+            self._on_device = self._on_device or _masks_itself(optimizer, norm.device)
+            if self._on_device:
+                self._apply_on_device(optimizer, norm)
+                return
+            if not self.restores:
+                return  # waiting for the device in every step would cost more than the replay is worth
+        self.left_out = not math.isfinite(norm) or (self.left_out and not self.restores)
+        if self.left_out:
+            raise StepLeftOut
+
+    def _apply_on_device(self, optimizer: Any, norm: Tensor) -> None:
+        if self._total is None or self.found is None:
+            self._total, self.found = torch.zeros_like(norm), torch.zeros_like(norm)
+        if self.restores:
+            torch.mul(norm, 0, out=self._total)
+        else:
+            self._total.add_(norm, alpha=0)
+        torch.ne(self._total, 0, out=self.found)
+        optimizer.found_inf = self.found
+
+    def step_ended(self) -> None:
+        """Called after the update: give the buffers their values of before a step that was left out."""
+        if self._before:
+            self._restore_buffers()
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        before, self._before = self._before, []
+        for buffer, old in zip(self._buffers, before, strict=True):
+            if self.left_out:
+                buffer.copy_(old)
+            elif self.found is not None:
+                buffer.copy_(torch.where(self.found.to(buffer.device) > 0, old, buffer))
+
+
+def _masks_itself(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether the kernels read `found_inf`. Not in an optimizer's first step, which creates its state."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False) and bool(optimizer.state)
+    return fused and all(param.device == device for group in optimizer.param_groups for param in group["params"])

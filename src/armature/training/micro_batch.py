@@ -1,0 +1,78 @@
+"""data.micro_batch_size=auto: what follows when memory runs out in a training step.
+
+Nothing of the failed attempt is kept. The objects of the run are built anew and resume from the newest checkpoint, or
+from the start if there is none, as after any other failure: random state, BatchNorm's statistics, metrics, gradients
+and whatever a module or a callback counts are then as if the larger micro-batch had not been tried. A single process
+does that itself, several ranks are restarted.
+"""
+
+import gc
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from armature import run_dir
+from armature.launcher import environment
+from armature.parallel import process_group
+from armature.training import memory
+from armature.training.loops import EpochLoop
+from armature.training.progress import completed_batches
+from armature.validation import micro_batch
+from armature.validation.memory import overrides
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A smaller micro-batch to continue with, and the line that says so."""
+
+    size: int
+    line: str
+
+
+def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: LightningModule) -> Smaller | None:
+    """Return what to continue with, and record it in config.yaml; None if a smaller micro-batch is not to be tried.
+
+    It is not where the size was typed, nor after an error outside of training steps, such as in validation, whose
+    batches are of data.eval_batch_size.
+    """
+    in_step = any(frame.f_code is EpochLoop.advance.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    fits = trainer.state.fn == TrainerFn.FITTING and in_step
+    if not (micro_batch.is_auto(cfg) and fits and memory.is_missing(error) and module.automatic_optimization):
+        return None
+    batches = trainer.datamodule.batches  # pyright: ignore[reportAttributeAccessIssue]
+    size = micro_batch.smaller(cfg, batches)
+    if size is None:
+        return None
+    run_dir.record_micro_batch_size(Path(cfg.run.dir), size)
+    where, peak = memory.place(trainer), memory.peak_bytes(trainer)
+    kinds = memory.by_kind(module, trainer.optimizers, peak=peak)
+    others = [each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")]
+    keep = f", or {others[0]} to keep {batches.micro_batch_size}" if others else ""
+    normalizes = any(isinstance(each, _BatchNorm) for each in module.modules())
+    note = f" BatchNorm's statistics are of {size} samples from now on." if normalizes else ""
+    return Smaller(size, (
+        f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak {peak / 2**30:.2f} GiB): "
+        f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of {batches.global_batch_size}. "
+        f"Type data.micro_batch_size={size} to start with it{keep}.{note}"
+    ))  # fmt: skip
+
+
+def begins_anew_here() -> bool:
+    """Return whether this process itself begins anew: it is the only one, and no parent of it restarts it."""
+    return process_group.ranks() == 1 and environment.heartbeat_folder() is None
+
+
+def release() -> None:
+    """Free the memory of the failed attempt, to which nothing refers any more."""
+    gc.unfreeze()  # else the objects from before its first step would never be collected
+    gc.collect()
+    torch.compiler.reset()  # or a graph would be compiled for any batch size, instead of for the new one
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

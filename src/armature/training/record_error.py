@@ -1,0 +1,45 @@
+"""Records the error that ends a rank, for the process that started it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from armature.errors import MicroBatchTooLarge
+from armature.launcher import environment
+from armature.training import memory, micro_batch, not_finite
+from armature.training.stop import StoppedBySignal
+
+
+def record(error: BaseException) -> None:
+    """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
+    file = environment.error_file()
+    if file is not None and not file.exists():
+        get_error_handler().record_exception(error)
+
+
+class RecordError(Callback):
+    """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first.
+
+    Attributes:
+        smaller: what to continue with, if memory has run out and a smaller micro-batch is to be tried.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        self.smaller: micro_batch.Smaller | None = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if memory.is_missing(exception):
+            with suppress(Exception):  # an explanation must not hide the error
+                exception.add_note(memory.explain(self.cfg, trainer, pl_module))
+                self.smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
+        if self.smaller is not None:
+            exception.add_note(self.smaller.line)
+            if not micro_batch.begins_anew_here():
+                record(MicroBatchTooLarge(self.smaller.line))
+        elif not isinstance(exception, StoppedBySignal | not_finite.RolledBack):
+            record(exception)

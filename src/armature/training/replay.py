@@ -1,0 +1,256 @@
+"""Replay a training step whose loss or gradient was not finite, to find the first module, rank and samples.
+
+All ranks replay together, since the step communicates. Nothing of it is kept: random state, buffers, metrics and
+gradients are afterwards as they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from armature.parallel import process_group, randomness
+from armature.strategies.base import StrategyMixin
+from armature.training import epoch_metrics
+from armature.training.trainer import Trainer
+
+PLACES = ("samples", "forward", "loss", "backward", "parameter")  # in the order of a step
+SHOWN = 8  # samples in a message
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first values of this rank that are not finite."""
+
+    place: str  # one of PLACES
+    name: str  # of the module, the parameter or the entry of the batch
+    kind: str  # NaN or infinite
+    order: int  # counts what was looked at before
+    stage: int = 0  # of a pipeline
+    samples: list[int] = field(default_factory=list)  # indices, if only some samples of the micro-batch are affected
+    clean: bool = True  # of a module: its inputs were finite
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return PLACES.index(self.place), self.stage if self.place == "forward" else -self.stage, self.order
+
+    def __str__(self) -> str:
+        subject = {
+            "samples": f"batch[{self.name!r}] as it comes from the data",
+            "forward": f"the output of {self.name}",
+            "loss": "the loss, of finite outputs of all modules,",
+            "backward": f"the gradient that leaves {self.name} in backward",
+            "parameter": f"the gradient of {self.name}",
+        }[self.place]
+        return f"{subject} is the first that is {self.kind}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay found, for a message and for a file."""
+
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def replay(trainer: Trainer, *, position: int) -> Replay:
+    """Replay the step at a position in the training samples. All ranks call this, and all get the same result."""
+    strategy, module = StrategyMixin.find(trainer), trainer.lightning_module
+    if strategy is None or not strategy.masks_updates:
+        name = type(trainer.strategy).__name__
+        return Replay(f"The step cannot be replayed: {name} has made its update already.")
+    if not module.automatic_optimization:
+        return Replay("The step cannot be replayed: the module optimizes manually, and has made its updates already.")
+    bad = next((n for n, p in strategy.weights().items() if _kind(p.detach()) is not None), None)
+    if lost := [each for each in process_group.all_gather_object(bad) if each is not None]:
+        return Replay(
+            f"The step cannot be replayed: weights are not finite any more (the first is {lost[0]}).",
+            {"weights": lost[0]},
+        )
+    try:
+        with _undisturbed(trainer, strategy):
+            found = _find(trainer, strategy, position=position)
+    except Exception as error:
+        return Replay(f"Replaying the step failed ({type(error).__name__}: {str(error).splitlines()[0]}).")
+    if not found:
+        return Replay(
+            "Replaying the step gave finite values: either random numbers such as dropout's were others, or the "
+            "weights have changed since."
+        )
+    ranks = sorted(found, key=lambda rank: (*found[rank].key, rank))
+    first = found[ranks[0]]
+    same = [rank for rank in sorted(ranks) if (found[rank].place, found[rank].name) == (first.place, first.name)]
+    facts = {"place": first.place, "name": first.name, "kind": first.kind, "ranks": same, "samples": first.samples}
+    where = f" on rank {same[0]}" if len(same) == 1 else f" on ranks {', '.join(map(str, same))}"
+    where = where if trainer.world_size > 1 else ""
+    return Replay(f"Replaying the step found: {first}{where}{_named(first.samples)}.", facts)
+
+
+def _named(samples: list[int]) -> str:
+    if not samples:
+        return ""
+    shown = ", ".join(map(str, samples[:SHOWN])) + (" …" if len(samples) > SHOWN else "")
+    return f", in sample{'s' * (len(samples) > 1)} {shown}"
+
+
+def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[int, Finding]:
+    """Return the finding of each rank that has one, in the first micro-batch in which any has."""
+    module, loop, data = trainer.lightning_module, trainer.fit_loop.epoch_loop, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    rank, pipe = process_group.rank(), strategy.sizes.get("pipe", 1)
+    stage = rank // max(1, trainer.world_size // pipe)
+    for i, (indices, raw) in enumerate(
+        zip(data.indices_of_step(position), data.batches_of_step(position), strict=True)
+    ):
+        batch = loop.move_to_device(raw)
+        watch = _Watch(indices, stage=stage)
+        watch.look_at_batch(batch)
+        with watch.installed(module), _eager(strategy):
+            output = loop.forward_again(batch, i)
+            loss = output["loss"] if isinstance(output, dict) else output
+            if isinstance(loss, Tensor):
+                watch.look_at("loss", "", loss)
+                loss.backward()
+        watch.look_at_gradients(module)
+        everyones = process_group.all_gather_object(watch.first())
+        if found := {rank: each for rank, each in enumerate(everyones) if each is not None}:
+            return found
+    return {}
+
+
+class _Watch:
+    """Looks at the batch, the modules' outputs, the loss and the gradients of one micro-batch, in their order."""
+
+    def __init__(self, indices: list[int], *, stage: int) -> None:
+        self.indices, self.stage, self.order = indices, stage, 0
+        self.findings: list[Finding] = []
+        self._running = False
+
+    def first(self) -> Finding | None:
+        """Return the first finding. Infinity is often meant, as in a mask; NaN never is."""
+        found = sorted(self.findings, key=lambda each: each.key)
+        nan = next((each for each in found if each.kind == "NaN"), None)
+        return nan if nan is not None and nan.clean else next(iter(found), None)
+
+    def look_at(self, place: str, name: str, tensor: Tensor, *, clean: bool = True) -> None:
+        self.order += 1
+        if any(each.kind == "NaN" for each in self.findings if each.place == place):
+            return
+        if (kind := _kind(tensor)) is not None:
+            samples = self._samples(tensor) if place in ("samples", "forward") else []
+            self.findings.append(Finding(place, name, kind, self.order, self.stage, samples, clean))
+
+    def look_at_batch(self, batch: Any) -> None:
+        entries = (
+            batch
+            if isinstance(batch, dict)
+            else dict(enumerate(batch if isinstance(batch, (list, tuple)) else [batch]))
+        )
+        for name, value in entries.items():
+            for tensor in _tensors(value):
+                self.look_at("samples", str(name), tensor)
+
+    def look_at_gradients(self, module: nn.Module) -> None:
+        for name, param in module.named_parameters():
+            if param.grad is not None:
+                self.look_at("parameter", name, param.grad)
+
+    def _samples(self, tensor: Tensor) -> list[int]:
+        """Return the samples whose values are not finite, unless all are affected or a row is no sample."""
+        local = StrategyMixin.local(tensor).detach()
+        if not local.ndim or len(local) != len(self.indices):
+            return []
+        bad = (~torch.isfinite(local)).flatten(1).any(1) if local.ndim > 1 else ~torch.isfinite(local)
+        return [] if bad.all() else [self.indices[i] for i in bad.nonzero().flatten().tolist()]
+
+    @contextmanager
+    def installed(self, module: nn.Module) -> Iterator[None]:
+        """Look at what each module takes and returns, and at the gradients that flow back there."""
+        handles = []
+        for name, part in module.named_modules():
+            called = f"{name or type(module).__name__} ({type(part).__name__})"
+            handles += [
+                part.register_forward_pre_hook(partial(self._before, called)),
+                part.register_forward_hook(partial(self._after, called)),
+            ]
+        handles += [
+            param.register_hook(partial(self._gradient, "parameter", name))
+            for name, param in module.named_parameters()
+            if param.requires_grad and type(param) is nn.Parameter  # before it is reduced: this rank's own
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str, module: nn.Module, args: Any) -> None:
+        for tensor in _tensors(args):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._gradient, "backward", name))
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        clean = all(_kind(tensor) is None for tensor in _tensors(args))
+        for tensor in _tensors(output):
+            self.look_at("forward", name, tensor, clean=clean)
+
+    def _gradient(self, place: str, name: str, gradient: Tensor) -> None:
+        self.look_at(place, name, gradient)
+
+
+@torch.no_grad()
+def _kind(tensor: Tensor) -> str | None:
+    local = StrategyMixin.local(tensor).detach()
+    if bool(torch.isfinite(local).all()):
+        return None
+    return "NaN" if bool(torch.isnan(local).any()) else "infinite"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in nested containers."""
+    found: list[Tensor] = []
+    apply_to_collection(value, Tensor, lambda tensor: found.append(tensor) if tensor.is_floating_point() else None)
+    return found
+
+
+def _eager(strategy: StrategyMixin) -> Any:
+    """Hooks are not called inside of compiled code."""
+    return nullcontext() if strategy.compile == "none" else torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
+    module = trainer.lightning_module
+    modes = {part: part.training for part in module.modules()}
+    random_state, metrics = randomness.capture(), epoch_metrics.metric_states(module)
+    counted, own_log = dict(vars(strategy.target_weights)), vars(module).get("log")
+    scaled, skips, norm = strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm
+    if not module.training:  # rows are also read before a validation
+        module.train()
+    module.__dict__["log"] = lambda *args, **kwargs: None
+    with torch.inference_mode(False), torch.enable_grad():
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for param in module.parameters():
+                param.grad = None
+            for part, mode in modes.items():
+                part.training = mode
+            vars(module).pop("log")
+            if own_log is not None:
+                module.__dict__["log"] = own_log
+            vars(strategy.target_weights).update(counted)
+            strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm = scaled, skips, norm
+            one = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
+            epoch_metrics.restore_states(module, [metrics], **one)
+            randomness.restore(random_state)

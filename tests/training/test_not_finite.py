@@ -1,0 +1,259 @@
+"""`trainer.on_nan`: what a run does about a loss or a gradient that is not finite."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import armature
+from armature import run_dir, worker
+from armature.checkpoint import storage
+from armature.checkpoint.state import load_tensors
+from armature.data.batching import Batches
+from armature.data.sampler import TrainSampler
+from armature.errors import ConfigError, NotFinite
+from armature.strategies import update_mask
+from armature.strategies.single import SingleDevice
+from armature.strategies.update_mask import StepLeftOut, UpdateMask
+from armature.training import not_finite
+from tests import running
+from tests.test_resume import BASE, CONFIGS
+
+PARTS = [
+    f"hydra.searchpath=[file://{CONFIGS}]",
+    *(each for each in BASE[2:] if each not in ("model=dropout_mlp", "data=recorded")),
+    *("model=breaking", "data=numbered", "strategy=single", "trainer.devices=1"),
+]
+BAD, BAD_OF_RANK_1 = 29, 15  # samples of step 7
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Train in this process; return the run's directory, and the error that ended it."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str, name: str = "run") -> tuple[Path, Exception | None]:
+        cfg = run_dir.decide(armature.compose(*PARTS, f"run.name={name}", *overrides), label="run")
+        folder = run_dir.write(cfg, [])
+        try:
+            worker.run(run_dir.read(folder))
+        except NotFinite as error:
+            return folder, error
+        return folder, None
+
+    return run
+
+
+def bad(policy: str, *samples: int, **model: str) -> list[str]:
+    return [f"trainer.on_nan={policy}", f"model.samples={list(samples)}", *(f"model.{k}={v}" for k, v in model.items())]
+
+
+def stop_at(step: int) -> str:
+    return f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGTERM:{step}}}}}"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return weights, buffers, optimizer state and average of the last checkpoint."""
+    checkpoint = folder / "checkpoints" / (folder / "checkpoints" / "last").read_text().strip()
+    names = storage.read_metadata(checkpoint).state_dict_metadata
+    return load_tensors(checkpoint, list(names), names)
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    assert (folder / "metrics.csv").read_text() == (other / "metrics.csv").read_text()
+    mine, theirs = tensors(folder), tensors(other)
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+
+
+def events(folder: Path) -> list[dict]:
+    return json.loads((folder / not_finite.FILE).read_text())["events"]
+
+
+# ---------------------------------------------------------------- stop
+@pytest.mark.parametrize(
+    ("kind", "place", "name", "samples"),
+    [
+        ("forward", "forward", "model.fuse (Fuse)", [BAD]),
+        ("backward", "backward", "model.fuse (Fuse)", []),
+    ],
+)
+def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, samples, train):
+    folder, error = train(*bad("stop", BAD, kind=kind))
+    assert error is not None
+    assert error.exit_code == 1
+    assert "at step 7 (trainer.on_nan=stop)" in str(error)
+    assert name in str(error)
+    assert "trainer.on_nan=rollback" in str(error)
+    (event,) = events(folder)
+    assert (event["step"], event["place"], event["name"], event["samples"]) == (7, place, name, samples)
+    assert BAD in event["step_samples"]["0"]
+    rows = running.rows(folder)
+    assert int(rows[-1]["step"]) >= 7  # the row is there, but no checkpoint of that step or a later one
+    last = (folder / "checkpoints" / "last").read_text().strip()
+    assert last == "step=000006"
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in tensors(folder).values())
+
+
+def test_a_save_that_is_due_reads_the_rows_first(train):
+    folder, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1")
+    assert "at step 7" in str(error)
+    assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
+
+
+def test_samples_that_are_not_finite_themselves_are_named(train):
+    folder, _ = train(*bad("stop"), f"data.broken=[{BAD}]")
+    (event,) = events(folder)
+    assert (event["place"], event["name"], event["samples"]) == ("samples", "inputs", [BAD])
+
+
+def test_ignore_trains_on(train, caplog):
+    folder, error = train(*bad("ignore", BAD))
+    assert error is None
+    assert not (folder / not_finite.FILE).exists()
+    assert "train/loss is nan at step 7" in caplog.text
+
+
+# ---------------------------------------------------------------- skip
+EMA_ON = "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.9}"
+
+
+def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(train):
+    other, _ = train(*bad("skip"), EMA_ON, "trainer.max_steps=5", "scheduler=constant", name="shorter")
+    skipped, error = train(*bad("skip", 49), EMA_ON, "trainer.max_steps=6", "scheduler=constant")
+    assert error is None
+    assert running.summary(skipped)["skipped_steps"] == 1  # the last one
+    assert running.summary(other)["skipped_steps"] == 0
+    mine, before = tensors(skipped), tensors(other)
+    for name, value in mine.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[name])), name
+
+
+def test_a_run_with_a_skipped_step_resumes_exactly(train):
+    straight, _ = train(*bad("skip", BAD), EMA_ON, name="straight")
+    assert running.summary(straight)["skipped_steps"] == 1
+    resumed, _ = train(*bad("skip", BAD), EMA_ON, stop_at(8), name="resumed")
+    train(*bad("skip", BAD), EMA_ON, name="resumed")
+    assert_same(resumed, straight)
+    assert running.summary(resumed)["skipped_steps"] == 1
+
+
+# ---------------------------------------------------------------- rollback
+def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
+    folder, error = train(*bad("rollback", BAD), name="straight")
+    assert error is None
+    (event,) = events(folder)
+    assert event["left_out"] == [[24, 4]]
+    assert running.summary(folder)["rolled_back_steps"] == [7]
+    seen = [list(map(int, line.split()[2:])) for line in (folder / "seen.txt").read_text().splitlines()][-6:]
+    assert not any(BAD in samples for samples in seen)
+    # stopped after the rollback, and resumed: only the checkpoint knows what is left out
+    resumed, _ = train(*bad("rollback", BAD), stop_at(9), name="resumed")
+    (resumed / not_finite.FILE).unlink()
+    train(*bad("rollback", BAD), name="resumed")
+    assert_same(resumed, folder)
+
+
+def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
+    folder, error = train(*bad("rollback", 43), "resume=never")  # a sample of step 2
+    assert error is None
+    assert running.summary(folder)["rolled_back_steps"] == [2]
+    assert len(running.rows(folder)) == 12
+
+
+def test_rollbacks_end(train):
+    folder, error = train(*bad("rollback", *range(60)))
+    assert "rolled back 3 times already, at steps 1, 1, 1" in str(error)
+    assert [event.get("left_out") for event in events(folder)] == [[[0, 4]], [[4, 4]], [[8, 4]], None]
+
+
+def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
+    parts: list[tuple[int, int]] = []
+    batches = Batches(4, 2, 1, 2)
+    samplers = [
+        TrainSampler(20, seed=0, batches=batches, rank=rank, position=lambda: 0, left_out=lambda: parts)
+        for rank in (0, 1)
+    ]
+
+    def order() -> list[list[int]]:
+        return [[*first, *second] for first, second in zip(*samplers, strict=True)]
+
+    whole = order()
+    parts += [(12, 4), (4, 4)]
+    assert order()[:3] == [whole[0], whole[2], whole[4]]
+    assert [sampler.step_keys(4) for sampler in samplers] == [[whole[2][:2]], [whole[2][2:]]]
+    assert samplers[0].places_of(np.arange(12)).tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
+
+
+# ---------------------------------------------------------------- the mask
+def stepped(optimizer, parameter, gradient, mask):
+    parameter.grad = torch.full_like(parameter, gradient)
+    try:
+        mask.apply(optimizer, parameter.grad.norm())
+        optimizer.step()
+    except StepLeftOut:
+        pass
+    mask.step_ended()
+    return parameter.detach().clone()
+
+
+@pytest.mark.parametrize("device_types", [("cuda",), ("cuda", "cpu")])  # the host reads the flag, or the kernel does
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(make, device_types, monkeypatch):
+    monkeypatch.setattr(update_mask, "DEVICE_TYPES", device_types)
+    for restores in (True, False):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        options = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make([parameter], lr=0.1, fused=True, **options)
+        mask = UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
+        first = stepped(optimizer, parameter, 1.0, mask)
+        state = {k: v.clone() for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor)}
+        assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), first)
+        assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in state.items())
+        assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
+
+
+def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
+    expected, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="host")
+    monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
+    folder, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="device")
+    mine, theirs = tensors(folder), tensors(expected)
+    for name, value in mine.items():
+        if not name.startswith("extra."):  # the device path cannot know how often the average has moved
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
+
+
+# ---------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.on_nan=halt"], "trainer.on_nan=halt"),
+        (["trainer.on_nan=skip", "strategy=deepspeed"], "on_nan=skip does not work with this strategy"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(overrides, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        armature.compose(*PARTS, *overrides)
+
+
+def test_skip_is_refused_for_a_task_that_optimizes_manually():
+    from armature.validation import manual
+
+    (found,) = manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="skip")
+    assert "trainer.on_nan=rollback" in found
+    assert not manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="rollback")
+
+
+def test_lbfgs_cannot_skip():
+    strategy = SingleDevice()
+    module = BoringModel()
+    strategy.connect(module)
+    strategy.on_nan, strategy.optimizers = "skip", [torch.optim.LBFGS(module.parameters())]
+    with pytest.raises(ConfigError, match=r"trainer.on_nan=skip: LBFGS"):
+        strategy._make_mask()
