@@ -126,6 +126,7 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
 
 def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = False) -> Path | None:
     """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has removed some."""
+    found: list[Path] = []
     for _ in range(_TRIES):
         found = find()
         try:
