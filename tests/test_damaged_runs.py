@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import armature
-from armature.checkpoint import state
+from armature.checkpoint import state, storage
 from armature.errors import ConfigError
 from armature.run_dir import FILES
 from tests import running
@@ -109,7 +109,7 @@ def command(capsys, script: str, *arguments: object) -> tuple[int, str]:
     try:
         runpy.run_path(str(running.ROOT / "scripts" / script), run_name="__main__")
     except SystemExit as ended:
-        code = ended.code
+        code = int(ended.code or 0)
     finally:
         sys.argv = before
     assert time.monotonic() - begun < WITHIN
@@ -223,6 +223,16 @@ def test_a_resume_goes_on_or_names_the_file(damage, message, run, trained, tmp_p
     assert message in done.stderr
     refused = "config.yaml" in message or "no file" in message
     assert done.returncode == (2 if refused else 0), done.stderr[-2000:]
+
+
+def test_checkpoints_that_a_run_removes_while_they_are_compared_are_looked_for_again(run):
+    newest = run / NEWEST
+    lists = iter([[newest.with_name("step=000099")], [newest], [newest]])
+    found = storage.intact_beside_training(lambda: next(lists))
+    assert found == newest
+    names = (newest.with_name(f"step={step:06d}") for step in range(5, 99))
+    with pytest.raises(ConfigError, match="was removed while it was read"):
+        storage.intact_beside_training(lambda: [next(names)])
 
 
 def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_named(run, monkeypatch):

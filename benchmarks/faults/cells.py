@@ -65,9 +65,7 @@ COLUMNS = {
     column.name: column
     for column in (
         Column("single", 1),
-        *(Column(name) for name in ("ddp", "fsdp", "tensor", "pipeline")),
-        Column("fsdp_tensor", 4),
-        Column("deepspeed"),
+        *(Column(name) for name in ("ddp", "fsdp", "tensor", "pipeline", "deepspeed")),
         Column("stock single", 1, stock=True),
         Column("stock ddp", 2, stock=True),
     )

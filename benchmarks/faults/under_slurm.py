@@ -89,9 +89,6 @@ def submit(slurm: slurm_cluster.Cluster, run: Run, options: list[str]) -> str:
     return slurm.run(*command, check=True, **run.variables() | own, PYTHON=sys.executable).strip()
 
 
-WITHOUT = {"fsdp_tensor": "a cluster of two ranks"}
-
-
 def requeue(slurm: slurm_cluster.Cluster, job: str, run: Run) -> None:
     """Requeue the job, as an administrator or a preemption does."""
     run.note_strike()
@@ -110,7 +107,6 @@ FAULTS = (
         every_rank=True,
         lost=0,
         flow=under_slurm([], requeue),
-        without=WITHOUT,
         within=120,
         lane="slurm",
     ),
@@ -122,7 +118,6 @@ FAULTS = (
         lost=0,
         overrides=("launch.stop_minutes_before_limit=1",),
         flow=under_slurm(["--time=2", "--signal=USR1@10"], wait_for_the_limit),
-        without=WITHOUT,
         within=120,
         lane="slurm",
     ),

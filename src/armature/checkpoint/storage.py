@@ -35,6 +35,7 @@ from armature.errors import ConfigError
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
+_TRIES = 10  # to find a checkpoint that a run that trains does not remove meanwhile
 
 
 def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
@@ -125,13 +126,15 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
 
 def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = False) -> Path | None:
     """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has removed some."""
-    while True:
+    found: list[Path] = []
+    for _ in range(_TRIES):
         found = find()
         try:
             return first_intact(found, trust=trust)
         except ConfigError:
             if found == find():
                 raise
+    raise removed(found[0].name)
 
 
 @contextmanager
