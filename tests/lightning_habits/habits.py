@@ -300,34 +300,8 @@ OPTIMIZERS = [
 ]  # fmt: skip
 IDIOMS = [
     regression("loader_length", "idioms.LoaderLength"),
-    regression("plain_loader_length", "idioms.LoaderLength", data="plain.Vectors"),
-    regression("from_data", "idioms.FromData", data="plain.Vectors"),
-    regression("steps_the_schedule", "idioms.StepsTheSchedule"),
-    regression("fractions", "idioms.Fractions", NO_CLIP),
     regression("clips_itself", "idioms.ClipsItself"),
-    regression("own_backward", "idioms.OwnBackward"),
-    regression("unfreezes", "idioms.Unfreezes"),
-    Habit(name="truncated", task="idioms.Truncated", data="sequences", overrides=(NO_CLIP,)),
-    regression("averaged", "idioms.Averaged"),
-    regression("dino", "idioms.Dino"),
-    Habit(name="groups", task="idioms.Groups", data="images"),
-    regression("printed", "idioms.Printed"),
-    regression("error_object", "idioms.Objects", apart=("error_step",)),
-    regression("augments", "idioms.Augments"),
-    regression("iterates", "idioms.Iterates"),
-    regression("sometimes_none", "idioms.SometimesNone"),
-    regression("lazy", "idioms.Lazy"),
     regression("not_yet", "idioms.NotYet", refused=dict.fromkeys(ALL, "take their shape from the first batch")),
-    regression("snapshots", "regression.Regressor", callback("tests.lightning_habits.idioms.Snapshots")),
-    regression("reinitializes", "regression.Regressor", callback("tests.lightning_habits.idioms.Reinitializes")),
-    regression("device_stats", "regression.Regressor", callback(f"{STOCK}.DeviceStatsMonitor", cpu_stats="true")),
-    regression(
-        "early_stopping_check",
-        "regression.Regressor",
-        callback(
-            f"{STOCK}.EarlyStopping", monitor="train/loss", stopping_threshold=0.2, check_on_train_epoch_end="true"
-        ),
-    ),
 ]
 HABITS = [
     *IDIOMS,
