@@ -90,6 +90,7 @@ def run(cfg: DictConfig) -> None:
     try:
         again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
         while (again := _attempt(*again, stop)) is not None:
+            stop.forget_module()
             release()
     finally:
         stop.restore()

@@ -138,6 +138,7 @@ def test_ranks_that_disagree_with_devices_are_named(run):
 def test_one_rank_of_each_machine_reports_what_ends_the_examination(run, tmp_path, monkeypatch, rank, local):
     for key, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": "6"}.items():
         monkeypatch.setenv(key, value)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))  # not this machine's
     run.run.root, shown = str(tmp_path), []
     code = examine(run, deadlines={}, show=shown.extend)
     assert (code, bool(shown)) == ((2, True) if local == "0" else (0, False))

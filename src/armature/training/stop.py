@@ -51,6 +51,11 @@ class StopOnSignal(Callback):
         self._seconds_before = 0.0  # training time of earlier processes of this run
         self._started: float | None = None
 
+    def forget_module(self) -> None:
+        """Drop what Lightning has set on this callback: methods of a module, which would keep its memory."""
+        for name in ("log", "log_dict"):
+            vars(self).pop(name, None)
+
     def install(self) -> None:
         """Install the handlers. Called before the Trainer is set up, which a signal must not interrupt either."""
         for number in SIGNALS:
