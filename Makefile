@@ -60,11 +60,11 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 bench: $(VENV)/.installed .venv-bench/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
-test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, then benchmark gpt2_124m
+test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, benchmark gpt2_124m, and compare the simulator
 	$(BIN)/python -m pytest -m gpu tests/gpu
-	PYTHONPATH=src $(BIN)/python -m benchmarks.measured_gpu
 	$(BIN)/python -m benchmarks --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
+	PYTHONPATH=src $(BIN)/python -m benchmarks.measured_gpu
 
 faults: $(VENV)/.installed ## Break runs in every listed way, under every strategy (docs/faults.md)
 	$(BIN)/python -m benchmarks.faults $(ARGS)
