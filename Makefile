@@ -60,10 +60,19 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 bench: $(VENV)/.installed .venv-bench/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
+# the simulator needs torch's CPU build, beside the CUDA build
+.venv-simulate/.installed: requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv .venv-simulate
+	@echo '*' > .venv-simulate/.gitignore
+	.venv-simulate/bin/pip install --quiet --requirement requirements.txt torch==2.13.0+cpu \
+		--extra-index-url https://download.pytorch.org/whl/cpu
+	@touch $@
+
 test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, benchmark gpt2_124m, and compare the simulator
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m benchmarks --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
+	$(MAKE) .venv-simulate/.installed
 	PYTHONPATH=src $(BIN)/python -m benchmarks.measured_gpu
 
 faults: $(VENV)/.installed ## Break runs in every listed way, under every strategy (docs/faults.md)
