@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-DEVICE_TYPES = ("cuda",)  # where a number is not read without waiting for everything computed before it
+DEVICE_TYPES = ("cuda", "mps", "xpu")  # where a number is not read without waiting for everything computed before it
 
 
 class StepLeftOut(Exception):
