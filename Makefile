@@ -35,7 +35,7 @@ test: $(VENV)/.installed-dev ## Run all tests, on two workers; ARGS="-n 0" for n
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 parity: $(VENV)/.installed ## Compare every layout with one process, and resume checkpoints under every layout
 	$(BIN)/python -m benchmarks.parity --resume $(ARGS)

@@ -22,7 +22,7 @@ def make(monkeypatch, tmp_path):
 
     def made(rank, *, store=store, **options):
         monkeypatch.setenv("RANK", str(rank))
-        options = {"timeout": 0.2, "logs": tmp_path, "place": lambda: "train after step 7"} | options
+        options = {"timeout": 0.2, "attempt": "a", "logs": tmp_path, "place": lambda: "train after step 7"} | options
         pulse = Pulse(beats=1, slowest=0.01)
 
         def record(error):

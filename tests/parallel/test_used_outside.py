@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from armature.parallel import apply, dtensors
+from armature.parallel import apply, blocks, dtensors
 from benchmarks.parity.harness import on_ranks
-
-OPTIONS = apply.Options(
-    seed=0, schedule="1f1b", microbatches=1, stages=None, sequence_parallel=True, activation_checkpointing="none",
-    compile="none", reshard_after_forward=True, param_dtype=None, reduce_dtype=None, cpu_offload=False, prefetch=1,
-    min_num_params=0,
-)  # fmt: skip
+from tests.parallel.building import decoder_on_meta, options, parallelize
 
 
 def stack() -> nn.Sequential:
@@ -41,7 +36,7 @@ def computed() -> dict[str, Any]:
     if ranks > 1:
         sizes = {"pipe": 1, "replicate": 1, "shard": ranks, "tensor": 1}
         device_mesh = mesh.build(sizes, device_type="cpu")
-        apply.parallelize(model, None, device_mesh, OPTIONS, device=torch.device("cpu"), prefix="")
+        apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
     with dtensors.gathers():
         value = loss(model, x.chunk(ranks)[rank])
         if ranks > 1:
@@ -72,3 +67,35 @@ def test_a_step_s_gradients_and_a_copy_s_outputs_are_those_of_one_process() -> N
             assert found[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6)
         assert found["kind"] == "FSDPSequential"
         assert found["trained"] == alone["trained"] == [False] * 4 + [True] * 4
+
+
+def difference_of_a_copied_decoder() -> float:
+    model = decoder_on_meta(vocab_size=96, context=16, width=32, layers=2, heads=4)
+    parallelize(model, axes={"shard": 2}, min_num_params=10**9)
+    ids = torch.arange(2 * 16).view(2, 16)
+    return float((copy.deepcopy(model)(ids) - model(ids)).abs().max())
+
+
+@pytest.mark.slow
+def test_a_decoder_of_one_unit_is_copied() -> None:
+    assert on_ranks(difference_of_a_copied_decoder, ranks=2) == [0.0, 0.0]
+
+
+def test_gathering_goes_on_after_a_backward_within_it() -> None:
+    before = vars(dtensors.DTensor)["__torch_function__"]
+    with dtensors.gathers():
+        outer = vars(dtensors.DTensor)["__torch_function__"]
+        with dtensors.gathers():
+            pass
+        assert vars(dtensors.DTensor)["__torch_function__"] is outer
+    assert vars(dtensors.DTensor)["__torch_function__"] is before
+
+
+def test_a_copy_of_a_compiled_module_computes_with_its_own_weights(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda forward, *, mode: lambda *args: forward(*args))
+    model = nn.Linear(2, 2)
+    blocks.compile_forward([model])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert not torch.equal(copied(torch.ones(2)), model(torch.ones(2)))

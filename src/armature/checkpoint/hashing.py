@@ -116,6 +116,12 @@ class _HashingStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def fileno(self) -> int:
+        """Flush first: torch asks for the number to sync, while the file's end is still in this process's buffer."""
+        number = self._stream.fileno()  # raises for an object store
+        self._stream.flush()
+        return number
+
     def write(self, data: Any) -> int:
         """Write all of the data. On return nothing refers to it any more."""
         view = memoryview(data).cast("B")

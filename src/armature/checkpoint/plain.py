@@ -146,8 +146,9 @@ def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
     for key, value in parameters.items():
         try:
             result[plain(key)] = values.without_secrets(plain(value, str(key)), name=str(key))
-            if result[key] == MASK:
-                _warn_of_masked(str(key))
+            for path, each in values.walk({str(key): result[key]}):
+                if isinstance(each, str) and each == MASK:
+                    _warn_of_masked(path)
         except NotPlain as error:
             _warn_of_dropped(error.path, error.type)
     return result
@@ -158,7 +159,7 @@ def _warn_of_masked(name: str) -> None:
     log.warning(
         "save_hyperparameters: '%s' is secret by its name: checkpoints hold %s in its place. To silence this: "
         "self.save_hyperparameters(ignore=['%s']).",
-        name, MASK, name,
+        name, MASK, name.partition(".")[0].partition("[")[0],
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 
 from armature.checkpoint import directory, storage
 from armature.checkpoint.hashing import SaveThreads
@@ -95,6 +96,11 @@ class CheckpointWriter:
         alone, threads = not dist.is_initialized(), self._threads
         writer.per_thread_copy_ahead = 0  # what it writes is in the CPU's memory
         stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
+        if stager is not None:  # torch's stager keeps a 0-dim DTensor itself instead of a copy
+            tensors = {
+                name: value.detach().clone() if isinstance(value, DTensor) and value.ndim == 0 else value
+                for name, value in tensors.items()
+            }
         with storage.expect_single_process():
             upload = dcp.async_save(
                 tensors, storage_writer=writer, async_stager=stager, process_group=self._group, no_dist=alone

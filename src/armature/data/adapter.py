@@ -182,8 +182,9 @@ class PlainData(DataModule):
 
     def _check_classes(self, read: ReadLoader, name: str) -> None:
         """Raise ConfigError for targets that mean other classes than in the training data."""
-        then, now = self._saved_classes, _class_names(read.dataset)
-        if then is not None and now is not None and then != now:
+        then, now = self._saved_classes or [], _class_names(read.dataset) or []
+        numbers = {each: i for i, each in enumerate(then)}
+        if any(numbers.get(each, i) != i for i, each in enumerate(now)):  # new ones and lacking last ones do no harm
             raise ConfigError(
                 f"data: the {name} data number other classes than the training data: {labels.difference(then, now)}. "
                 f"Each class must have the number that it had then ({labels.CLASSES_FILE} of the run)."

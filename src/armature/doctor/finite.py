@@ -64,8 +64,9 @@ def _called(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
 def _is_bad(value: Any) -> Tensor | None:
     """Return whether any of the floating-point tensors in a container is not finite (0-dim); None without any."""
     found = [each.to_local() if isinstance(each, DTensor) else each for each in tensors_in(value)]
-    bad = [~torch.isfinite(each.detach()).all() for each in found if each.is_floating_point()]
-    return torch.stack(bad).any() if bad else None
+    # the extremes keep NaN and infinity, and need no memory; isfinite would make copies of the activation
+    ends = [torch.aminmax(each.detach()) for each in found if each.is_floating_point() and each.numel()]
+    return torch.stack([~torch.isfinite(torch.stack(pair)).all() for pair in ends]).any() if ends else None
 
 
 def _or_false(flag: Tensor | None, like: Tensor) -> Tensor:

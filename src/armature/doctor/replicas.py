@@ -94,18 +94,20 @@ def batch_print(batch: Any) -> str:
     return hashlib.sha256("\n".join(fingerprint(each) for each in tensors_in(batch)).encode()).hexdigest()
 
 
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Return the tensors in nested containers and objects."""
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterable[Tensor]:
+    """Return the tensors in nested containers and objects, which may refer to each other."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from tensors_in(each)
+            yield from tensors_in(each, seen)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from tensors_in(each)
-    elif hasattr(value, "__dict__"):  # a dataclass, a graph
-        yield from tensors_in(vars(value))
+            yield from tensors_in(each, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and id(value) not in seen:  # a dataclass, a graph
+        seen.add(id(value))
+        yield from tensors_in(vars(value), seen)
 
 
 def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:

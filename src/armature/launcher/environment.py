@@ -116,11 +116,6 @@ def is_restarted() -> bool:
     return any(_number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
-def restart_count() -> int:
-    """Return how often the agent that started this rank has restarted the ranks."""
-    return _number("TORCHELASTIC_RESTART_COUNT", 0)
-
-
 def record_collectives() -> None:
     """Let torch remember this process's last collectives, for the report about a hang; call it before the first."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)

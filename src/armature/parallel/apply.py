@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from armature.models.plan import Plan, plan_beside
 from armature.parallel import blocks, copies, dtensors, initialization, pipeline, tensor, ties
@@ -144,7 +145,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
         "reshard_after_forward": options.reshard_after_forward,
     }
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
-    sharded = [model]
+    sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
     dtensors.watch_frozen_weights(model)
     if plan is not None:
         units = sharding_units(model, plan, min_num_params=options.min_num_params)
@@ -170,7 +171,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
     model.register_forward_hook(reshard_without_grad)
-    if len(sharded) == 1:
+    if len(sharded) == 1 and not is_split:
         copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 

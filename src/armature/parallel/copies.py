@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 SHARDING = ("torch.distributed.fsdp", "armature.parallel")  # modules whose hooks belong to sharding
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))  # torch's dicts of hooks
 STATE_PREFIX = "__composable_api"  # of the attributes in which torch keeps what sharding needs
 
 
@@ -58,10 +59,10 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield the dicts of hooks of a model and its submodules."""
+    """Yield torch's dicts of hooks of a model and its submodules."""
     for module in model.modules():
-        yield from (value for name, value in vars(module).items() if name.endswith("_hooks"))
+        yield from (vars(module)[name] for name in HOOKS if name in vars(module))
 
 
 def _shards(hook: Any) -> bool:
-    return getattr(hook, "hook", hook).__module__.startswith(SHARDING)
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(SHARDING)

@@ -61,11 +61,12 @@ def gathers() -> Iterator[None]:
     A model's forward has gathered weights, but a step may use layers without it: `self.net[:3](x)`, a method other than
     forward, `F.linear(x, self.net.weight)`. All ranks must reach the operation, as they must reach a forward.
     """
+    before = vars(DTensor)["__torch_function__"]  # a step of manual optimization calls backward within
     DTensor.__torch_function__ = classmethod(_gather_if_mixed)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        DTensor.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAttributeAccessIssue]
+        DTensor.__torch_function__ = before
 
 
 def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

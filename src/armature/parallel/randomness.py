@@ -66,7 +66,8 @@ class RankRandomState:
 
         Under another layout ranks draw different numbers anyway. They then begin new streams at the checkpoint's step.
         """
-        if saved is not None and saved["layout"] == layout and len(saved["ranks"]) == process_group.ranks():
+        known = (layout, layout.partition(" sequence_parallel=")[0])  # earlier versions did not state it
+        if saved is not None and saved["layout"] in known and len(saved["ranks"]) == process_group.ranks():
             self._held = saved["ranks"][process_group.rank()]
         else:
             begin(seed=seed, stream=stream, step=step)

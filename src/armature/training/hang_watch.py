@@ -52,6 +52,7 @@ class HangWatch:
 
     Args:
         timeout: launch.hang_timeout: seconds, auto or None (never).
+        attempt: the same word on all ranks, and another one whenever they begin anew.
         logs: the run directory's folder of logs.
         place: says where the run is.
         record: called with the error that ends this rank.
@@ -62,11 +63,13 @@ class HangWatch:
         pulse: Pulse,
         *,
         timeout: float | str | None,
+        attempt: str,
         logs: Path,
         place: Callable[[], str],
         record: Callable[[BaseException], None],
     ) -> None:
-        self.pulse, self.timeout, self.logs, self.place, self.record = pulse, timeout, logs, place, record
+        self.pulse, self.timeout, self.attempt = pulse, timeout, attempt
+        self.logs, self.place, self.record = logs, place, record
         self.rank, self.ranks = environment.rank(), environment.world_size()
         self._over = threading.Event()
         self._judged = 0  # number of the last question that turned out to be about no hang
@@ -103,7 +106,7 @@ class HangWatch:
         """Ask all ranks. Return False if one validates or saves; end in another thread if all hang."""
         before, beats = self._judged, self.pulse.beats
         # in a thread, since a call never returns if the store's process is stopped
-        threading.Thread(target=self._ask, args=(seconds,), daemon=True).start()
+        threading.Thread(target=self._ask, args=(seconds, beats), daemon=True).start()
         end = time.monotonic() + JUDGE_SECONDS
         while time.monotonic() < end and not self._over.wait(0.2):
             if self._judged > before or self.pulse.beats != beats:
@@ -115,7 +118,7 @@ class HangWatch:
         stores: Any = dist
         address, port, timeout = environment.main_address(), environment.main_port(), timedelta(seconds=30)
         store = stores.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-        return stores.PrefixStore(f"armature-hang/{environment.restart_count()}", store)
+        return stores.PrefixStore(f"armature-hang/{self.attempt}", store)
 
     def _read(self, key: str) -> dict[str, Any]:
         return json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
@@ -153,13 +156,16 @@ class HangWatch:
                 return
             time.sleep(0.5)
 
-    def _ask(self, seconds: float) -> None:
+    def _ask(self, seconds: float, beats: int) -> None:
         with suppress(*ERRORS):
-            number = self._store.add("asked", 1)
-            if number != self._read("verdict")["number"] + 1:
-                return  # another rank asks
+            number, end = self._store.add("asked", 1), time.monotonic() + JUDGE_SECONDS
+            while (judged := self._read("verdict")["number"]) + 1 != number:  # another rank asks
+                if judged >= number or time.monotonic() > end or self._over.is_set():
+                    return
+                time.sleep(0.5)
             answers = self._collect(number)
-            text = self._judge(answers, seconds)
+            goes_on = self._over.is_set() or self.pulse.beats != beats
+            text = "" if goes_on else self._judge(answers, seconds)  # the others wait for a verdict in any case
             if text:
                 print(text, file=sys.stderr, flush=True)
             self._store.set("verdict", json.dumps({"number": self._store.add("asked", 0), "text": text}))

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.launcher import environment
+from armature.parallel import process_group
 from armature.training import blocked
 from armature.training.hang_watch import HangWatch, Pulse, is_needed
 from armature.training.not_finite import RolledBack
@@ -44,7 +45,11 @@ class Heartbeat(Callback):
         self._file = folder / str(os.getpid()) if folder else None
         self._pulse, self._watch = Pulse(), None
         if logs is not None and is_needed():
-            self._watch = HangWatch(self._pulse, timeout=timeout, logs=logs, place=self._place, record=record)
+            # agents of several machines count restarts differently, so rank 0 names the attempt
+            attempt = process_group.broadcast_object(os.urandom(4).hex())
+            self._watch = HangWatch(
+                self._pulse, timeout=timeout, attempt=attempt, logs=logs, place=self._place, record=record
+            )
         self._trainer: Trainer | None = None
         self._next = 0.0
         self._begun = False

@@ -17,8 +17,9 @@ def complete(
 ) -> list[list[int]]:
     """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` being its last.
 
-    Prompts of different lengths are continued together: positions are those of a prompt alone, so a short prompt is
-    continued while a longer one is still read. Options and errors are those of `generate`.
+    Prompts of different lengths are continued together, a short one while a longer one is still read. Up to the model's
+    context, each is continued as it would be alone; beyond it, all rows read their newest half again at the same time.
+    Options and errors are those of `generate`.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) == 0:
