@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from armature.parallel import apply, blocks, dtensors
+from armature.parallel import apply, dtensors
 from benchmarks.parity.harness import on_ranks
 from tests.parallel.building import decoder_on_meta, options, parallelize
 
@@ -89,13 +89,3 @@ def test_gathering_goes_on_after_a_backward_within_it() -> None:
             pass
         assert vars(dtensors.DTensor)["__torch_function__"] is outer
     assert vars(dtensors.DTensor)["__torch_function__"] is before
-
-
-def test_a_copy_of_a_compiled_module_computes_with_its_own_weights(monkeypatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda forward, *, mode: lambda *args: forward(*args))
-    model = nn.Linear(2, 2)
-    blocks.compile_forward([model])
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        model.weight.zero_()
-    assert not torch.equal(copied(torch.ones(2)), model(torch.ones(2)))

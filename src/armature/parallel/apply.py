@@ -171,7 +171,8 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
     model.register_forward_hook(reshard_without_grad)
-    if len(sharded) == 1 and not is_split:
+    compiled = any("forward" in vars(module) for module in model.modules())  # a copy would call the first one's
+    if len(sharded) == 1 and not is_split and not compiled:
         copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 

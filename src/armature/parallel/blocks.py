@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -67,25 +66,11 @@ def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class CompiledForward:
-    """A module's compiled forward. A deep copy compiles its own: torch's function would run the first one's weights."""
-
-    def __init__(self, forward: Callable[..., Any], mode: str) -> None:
-        self.__wrapped__ = forward  # for inspect.signature
-        self.mode, self.compiled = mode, torch.compile(forward, mode=mode)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compiled(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
-        return type(self)(copy.deepcopy(self.__wrapped__, memo), self.mode)
-
-
 def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> None:
     """Compile each module's forward, inside the hooks that sharding registers on the module."""
     set_compile_cache_dir()
     for module in modules:
-        module.forward = CompiledForward(module.forward, mode)
+        module.forward = torch.compile(module.forward, mode=mode)
 
 
 def set_compile_cache_dir() -> None:
