@@ -13,13 +13,15 @@ import armature
 from armature import run_dir, worker
 from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
+from armature.data.base import DataModule
 from armature.data.batching import Batches
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
+from armature.parallel import process_group
 from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-from armature.training import not_finite
+from armature.training import memory, not_finite, replay
 from tests import running
 from tests.test_resume import BASE, CONFIGS
 
@@ -259,3 +261,44 @@ def test_lbfgs_cannot_skip():
     strategy.on_nan, strategy.optimizers = "skip", [torch.optim.LBFGS(module.parameters())]
     with pytest.raises(ConfigError, match=r"trainer.on_nan=skip: LBFGS"):
         strategy._make_mask()
+
+
+# ---------------------------------------------------------------- replays that fail
+def test_a_step_whose_samples_cannot_be_read_again_is_not_replayed_by_any_rank(train, monkeypatch):
+    gather = process_group.all_gather_object
+
+    def of_two_ranks(problem, **kwargs):  # the other one cannot read
+        return [*gather(problem, **kwargs), "OSError: no such file"]
+
+    class Data:
+        indices_of_step = staticmethod(lambda position: [[0, 1]])
+        batches_of_step = staticmethod(lambda position: iter(["batch"]))
+
+    assert replay._read(Data, position=0) == [([0, 1], "batch")]
+    with monkeypatch.context() as patched:
+        patched.setattr(process_group, "all_gather_object", of_two_ranks)
+        with pytest.raises(replay._Unreadable, match="no such file"):
+            replay._read(Data, position=0)
+
+    def unreadable(self, position):
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(DataModule, "batches_of_step", unreadable)
+    folder, error = train(*bad("stop", BAD))
+    assert "cannot be read again (stale file handle)" in str(error)
+    assert events(folder)[0]["step"] == 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train, monkeypatch):
+    def fails(trainer, *args, **kwargs):
+        monkeypatch.setattr(type(trainer), "world_size", ranks)
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
+
+    monkeypatch.setattr(replay, "_find", fails)
+    if ranks == 1:
+        assert "Replaying the step failed (OutOfMemoryError: CUDA out of memory.)" in str(train(*bad("stop", BAD))[1])
+        return
+    with pytest.raises(RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)") as caught:
+        train(*bad("stop", BAD))
+    assert not memory.is_missing(caught.value)

@@ -16,6 +16,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from armature.errors import error_line
 from armature.parallel import process_group, randomness
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics
@@ -60,8 +61,16 @@ class Replay:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+class _Unreadable(Exception):
+    """A rank cannot read the step's samples; raised by all ranks together."""
+
+
 def replay(trainer: Trainer, *, position: int) -> Replay:
-    """Replay the step at a position in the training samples. All ranks call this, and all get the same result."""
+    """Replay the step at a position in the training samples. All ranks call this, and all get the same result.
+
+    Raises:
+        RuntimeError: it failed on this one of several ranks, while the others wait in the step's collectives.
+    """
     strategy, module = StrategyMixin.find(trainer), trainer.lightning_module
     if strategy is None or not strategy.masks_updates:
         name = type(trainer.strategy).__name__
@@ -77,8 +86,16 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
     try:
         with _undisturbed(trainer, strategy):
             found = _find(trainer, strategy, position=position)
+    except _Unreadable as problem:
+        return Replay(f"The step cannot be replayed: its samples cannot be read again ({problem}).")
     except Exception as error:
-        return Replay(f"Replaying the step failed ({type(error).__name__}: {str(error).splitlines()[0]}).")
+        if trainer.world_size > 1:  # nothing else ends the others' wait
+            raise RuntimeError(
+                f"The loss or a gradient was not finite, and replaying the step failed on rank {trainer.global_rank} "
+                f"({type(error).__name__})."
+            ) from error
+        first_line = str(error).partition("\n")[0]
+        return Replay(f"Replaying the step failed ({type(error).__name__}: {first_line}).")
     if not found:
         return Replay(
             "Replaying the step gave finite values: either random numbers such as dropout's were others, or the "
@@ -105,9 +122,7 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
     module, loop, data = trainer.lightning_module, trainer.fit_loop.epoch_loop, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     rank, pipe = process_group.rank(), strategy.sizes.get("pipe", 1)
     stage = rank // max(1, trainer.world_size // pipe)
-    for i, (indices, raw) in enumerate(
-        zip(data.indices_of_step(position), data.batches_of_step(position), strict=True)
-    ):
+    for i, (indices, raw) in enumerate(_read(data, position=position)):
         batch = loop.move_to_device(raw)
         watch = _Watch(indices, stage=stage)
         watch.look_at_batch(batch)
@@ -122,6 +137,19 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
         if found := {rank: each for rank, each in enumerate(everyones) if each is not None}:
             return found
     return {}
+
+
+def _read(data: Any, *, position: int) -> list[tuple[list[int], Any]]:
+    """Return the indices and the batch of each of this rank's micro-batches, before any rank computes."""
+    parts, problem = [], None
+    try:
+        parts = list(zip(data.indices_of_step(position), data.batches_of_step(position), strict=True))
+    except Exception as error:
+        problem = error_line(error)
+    problems = process_group.all_gather_object(problem)
+    if (lost := next((each for each in problems if each is not None), None)) is not None:
+        raise _Unreadable(lost)
+    return parts
 
 
 class _Watch:
