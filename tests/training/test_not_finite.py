@@ -302,3 +302,21 @@ def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train
     with pytest.raises(RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)") as caught:
         train(*bad("stop", BAD))
     assert not memory.is_missing(caught.value)
+
+
+def test_a_step_of_an_iterable_dataset_is_not_replayed(train, monkeypatch):
+    monkeypatch.setattr(DataModule, "reads_from_start", True)
+    folder, error = train(*bad("stop", BAD))
+    assert "not replayed: an IterableDataset would be read from its start" in str(error)
+    assert BAD in events(folder)[0]["step_samples"]["0"]
+
+
+def test_only_an_iterable_dataset_is_read_from_its_start():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    data = DataModule(global_batch_size=2)
+    for dataset, expected in ((Stream(), True), (torch.utils.data.TensorDataset(torch.zeros(8, 1)), False)):
+        data.dataset, data._datasets = lambda split, dataset=dataset: dataset, {}
+        assert data.reads_from_start is expected

@@ -77,6 +77,8 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
         return Replay(f"The step cannot be replayed: {name} has made its update already.")
     if not module.automatic_optimization:
         return Replay("The step cannot be replayed: the module optimizes manually, and has made its updates already.")
+    if trainer.datamodule.reads_from_start:  # pyright: ignore[reportAttributeAccessIssue]
+        return Replay("The step is not replayed: an IterableDataset would be read from its start.")
     bad = next((n for n, p in strategy.weights().items() if _kind(p.detach()) is not None), None)
     if lost := [each for each in process_group.all_gather_object(bad) if each is not None]:
         return Replay(
