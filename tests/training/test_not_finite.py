@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,54 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
         assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), first)
         assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in state.items())
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
+
+
+class Centered(torch.nn.Module):
+    """Puts other tensors in the place of its buffers, one of them of another shape."""
+
+    center: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.ones(2))
+        self.register_buffer("seen", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.center = 0.9 * self.center + x
+        self.seen = torch.cat([self.seen, x])
+        return self.center
+
+
+def test_buffers_that_are_assigned_anew_get_their_values_back():
+    module = Centered()
+    mask = UpdateMask(module, restores=True)  # pyright: ignore[reportArgumentType]
+    for value in (1.0, torch.nan, 2.0):
+        mask.step_begins()
+        module(torch.full((2,), value))
+        mask.left_out = value != value
+        mask.step_ended()
+    torch.testing.assert_close(module.center, torch.full((2,), 0.9 * 1.9 + 2))
+    assert module.seen.tolist() == [1, 1, 1, 1, 2, 2]
+    mask.left_out, mask.found = False, torch.ones(())  # only the device knows
+    before = module.center.clone()
+    mask.step_begins()
+    module(torch.full((2,), torch.nan))
+    mask.step_ended()
+    assert torch.equal(module.center, before)
+
+
+def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
+    module = BoringModel()
+    module.part = part = Centered()
+    strategy = SingleDevice()
+    strategy.connect(module)
+    strategy.model = module
+    kept, values = part.center, part.center.clone()
+    with replay._undisturbed(SimpleNamespace(lightning_module=module), strategy):  # pyright: ignore[reportArgumentType]
+        part(torch.ones(2))
+    assert part.center is kept
+    assert torch.equal(part.center, values)
 
 
 def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):

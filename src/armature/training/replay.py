@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from armature.errors import error_line
 from armature.parallel import process_group, randomness
 from armature.strategies.base import StrategyMixin
+from armature.strategies.update_mask import buffers_of
 from armature.training import epoch_metrics
 from armature.training.trainer import Trainer
 
@@ -265,13 +266,14 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
         module.train()
     module.__dict__["log"] = lambda *args, **kwargs: None
     with torch.inference_mode(False), torch.enable_grad():
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        buffers = [(*each, each[-1].detach().clone()) for each in buffers_of(module)]
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
+                for owner, name, buffer, before in buffers:
                     buffer.copy_(before)
+                    setattr(owner, name, buffer)  # the step may have put another tensor there
             for param in module.parameters():
                 param.grad = None
             for part, mode in modes.items():
