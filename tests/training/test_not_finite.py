@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import Strategy
 
 import armature
 from armature import run_dir, worker
@@ -254,6 +255,27 @@ def test_buffers_that_are_assigned_anew_get_their_values_back():
     module(torch.full((2,), torch.nan))
     mask.step_ended()
     assert torch.equal(module.center, before)
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkeypatch):
+    module = BoringModel()
+    module.part = part = Centered()
+    strategy = SingleDevice()
+    strategy.connect(module)
+    strategy.on_nan, strategy.optimizers = "skip", []
+    monkeypatch.setattr(SingleDevice, "scaler", object())
+    monkeypatch.setattr(SingleDevice, "skipped_step", skipped)
+    monkeypatch.setattr(Strategy, "optimizer_step", lambda *args, **kwargs: None)
+    strategy.update_mask = mask = strategy._make_mask()
+    assert mask is not None
+    mask.step_begins()
+    part(torch.ones(2))
+    strategy.optimizer_step(cast(Any, None))
+    assert strategy.left_out is skipped
+    torch.testing.assert_close(part.center, torch.full((2,), 1.0 if skipped else 1.9))
+    strategy.on_nan = "stop"
+    assert strategy._make_mask() is None
 
 
 def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():

@@ -43,7 +43,8 @@ class GradientMixin(LayoutMixin):
         target_weights: the numbers of targets in this step.
         on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update, `skip` leaves it out,
             `stop` and `rollback` leave out the later ones too, until the run is ended.
-        update_mask: leaves out steps; None: nothing does, or fp16's loss scaler.
+        update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores buffers. None: nothing
+            leaves out a step, or the scaler alone.
         masks_updates: whether `on_nan=skip` is possible.
         reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
     """
@@ -90,7 +91,10 @@ class GradientMixin(LayoutMixin):
                     f"trainer.on_nan=skip: {type(optimizer).__name__} changes the weights between several gradients of "
                     "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
                 )
-        return None if self.scaler is not None else UpdateMask(self.module, restores=self.on_nan == "skip")
+        restores = self.on_nan == "skip"
+        if self.scaler is not None and not restores:
+            return None
+        return UpdateMask(self.module, restores=restores)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +105,8 @@ class GradientMixin(LayoutMixin):
         except StepLeftOut:
             return None
         finally:
+            if self.scaler is not None:
+                self.update_mask.left_out = self.skipped_step
             self.update_mask.step_ended()
 
     @property
@@ -216,7 +222,7 @@ class GradientMixin(LayoutMixin):
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
-        if self.update_mask is not None:
+        if self.update_mask is not None and self.scaler is None:  # the scaler leaves out the update itself
             norm = self.grad_norm
             if norm is None and self.update_mask.restores:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))
