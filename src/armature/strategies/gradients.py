@@ -85,15 +85,14 @@ class GradientMixin(LayoutMixin):
     def _make_mask(self) -> UpdateMask | None:
         if self.on_nan == "ignore" or not self.module.automatic_optimization or not self.masks_updates:
             return None
-        for optimizer in self.optimizers:
-            if self.on_nan == "skip" and needs_closure(optimizer):
-                raise ConfigError(
-                    f"trainer.on_nan=skip: {type(optimizer).__name__} changes the weights between several gradients of "
-                    "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
-                )
-        restores = self.on_nan == "skip"
-        if self.scaler is not None and not restores:
-            return None
+        restores, searches = self.on_nan == "skip", next(filter(needs_closure, self.optimizers), None)
+        if restores and searches is not None:
+            raise ConfigError(
+                f"trainer.on_nan=skip: {type(searches).__name__} changes the weights between several gradients of "
+                "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
+            )
+        if searches is not None or (self.scaler is not None and not restores):
+            return None  # a line search may try weights whose loss is infinite
         return UpdateMask(self.module, restores=restores)
 
     @override

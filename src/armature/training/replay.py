@@ -80,11 +80,9 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
         return Replay("The step cannot be replayed: the module optimizes manually, and has made its updates already.")
     if trainer.datamodule.reads_from_start:  # pyright: ignore[reportAttributeAccessIssue]
         return Replay("The step is not replayed: an IterableDataset would be read from its start.")
-    bad = next((n for n, p in strategy.weights().items() if _kind(p.detach()) is not None), None)
-    if lost := [each for each in process_group.all_gather_object(bad) if each is not None]:
+    if (lost := weight_not_finite(strategy)) is not None:
         return Replay(
-            f"The step cannot be replayed: weights are not finite any more (the first is {lost[0]}).",
-            {"weights": lost[0]},
+            f"The step cannot be replayed: weights are not finite any more (the first is {lost}).", {"weights": lost}
         )
     try:
         with _undisturbed(trainer, strategy):
@@ -111,6 +109,12 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
     where = f" on rank {same[0]}" if len(same) == 1 else f" on ranks {', '.join(map(str, same))}"
     where = where if trainer.world_size > 1 else ""
     return Replay(f"Replaying the step found: {first}{where}{_named(first.samples)}.", facts)
+
+
+def weight_not_finite(strategy: StrategyMixin) -> str | None:
+    """Return the name of a weight that is not finite on some rank, the same on all, or None. All ranks call it."""
+    own = next((name for name, param in strategy.weights().items() if _kind(param.detach()) is not None), None)
+    return next((name for name in process_group.all_gather_object(own) if name is not None), None)
 
 
 def _named(samples: list[int]) -> str:
