@@ -313,6 +313,14 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
 
 
+@pytest.mark.parametrize("restores", [True, False])
+def test_only_a_run_that_continues_needs_the_devices_flag(restores):
+    strategy = SingleDevice()
+    strategy.update_mask = UpdateMask(BoringModel(), restores=restores)
+    strategy.update_mask.found = torch.ones(())
+    assert (strategy.left_out_flag is not None) is restores
+
+
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("overrides", "message"),

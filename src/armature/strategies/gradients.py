@@ -115,8 +115,8 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim."""
-        return None if self.update_mask is None else self.update_mask.found
+        """What `left_out` is where only the device knows: 1 or 0, 0-dim. None if training does not continue after it."""
+        return self.update_mask.found if self.update_mask is not None and self.update_mask.restores else None
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
