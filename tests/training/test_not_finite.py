@@ -174,6 +174,19 @@ def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
     assert_same(resumed, folder)
 
 
+def test_a_run_that_is_stopped_at_the_bad_step_resumes_without_its_samples(train):
+    late = "trainer.log_every_n_steps=100"  # only the save reads the rows
+    straight, _ = train(*bad("rollback", BAD), late, name="straight")
+    folder, error = train(*bad("rollback", BAD), late, stop_at(7), name="resumed")
+    assert error is None
+    assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
+    train(*bad("rollback", BAD), late, name="resumed")
+    assert_same(folder, straight)
+    ended, error = train(*bad("stop", BAD), late, stop_at(7), name="ended")
+    assert "at step 7" in str(error)
+    assert (ended / "checkpoints" / "last").read_text().strip() == "step=000006"
+
+
 def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
     folder, error = train(*bad("rollback", 43), "resume=never")  # a sample of step 2
     assert error is None
