@@ -115,8 +115,9 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim. None if training does not continue after it."""
-        return self.update_mask.found if self.update_mask is not None and self.update_mask.restores else None
+        """What `left_out` is where only the device knows: 1 or 0, 0-dim; None if training does not go on after it."""
+        mask = self.update_mask
+        return mask.found if mask is not None and mask.restores else None
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
