@@ -110,6 +110,14 @@ def test_a_save_that_is_due_reads_the_rows_first(train):
     assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
 
 
+def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
+    target = "lightning.pytorch.callbacks.ModelCheckpoint"
+    saves = f"+callbacks.own={{_target_:{target},dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1}}"
+    _, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", saves)
+    assert "at step 7" in str(error)
+    assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [1, 2, 3, 4, 5, 6]
+
+
 def test_samples_that_are_not_finite_themselves_are_named(train):
     folder, _ = train(*bad("stop"), f"data.broken=[{BAD}]")
     (event,) = events(folder)
