@@ -86,12 +86,12 @@ class UpdateMask:
         before, self._before = self._before, []
         for owner, name, old in before:
             buffer = getattr(owner, name)  # the module may have put another tensor there
-            fits = buffer is not None and buffer.shape == old.shape
-            if self.left_out and fits:
-                buffer.copy_(old)
+            if buffer is None or buffer.shape != old.shape:
+                if self.left_out:
+                    setattr(owner, name, old)
             elif self.left_out:
-                setattr(owner, name, old)
-            elif self.found is not None and fits:
+                buffer.copy_(old)
+            elif self.found is not None:
                 buffer.copy_(torch.where(self.found.to(buffer.device) > 0, old, buffer))
 
 

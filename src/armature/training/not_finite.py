@@ -83,8 +83,8 @@ class NotFiniteGuard(L.Callback):
         strategy = StrategyMixin.find(trainer)
         judged = ("train/loss",) if strategy is not None and strategy.scales_loss else ("train/loss", "train/grad_norm")
         bad = _not_finite(rows, judged)
-        searches = strategy is not None and any(map(needs_closure, trainer.optimizers))
-        if bad and searches and weight_not_finite(strategy) is None:
+        searches = any(map(needs_closure, trainer.optimizers))
+        if bad and searches and strategy is not None and weight_not_finite(strategy) is None:
             judged = ("train/loss",)  # a gradient was of weights that the line search only tried
             bad = _not_finite(rows, judged)
         if not bad:
