@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
+from omegaconf import OmegaConf
 
 import armature
 from armature import run_dir, worker
@@ -340,6 +341,16 @@ def test_only_a_run_that_continues_needs_the_devices_flag(restores):
     strategy.update_mask = UpdateMask(BoringModel(), restores=restores)
     strategy.update_mask.found = torch.ones(())
     assert (strategy.left_out_flag is not None) is restores
+
+
+def test_all_ranks_leave_out_what_rank_0s_run_directory_says(tmp_path, monkeypatch):
+    cfg = OmegaConf.create({"trainer": {"on_nan": "rollback"}, "run": {"dir": str(tmp_path)}})
+    theirs = [{"policy": "rollback", "step": 7, "left_out": [[24, 4]]}]
+    data = SimpleNamespace()
+    monkeypatch.setattr(process_group, "broadcast_object", lambda own: theirs)
+    guard = not_finite.begin(cfg, data, SingleDevice(), resumes=True, events=None)
+    assert guard.events == theirs
+    assert data.left_out == [(24, 4)]
 
 
 # ---------------------------------------------------------------- what is refused

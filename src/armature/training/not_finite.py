@@ -164,11 +164,11 @@ def begin(
 
     Args:
         resumes: whether the run continues from a checkpoint of its own.
-        events: of attempts of this process; None: what the run directory says, if the run resumes.
+        events: of attempts of this process; None: what rank 0's run directory says, if the run resumes.
     """
     policy, run_dir = cfg.trainer.on_nan, Path(cfg.run.dir)
     if events is None:
-        events = read(run_dir) if resumes else []
+        events = process_group.broadcast_object(read(run_dir) if resumes else [])
     data.left_out = left_out(events)
     if isinstance(strategy, StrategyMixin):
         strategy.on_nan = policy
