@@ -255,6 +255,14 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
 
 
+def test_apples_kernels_ignore_the_flag():
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1, device="meta"))], fused=None)
+    adamw.state, adamw._step_supports_amp_scaling = cast(Any, {1: 1}), True
+    assert update_mask._masks_itself(adamw, torch.device("meta"))
+    adamw.param_groups[0]["params"] = [SimpleNamespace(device=torch.device("mps"))]
+    assert not update_mask._masks_itself(adamw, torch.device("mps"))
+
+
 class Centered(torch.nn.Module):
     """Puts other tensors in the place of its buffers, one of them of another shape."""
 

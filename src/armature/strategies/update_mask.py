@@ -104,5 +104,7 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 def _masks_itself(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether the kernels read `found_inf`. Not in an optimizer's first step, which creates its state."""
+    if device.type == "mps":  # its kernels are given the flag and ignore it
+        return False
     fused = getattr(optimizer, "_step_supports_amp_scaling", False) and bool(optimizer.state)
     return fused and all(param.device == device for group in optimizer.param_groups for param in group["params"])
