@@ -49,7 +49,7 @@ from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.micro_batch import begins_anew_here, release
+from armature.training.micro_batch import agree, begins_anew_here, release
 from armature.training.record_error import RecordError, record
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
@@ -341,9 +341,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    warnings.filterwarnings(
-        "ignore", message=".*dataloader is not resumable.*"
-    )  # ours is: the sampler knows its position
+    # ours is resumable: the sampler knows its position
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
 
 
@@ -408,6 +407,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         _init_group(cfg, later=60)
+        agree(cfg)
         # on one machine, the parent holds the lock
         with lock.hold(cfg) if rank == 0 and cfg.trainer.num_nodes > 1 else nullcontext():
             run(cfg)

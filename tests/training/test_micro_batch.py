@@ -12,7 +12,9 @@ from armature import run_dir
 from armature.checkpoint import resume
 from armature.data.batching import plan_batches
 from armature.layout import Layout
+from armature.parallel import process_group
 from armature.training import memory
+from armature.training.micro_batch import agree
 from armature.validation import micro_batch
 from tests import running
 
@@ -32,6 +34,15 @@ def composed(corpus, monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------- sizes
+@pytest.mark.parametrize(("sizes", "expected"), [([None, 4, 2], 2), ([None, None], None)])
+def test_machines_with_a_run_directory_each_take_the_smallest_size(sizes, expected, monkeypatch):
+    cfg = OmegaConf.create({"run": {}})
+    agree(cfg)
+    monkeypatch.setattr(process_group, "all_gather_object", lambda own: sizes)
+    agree(cfg)
+    assert OmegaConf.select(cfg, "run.micro_batch_size") == expected
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

@@ -2,24 +2,29 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import Strategy
+from omegaconf import OmegaConf
 
 import armature
 from armature import run_dir, worker
 from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
+from armature.data.base import DataModule
 from armature.data.batching import Batches
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
+from armature.parallel import process_group
 from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-from armature.training import not_finite
+from armature.training import memory, not_finite, replay
 from tests import running
 from tests.test_resume import BASE, CONFIGS
 
@@ -106,6 +111,14 @@ def test_a_save_that_is_due_reads_the_rows_first(train):
     assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
 
 
+def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
+    target = "lightning.pytorch.callbacks.ModelCheckpoint"
+    saves = f"+callbacks.own={{_target_:{target},dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1}}"
+    _, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", saves)
+    assert "at step 7" in str(error)
+    assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [1, 2, 3, 4, 5, 6]
+
+
 def test_samples_that_are_not_finite_themselves_are_named(train):
     folder, _ = train(*bad("stop"), f"data.broken=[{BAD}]")
     (event,) = events(folder)
@@ -117,6 +130,17 @@ def test_ignore_trains_on(train, caplog):
     assert error is None
     assert not (folder / not_finite.FILE).exists()
     assert "train/loss is nan at step 7" in caplog.text
+
+
+def test_weights_that_an_optimizer_only_tries_end_no_run(train):
+    searches = ["optimizer=sgd", "optimizer._target_=tests.nan_parts.Searching"]
+    folder, error = train(*bad("stop"), *searches, "trainer.max_steps=4", name="tried")
+    assert error is None
+    rows = running.rows(folder)
+    assert all(np.isfinite(float(row["train/loss"])) for row in rows)
+    assert not any(np.isfinite(float(row["train/grad_norm"])) for row in rows)
+    _, error = train(*bad("stop", BAD), *searches, name="bad")
+    assert "at step 7" in str(error)
 
 
 # ---------------------------------------------------------------- skip
@@ -157,6 +181,19 @@ def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
     (resumed / not_finite.FILE).unlink()
     train(*bad("rollback", BAD), name="resumed")
     assert_same(resumed, folder)
+
+
+def test_a_run_that_is_stopped_at_the_bad_step_resumes_without_its_samples(train):
+    late = "trainer.log_every_n_steps=100"  # only the save reads the rows
+    straight, _ = train(*bad("rollback", BAD), late, name="straight")
+    folder, error = train(*bad("rollback", BAD), late, stop_at(7), name="resumed")
+    assert error is None
+    assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
+    train(*bad("rollback", BAD), late, name="resumed")
+    assert_same(folder, straight)
+    ended, error = train(*bad("stop", BAD), late, stop_at(7), name="ended")
+    assert "at step 7" in str(error)
+    assert (ended / "checkpoints" / "last").read_text().strip() == "step=000006"
 
 
 def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
@@ -218,6 +255,83 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
 
 
+def test_apples_kernels_ignore_the_flag():
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1, device="meta"))], fused=None)
+    adamw.state, adamw._step_supports_amp_scaling = cast(Any, {1: 1}), True
+    assert update_mask._masks_itself(adamw, torch.device("meta"))
+    adamw.param_groups[0]["params"] = [SimpleNamespace(device=torch.device("mps"))]
+    assert not update_mask._masks_itself(adamw, torch.device("mps"))
+
+
+class Centered(torch.nn.Module):
+    """Puts other tensors in the place of its buffers, one of them of another shape."""
+
+    center: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.ones(2))
+        self.register_buffer("seen", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.center = 0.9 * self.center + x
+        self.seen = torch.cat([self.seen, x])
+        return self.center
+
+
+def test_buffers_that_are_assigned_anew_get_their_values_back():
+    module = Centered()
+    mask = UpdateMask(module, restores=True)  # pyright: ignore[reportArgumentType]
+    for value in (1.0, torch.nan, 2.0):
+        mask.step_begins()
+        module(torch.full((2,), value))
+        mask.left_out = value != value
+        mask.step_ended()
+    torch.testing.assert_close(module.center, torch.full((2,), 0.9 * 1.9 + 2))
+    assert module.seen.tolist() == [1, 1, 1, 1, 2, 2]
+    mask.left_out, mask.found = False, torch.ones(())  # only the device knows
+    before = module.center.clone()
+    mask.step_begins()
+    module(torch.full((2,), torch.nan))
+    mask.step_ended()
+    assert torch.equal(module.center, before)
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkeypatch):
+    module = BoringModel()
+    module.part = part = Centered()
+    strategy = SingleDevice()
+    strategy.connect(module)
+    strategy.on_nan, strategy.optimizers = "skip", []
+    monkeypatch.setattr(SingleDevice, "scaler", object())
+    monkeypatch.setattr(SingleDevice, "skipped_step", skipped)
+    monkeypatch.setattr(Strategy, "optimizer_step", lambda *args, **kwargs: None)
+    strategy.update_mask = mask = strategy._make_mask()
+    assert mask is not None
+    mask.step_begins()
+    part(torch.ones(2))
+    strategy.optimizer_step(cast(Any, None))
+    assert strategy.left_out is skipped
+    torch.testing.assert_close(part.center, torch.full((2,), 1.0 if skipped else 1.9))
+    strategy.on_nan = "stop"
+    assert strategy._make_mask() is None
+
+
+def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
+    module = BoringModel()
+    module.part = part = Centered()
+    strategy = SingleDevice()
+    strategy.connect(module)
+    strategy.model = module
+    kept, values = part.center, part.center.clone()
+    with replay._undisturbed(SimpleNamespace(lightning_module=module), strategy):  # pyright: ignore[reportArgumentType]
+        part(torch.ones(2))
+    assert part.center is kept
+    assert torch.equal(part.center, values)
+
+
 def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     expected, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="host")
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
@@ -227,6 +341,24 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
         if not name.startswith("extra."):  # the device path cannot know how often the average has moved
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_only_a_run_that_continues_needs_the_devices_flag(restores):
+    strategy = SingleDevice()
+    strategy.update_mask = UpdateMask(BoringModel(), restores=restores)
+    strategy.update_mask.found = torch.ones(())
+    assert (strategy.left_out_flag is not None) is restores
+
+
+def test_all_ranks_leave_out_what_rank_0s_run_directory_says(tmp_path, monkeypatch):
+    cfg = OmegaConf.create({"trainer": {"on_nan": "rollback"}, "run": {"dir": str(tmp_path)}})
+    theirs = [{"policy": "rollback", "step": 7, "left_out": [[24, 4]]}]
+    data = SimpleNamespace()
+    monkeypatch.setattr(process_group, "broadcast_object", lambda own: theirs)
+    guard = not_finite.begin(cfg, data, SingleDevice(), resumes=True, events=None)
+    assert guard.events == theirs
+    assert data.left_out == [(24, 4)]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -259,3 +391,62 @@ def test_lbfgs_cannot_skip():
     strategy.on_nan, strategy.optimizers = "skip", [torch.optim.LBFGS(module.parameters())]
     with pytest.raises(ConfigError, match=r"trainer.on_nan=skip: LBFGS"):
         strategy._make_mask()
+
+
+# ---------------------------------------------------------------- replays that fail
+def test_a_step_whose_samples_cannot_be_read_again_is_not_replayed_by_any_rank(train, monkeypatch):
+    gather = process_group.all_gather_object
+
+    def of_two_ranks(problem, **kwargs):  # the other one cannot read
+        return [*gather(problem, **kwargs), "OSError: no such file"]
+
+    class Data:
+        indices_of_step = staticmethod(lambda position: [[0, 1]])
+        batches_of_step = staticmethod(lambda position: iter(["batch"]))
+
+    assert replay._read(Data, position=0) == [([0, 1], "batch")]
+    with monkeypatch.context() as patched:
+        patched.setattr(process_group, "all_gather_object", of_two_ranks)
+        with pytest.raises(replay._Unreadable, match="no such file"):
+            replay._read(Data, position=0)
+
+    def unreadable(self, position):
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(DataModule, "batches_of_step", unreadable)
+    folder, error = train(*bad("stop", BAD))
+    assert "cannot be read again (stale file handle)" in str(error)
+    assert events(folder)[0]["step"] == 7
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train, monkeypatch):
+    def fails(trainer, *args, **kwargs):
+        monkeypatch.setattr(type(trainer), "world_size", ranks)
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
+
+    monkeypatch.setattr(replay, "_find", fails)
+    if ranks == 1:
+        assert "Replaying the step failed (OutOfMemoryError: CUDA out of memory.)" in str(train(*bad("stop", BAD))[1])
+        return
+    with pytest.raises(RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)") as caught:
+        train(*bad("stop", BAD))
+    assert not memory.is_missing(caught.value)
+
+
+def test_a_step_of_an_iterable_dataset_is_not_replayed(train, monkeypatch):
+    monkeypatch.setattr(DataModule, "reads_from_start", True)
+    folder, error = train(*bad("stop", BAD))
+    assert "not replayed: an IterableDataset would be read from its start" in str(error)
+    assert BAD in events(folder)[0]["step_samples"]["0"]
+
+
+def test_only_an_iterable_dataset_is_read_from_its_start():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    data = DataModule(global_batch_size=2)
+    for dataset, expected in ((Stream(), True), (torch.utils.data.TensorDataset(torch.zeros(8, 1)), False)):
+        data.dataset, data._datasets = lambda split, dataset=dataset: dataset, {}
+        assert data.reads_from_start is expected

@@ -1,6 +1,7 @@
 """When memory runs out, the message says what held it and what to type."""
 
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import armature
 from armature import hardware
-from armature.training import memory
+from armature.training import memory, micro_batch
 from armature.training.record_error import RecordError
 from armature.validation.memory import overrides
 from tests import running
@@ -130,3 +131,16 @@ def test_memory_advice_never_accumulates_where_a_module_optimizes_manually(compo
     manual = composed("task._target_=tests.lightning_habits.regression.Manual", *removed, allowed)
     assert "data.micro_batch_size" in " ".join(overrides(composed()))
     assert "data.micro_batch_size" not in " ".join(overrides(manual))
+
+
+def test_a_smaller_micro_batch_is_tried_though_the_explanation_fails(monkeypatch):
+    def fails(*args):
+        raise ValueError("no such device")
+
+    monkeypatch.setattr(memory, "explain", fails)
+    monkeypatch.setattr(micro_batch, "smaller", lambda *args: micro_batch.Smaller(2, "4 → 2"))
+    monkeypatch.setattr(micro_batch, "begins_anew_here", lambda: True)
+    errors, error = RecordError(cast(Any, None)), MemoryError()
+    errors.on_exception(cast(Any, None), cast(Any, None), error)
+    assert errors.smaller == micro_batch.Smaller(2, "4 → 2")
+    assert error.__notes__ == ["4 → 2"]

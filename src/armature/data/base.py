@@ -210,6 +210,11 @@ class DataModule(L.LightningDataModule):
             "position": lambda: self.samples_seen, "population": self._train_samples, "left_out": lambda: self.left_out,
         }  # fmt: skip
 
+    @property
+    def reads_from_start(self) -> bool:
+        """Whether a sample can only be read after all that come before it in its epoch."""
+        return isinstance(self._dataset("train"), iterable.IterableStream)
+
     def places_of_step(self, position: int) -> list[tuple[int, int]]:
         """Return the parts (start, length) of the order of samples that all ranks take in the step at a position."""
         places = self._train_sampler().places_of(position + np.arange(self.global_batch_size))

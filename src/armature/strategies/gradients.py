@@ -43,7 +43,8 @@ class GradientMixin(LayoutMixin):
         target_weights: the numbers of targets in this step.
         on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update, `skip` leaves it out,
             `stop` and `rollback` leave out the later ones too, until the run is ended.
-        update_mask: leaves out steps; None: nothing does, or fp16's loss scaler.
+        update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores buffers. None: nothing
+            leaves out a step, or the scaler alone.
         masks_updates: whether `on_nan=skip` is possible.
         reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
     """
@@ -84,13 +85,15 @@ class GradientMixin(LayoutMixin):
     def _make_mask(self) -> UpdateMask | None:
         if self.on_nan == "ignore" or not self.module.automatic_optimization or not self.masks_updates:
             return None
-        for optimizer in self.optimizers:
-            if self.on_nan == "skip" and needs_closure(optimizer):
-                raise ConfigError(
-                    f"trainer.on_nan=skip: {type(optimizer).__name__} changes the weights between several gradients of "
-                    "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
-                )
-        return None if self.scaler is not None else UpdateMask(self.module, restores=self.on_nan == "skip")
+        restores, searches = self.on_nan == "skip", next(filter(needs_closure, self.optimizers), None)
+        if restores and searches is not None:
+            raise ConfigError(
+                f"trainer.on_nan=skip: {type(searches).__name__} changes the weights between several gradients of "
+                "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
+            )
+        if searches is not None or (self.scaler is not None and not restores):
+            return None  # a line search may try weights whose loss is infinite
+        return UpdateMask(self.module, restores=restores)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +104,8 @@ class GradientMixin(LayoutMixin):
         except StepLeftOut:
             return None
         finally:
+            if self.scaler is not None:
+                self.update_mask.left_out = self.skipped_step
             self.update_mask.step_ended()
 
     @property
@@ -110,8 +115,9 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim."""
-        return None if self.update_mask is None else self.update_mask.found
+        """What `left_out` is where only the device knows: 1 or 0, 0-dim; None if training does not go on after it."""
+        mask = self.update_mask
+        return mask.found if mask is not None and mask.restores else None
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
@@ -216,7 +222,7 @@ class GradientMixin(LayoutMixin):
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
-        if self.update_mask is not None:
+        if self.update_mask is not None and self.scaler is None:  # the scaler leaves out the update itself
             norm = self.grad_norm
             if norm is None and self.update_mask.restores:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 DEVICE_TYPES = ("cuda", "mps", "xpu")  # where a number is not read without waiting for everything computed before it
@@ -40,13 +41,13 @@ class UpdateMask:
         self.found: Tensor | None = None
         self._total: Tensor | None = None  # 0, or NaN from the first step on that is left out
         self._on_device = False  # whether the optimizer reads the flag, once that is known
-        self._buffers = list(module.buffers()) if restores else []
-        self._before: list[Tensor] = []
+        self._module = module
+        self._before: list[tuple[nn.Module, str, Tensor]] = []  # owner, name and value of each buffer
 
     def step_begins(self) -> None:
         """Called before each forward: remember the buffers as they were before the first of a step."""
-        if self._buffers and not self._before:
-            self._before = [buffer.clone() for buffer in self._buffers]
+        if self.restores and not self._before:
+            self._before = [(owner, name, old.detach().clone()) for owner, name, old in buffers_of(self._module)]
 
     def apply(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Leave out the update that follows if `norm` is not finite, or an earlier one was not and nobody restores.
@@ -83,14 +84,27 @@ class UpdateMask:
     @torch.no_grad()
     def _restore_buffers(self) -> None:
         before, self._before = self._before, []
-        for buffer, old in zip(self._buffers, before, strict=True):
-            if self.left_out:
+        for owner, name, old in before:
+            buffer = getattr(owner, name)  # the module may have put another tensor there
+            if buffer is None or buffer.shape != old.shape:
+                if self.left_out:
+                    setattr(owner, name, old)
+            elif self.left_out:
                 buffer.copy_(old)
             elif self.found is not None:
                 buffer.copy_(torch.where(self.found.to(buffer.device) > 0, old, buffer))
 
 
+def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield each buffer with the module and the name that it is registered under."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            yield owner, name, buffer
+
+
 def _masks_itself(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether the kernels read `found_inf`. Not in an optimizer's first step, which creates its state."""
+    if device.type == "mps":  # its kernels are given the flag and ignore it
+        return False
     fused = getattr(optimizer, "_step_supports_amp_scaling", False) and bool(optimizer.state)
     return fused and all(param.device == device for group in optimizer.param_groups for param in group["params"])

@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,11 @@ class Checkpointing(Checkpoint):
             assert isinstance(trainer, OurTrainer)
             due = trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
-            self._save(trainer)
-            self.writer.finish()
+            try:
+                with suppress(RolledBack):  # the run ends, and resumes from the checkpoint before
+                    self._save(trainer)
+            finally:
+                self.writer.finish()
         elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
             self.writer.finish()
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from armature import run_dir
@@ -61,6 +61,13 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
         f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of {batches.global_batch_size}. "
         f"Type data.micro_batch_size={size} to start with it{keep}.{note}"
     ))  # fmt: skip
+
+
+def agree(cfg: DictConfig) -> None:
+    """Take the smallest size that any rank's config.yaml has: each machine may have a run directory of its own."""
+    sizes = process_group.all_gather_object(OmegaConf.select(cfg, "run.micro_batch_size"))
+    if found := [size for size in sizes if size is not None]:
+        cfg.run.micro_batch_size = min(found)
 
 
 def begins_anew_here() -> bool:

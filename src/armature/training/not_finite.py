@@ -17,10 +17,11 @@ from omegaconf import DictConfig
 
 from armature import files
 from armature.checkpoint import resume
+from armature.checkpoint.state import needs_closure
 from armature.errors import ConfigError, NotFinite
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training.replay import Replay, replay
+from armature.training.replay import Replay, replay, weight_not_finite
 from armature.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,11 @@ class NotFiniteGuard(L.Callback):
         """
         strategy = StrategyMixin.find(trainer)
         judged = ("train/loss",) if strategy is not None and strategy.scales_loss else ("train/loss", "train/grad_norm")
-        bad = [row for row in rows if any(not math.isfinite(row.get(name, 0.0)) for name in judged)]
+        bad = _not_finite(rows, judged)
+        searches = any(map(needs_closure, trainer.optimizers))
+        if bad and searches and strategy is not None and weight_not_finite(strategy) is None:
+            judged = ("train/loss",)  # a gradient was of weights that the line search only tried
+            bad = _not_finite(rows, judged)
         if not bad:
             return
         if self.policy == "skip":
@@ -159,11 +164,11 @@ def begin(
 
     Args:
         resumes: whether the run continues from a checkpoint of its own.
-        events: of attempts of this process; None: what the run directory says, if the run resumes.
+        events: of attempts of this process; None: what rank 0's run directory says, if the run resumes.
     """
     policy, run_dir = cfg.trainer.on_nan, Path(cfg.run.dir)
     if events is None:
-        events = read(run_dir) if resumes else []
+        events = process_group.broadcast_object(read(run_dir) if resumes else [])
     data.left_out = left_out(events)
     if isinstance(strategy, StrategyMixin):
         strategy.on_nan = policy
@@ -186,6 +191,10 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 def left_out(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Return the parts of the order of samples that events have excluded, for `DataModule.left_out`."""
     return sorted({(start, length) for event in events for start, length in event.get("left_out", [])})
+
+
+def _not_finite(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [row for row in rows if any(not math.isfinite(row.get(name, 0.0)) for name in names)]
 
 
 def _data(trainer: Trainer) -> Any:

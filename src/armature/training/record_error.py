@@ -36,6 +36,7 @@ class RecordError(Callback):
         if memory.is_missing(exception):
             with suppress(Exception):  # an explanation must not hide the error
                 exception.add_note(memory.explain(self.cfg, trainer, pl_module))
+            with suppress(Exception):
                 self.smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
         if self.smaller is not None:
             exception.add_note(self.smaller.line)

@@ -16,8 +16,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from armature.errors import error_line
 from armature.parallel import process_group, randomness
 from armature.strategies.base import StrategyMixin
+from armature.strategies.update_mask import buffers_of
 from armature.training import epoch_metrics
 from armature.training.trainer import Trainer
 
@@ -60,25 +62,41 @@ class Replay:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+class _Unreadable(Exception):
+    """A rank cannot read the step's samples; raised by all ranks together."""
+
+
 def replay(trainer: Trainer, *, position: int) -> Replay:
-    """Replay the step at a position in the training samples. All ranks call this, and all get the same result."""
+    """Replay the step at a position in the training samples. All ranks call this, and all get the same result.
+
+    Raises:
+        RuntimeError: it failed on this one of several ranks, while the others wait in the step's collectives.
+    """
     strategy, module = StrategyMixin.find(trainer), trainer.lightning_module
     if strategy is None or not strategy.masks_updates:
         name = type(trainer.strategy).__name__
         return Replay(f"The step cannot be replayed: {name} has made its update already.")
     if not module.automatic_optimization:
         return Replay("The step cannot be replayed: the module optimizes manually, and has made its updates already.")
-    bad = next((n for n, p in strategy.weights().items() if _kind(p.detach()) is not None), None)
-    if lost := [each for each in process_group.all_gather_object(bad) if each is not None]:
+    if trainer.datamodule.reads_from_start:  # pyright: ignore[reportAttributeAccessIssue]
+        return Replay("The step is not replayed: an IterableDataset would be read from its start.")
+    if (lost := weight_not_finite(strategy)) is not None:
         return Replay(
-            f"The step cannot be replayed: weights are not finite any more (the first is {lost[0]}).",
-            {"weights": lost[0]},
+            f"The step cannot be replayed: weights are not finite any more (the first is {lost}).", {"weights": lost}
         )
     try:
         with _undisturbed(trainer, strategy):
             found = _find(trainer, strategy, position=position)
+    except _Unreadable as problem:
+        return Replay(f"The step cannot be replayed: its samples cannot be read again ({problem}).")
     except Exception as error:
-        return Replay(f"Replaying the step failed ({type(error).__name__}: {str(error).splitlines()[0]}).")
+        if trainer.world_size > 1:  # nothing else ends the others' wait
+            raise RuntimeError(
+                f"The loss or a gradient was not finite, and replaying the step failed on rank {trainer.global_rank} "
+                f"({type(error).__name__})."
+            ) from error
+        first_line = str(error).partition("\n")[0]
+        return Replay(f"Replaying the step failed ({type(error).__name__}: {first_line}).")
     if not found:
         return Replay(
             "Replaying the step gave finite values: either random numbers such as dropout's were others, or the "
@@ -93,6 +111,12 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
     return Replay(f"Replaying the step found: {first}{where}{_named(first.samples)}.", facts)
 
 
+def weight_not_finite(strategy: StrategyMixin) -> str | None:
+    """Return the name of a weight that is not finite on some rank, the same on all, or None. All ranks call it."""
+    own = next((name for name, param in strategy.weights().items() if _kind(param.detach()) is not None), None)
+    return next((name for name in process_group.all_gather_object(own) if name is not None), None)
+
+
 def _named(samples: list[int]) -> str:
     if not samples:
         return ""
@@ -105,9 +129,7 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
     module, loop, data = trainer.lightning_module, trainer.fit_loop.epoch_loop, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     rank, pipe = process_group.rank(), strategy.sizes.get("pipe", 1)
     stage = rank // max(1, trainer.world_size // pipe)
-    for i, (indices, raw) in enumerate(
-        zip(data.indices_of_step(position), data.batches_of_step(position), strict=True)
-    ):
+    for i, (indices, raw) in enumerate(_read(data, position=position)):
         batch = loop.move_to_device(raw)
         watch = _Watch(indices, stage=stage)
         watch.look_at_batch(batch)
@@ -122,6 +144,19 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
         if found := {rank: each for rank, each in enumerate(everyones) if each is not None}:
             return found
     return {}
+
+
+def _read(data: Any, *, position: int) -> list[tuple[list[int], Any]]:
+    """Return the indices and the batch of each of this rank's micro-batches, before any rank computes."""
+    parts, problem = [], None
+    try:
+        parts = list(zip(data.indices_of_step(position), data.batches_of_step(position), strict=True))
+    except Exception as error:
+        problem = error_line(error)
+    problems = process_group.all_gather_object(problem)
+    if (lost := next((each for each in problems if each is not None), None)) is not None:
+        raise _Unreadable(lost)
+    return parts
 
 
 class _Watch:
@@ -235,13 +270,14 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
         module.train()
     module.__dict__["log"] = lambda *args, **kwargs: None
     with torch.inference_mode(False), torch.enable_grad():
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        buffers = [(*each, each[-1].detach().clone()) for each in buffers_of(module)]
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
+                for owner, name, buffer, before in buffers:
                     buffer.copy_(before)
+                    setattr(owner, name, buffer)  # the step may have put another tensor there
             for param in module.parameters():
                 param.grad = None
             for part, mode in modes.items():

@@ -290,6 +290,10 @@ class StepLog(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)  # for callbacks and schedulers that monitor a column
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.training and (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.flush(trainer)  # `rows_read` may refuse what a callback of the user's is about to save
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)
         self.timings.flush()
