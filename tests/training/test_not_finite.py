@@ -137,7 +137,6 @@ def test_weights_that_an_optimizer_only_tries_end_no_run(train):
     folder, error = train(*bad("stop"), *searches, "trainer.max_steps=4", name="tried")
     assert error is None
     rows = running.rows(folder)
-    assert all(np.isfinite(float(row["train/loss"])) for row in rows)
     assert not any(np.isfinite(float(row["train/grad_norm"])) for row in rows)
     _, error = train(*bad("stop", BAD), *searches, name="bad")
     assert "at step 7" in str(error)

@@ -149,7 +149,6 @@ class EpochLoop(_TrainingEpochLoop):
         """Run forward and backward, and the optimizer's step with the last micro-batch of a global batch."""
         trainer, strategy, epoch = self.trainer, self.trainer.strategy, self.trainer.current_epoch
         progress, accumulate = self.automatic_optimization.optim_progress.optimizer, trainer.accumulate_grad_batches
-        first_loss: list[Tensor] = []  # LBFGS computes others, of weights that it only tries
 
         def forward() -> ClosureResult:
             output = call_strategy(trainer, "training_step", *arguments.values())
@@ -160,12 +159,8 @@ class EpochLoop(_TrainingEpochLoop):
                     "loss on every rank: 0 times the loss trains on nothing."
                 )
             if isinstance(output, Tensor) and accumulate == 1:  # spares a division by 1 in forward and backward
-                result = ClosureResult(output)
-            else:
-                result = self.automatic_optimization.output_result_cls.from_training_step_output(output, accumulate)
-            if not first_loss and result.loss is not None:
-                first_loss.append(result.loss)
-            return result
+                return ClosureResult(output)
+            return self.automatic_optimization.output_result_cls.from_training_step_output(output, accumulate)
 
         def zero_grad() -> None:
             progress.zero_grad.increment_ready()
@@ -197,7 +192,7 @@ class EpochLoop(_TrainingEpochLoop):
             if not accumulates:
                 progress.step.increment_completed()
         result = closure.consume_result()
-        return {} if result.loss is None else {**result.asdict(), "loss": first_loss[0]}
+        return {} if result.loss is None else result.asdict()
 
     def forward_again(self, batch: Any, index: int) -> Any:
         """Call training_step without the hooks around it, and return its output."""

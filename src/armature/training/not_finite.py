@@ -85,8 +85,7 @@ class NotFiniteGuard(L.Callback):
         bad = _not_finite(rows, judged)
         searches = any(map(needs_closure, trainer.optimizers))
         if bad and searches and strategy is not None and weight_not_finite(strategy) is None:
-            judged = ("train/loss",)  # a gradient was of weights that the line search only tried
-            bad = _not_finite(rows, judged)
+            return  # the loss and the gradient were of weights that the line search only tried
         if not bad:
             return
         if self.policy == "skip":
