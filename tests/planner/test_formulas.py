@@ -122,7 +122,7 @@ def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float)
     assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
 
 
-@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 4 + 12 / 8), (2, 4 + 16 / 8), (3, 16 / 8)])
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 8 + 12 / 8), (2, 4 + 16 / 8), (3, 16 / 8)])
 def test_zero_in_fp32_copies_weights_below_stage_3(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     setup = Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8, precision="32-true")
