@@ -122,6 +122,13 @@ def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float)
     assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
 
 
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 8 + 12 / 8), (2, 4 + 16 / 8), (3, 16 / 8)])
+def test_zero_in_fp32_copies_weights_below_stage_3(stage: int, bytes_per_parameter: float) -> None:
+    cost = cost_of("llama3_8b")
+    setup = Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8, precision="32-true")
+    assert memory.peak(setup).state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
+
+
 def test_compute_optimal_sizes_are_chinchillas() -> None:
     best = budget.optimum(5.76e23)
     assert (best.parameters, best.tokens) == pytest.approx((67e9, 1.43e12), rel=0.01)

@@ -60,6 +60,21 @@ def test_a_rank_of_a_run_that_no_machine_here_could_make():
     assert "formulas" in stage_3.notes[-1]
 
 
+@pytest.mark.slow
+def test_packed_sequences_of_a_users_module_and_of_his_data():
+    own = ["task._target_=tests.simulation.recurrent.Module", "data._target_=tests.simulation.recurrent.Data"]
+    own += ["strategy=single", "launch.allowed_packages=[armature,torch,lightning,tests]", "callbacks=[ema]"]
+    own += ["data.global_batch_size=4", "data.micro_batch_size=4"]
+    cases = ["+task.cell=LSTM"], ["+task.cell=LSTM", "+data.packed=true"], ["+task.cell=GRU"]
+    reports = simulation.simulate_all([each for case in cases for each in requests(*own, *case, ranks=[0])])
+    for report in reports:
+        assert isinstance(report, Report), report
+        assert report.flops["backward"] > 1.5 * report.flops["forward"]  # all but the gradient of the first input
+        assert any("bincount" in note and "smallest" in note for note in report.notes)
+        assert any(line.startswith("bincount") for line in report.syncs)
+        assert not any(line.startswith("repeat_interleave") for line in report.syncs)  # its size is given
+
+
 def test_seconds_of_a_step_and_what_follows():
     assert REPORT.step_seconds == (4.0, 5.0)  # half of the time is the pipeline's bubble
     assert REPORT.rate == (200.0, 250.0)
@@ -88,10 +103,15 @@ def test_extrapolation_is_a_straight_line():
 
 def test_zero_holds_and_sends_what_its_paper_says():
     one = dataclasses.replace(REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000})
-    held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2)
+    held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2, shared=False)
     assert held == {"parameters": 2_000, "gradients": 2_000, "optimizer state": 12_000}
-    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2)["gradients"] == 16_000
+    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2, shared=False)["gradients"] == 16_000
+    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=4, shared=False)["optimizer state"] == 12_000
+    assert deepspeed.held_bytes(one, stage=3, ranks=8, width=4, shared=True)["optimizer state"] == 8_000
+    low = dataclasses.replace(one, held={"parameters": 16_000, "gradients": 16_000, "optimizer state": 32_000})
+    assert deepspeed.held_bytes(low, stage=3, ranks=8, width=2, shared=False) == held
     assert deepspeed.volume(100.0, stage=3, micro_batches=2) == [("all_gather", 400.0), ("reduce_scatter", 200.0)]
+    assert deepspeed.volume(100.0, stage=3, micro_batches=2, kept=60.0)[0] == ("all_gather", 280.0)
 
 
 def test_a_group_is_as_fast_as_its_slowest_link():
@@ -149,6 +169,8 @@ def test_a_gpus_measurements_stand_beside_their_predictions(tmp_path):
     assert text.endswith("after\n")
     assert set(measured_gpu.cases(1)) == {"single", "single, every block recomputed"}
     assert {"ddp 8", "fsdp 8", "fsdp 4 × tensor 2"} <= set(measured_gpu.cases(8))
+    assert "tensor 4" in measured_gpu.cases(4)
+    assert "tensor 8" not in measured_gpu.cases(8)  # gpt2_124m has 12 heads
 
 
 def test_deepspeed_is_held_to_the_formulas_by_a_share():

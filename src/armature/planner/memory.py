@@ -76,6 +76,9 @@ def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
     part = _part(setup, stage)
     state = _state(setup, part)
     moments = _moments(setup, part, stage, state)
+    if setup.kind == "deepspeed" and setup.stage == 3:  # its bucket is never freed
+        bucket = setup.compute_bytes * DEEPSPEED_BUCKET
+        moments = [{**kinds, "gathered": kinds.get("gathered", 0) + bucket} for kinds in moments]
     highest = max(moments, key=lambda kinds: sum(kinds.values()))
     return {kind: size for kind, size in highest.items() if size}, sum(state.values())
 
@@ -100,9 +103,10 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
 
 
 def _deepspeed_state(setup: Setup, total: float, optimizer: float) -> dict[str, float]:
-    """Return ZeRO's formula (arXiv:1910.02054, 3.1): 16-bit weights and gradients, fp32 masters and state sharded."""
+    """Return ZeRO's formula (arXiv:1910.02054, 3.1): weights and gradients as computed with, fp32 masters and state."""
     ranks, low = setup.world_size, setup.compute_bytes
-    master = 4 * total if low == 2 else 0
+    shares = low == 4 and setup.stage == 3 and not setup.offload  # stages 1 and 2 copy fp32 weights, too
+    master = 0 if shares else 4 * total
     return {
         "parameters": 0 if setup.offload else low * total / (ranks if setup.stage >= 3 else 1),
         "gradients": 0 if setup.offload_optimizer else low * total / (ranks if setup.stage >= 2 else 1),
@@ -161,8 +165,9 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     working += piece * cost.positions * c * cost.inner / tensor / 2  # gradients of about half of them at a time
     low = _low_copies(setup, part)
     held = dict(state)
-    if setup.accumulate == 1 and setup.kind != "ddp" and pipe == 1:
-        held["gradients"] = 0  # set to None before the step; ddp's buckets stay
+    stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)  # buckets; a flat buffer
+    if setup.accumulate == 1 and not stays and pipe == 1:
+        held["gradients"] = 0  # set to None before the step
     gathered, unit_gradients = _gathered(setup, part)
     end = piece * cost.losses * cost.width * (cost.norm_bytes + 2 * c) / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
@@ -215,7 +220,7 @@ def _ahead(setup: Setup, part: Part) -> float:
 def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
     """Return bytes of gathered weights while backward runs, and of one unit's gradients on their way."""
     if setup.kind == "deepspeed" and setup.stage < 3:
-        return 0, setup.compute_bytes * min(DEEPSPEED_BUCKET, part.total)
+        return (1 if setup.on_cpu else 2) * setup.compute_bytes * DEEPSPEED_BUCKET, 0  # two overlap, whatever the model
     if not _sharded(setup):
         return 0, 0
     blocks = max(1, round(setup.min_unit / part.block)) if part.block < setup.min_unit else 1

@@ -28,7 +28,7 @@ def shown(candidates: Sequence[Candidate]) -> list[Candidate]:
 def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) -> list[str]:
     """Return one line per layout. `units`: tokens or samples of the whole run; None: no times."""
     found = shown(candidates)
-    in_days = units is not None and max(units / each.units_per_second[0] for each in found) >= DAY
+    in_days = units is not None and max((units / each.units_per_second[0] for each in found), default=0) >= DAY
     lines = [
         f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{f'{unit}/s':>21}"
         f"{('days' if in_days else 'hours') if units else '':>16}{'GPU hours' if units else '':>24}".rstrip()
@@ -148,8 +148,8 @@ ROW, BAR, NAMES, MEMORY, SPEED = 22, 14, 250, 330, 260  # pixels
 def svg(candidates: Sequence[Candidate], *, title: str, unit: str) -> str:
     """Return a picture: memory by kind of each layout beside the device's, and the range of throughput."""
     found = shown(candidates)
-    capacity = max(each.capacity_bytes for each in found)
-    fastest = max(each.units_per_second[1] for each in found)
+    capacity = max((each.capacity_bytes for each in found), default=1)
+    fastest = max((each.units_per_second[1] for each in found), default=1)
     scale = MEMORY / (1.5 * capacity)
     width, height = NAMES + MEMORY + SPEED + 60, 90 + ROW * len(found)
     parts = [

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as L
 import torch
@@ -27,7 +27,7 @@ from armature.layout import Layout
 from armature.planner import memory
 from armature.planner.devices import Device
 from armature.simulation import deepspeed, fake_cuda, hooks, operators, order, settings, substitutes
-from armature.simulation.meter import Meter
+from armature.simulation.meter import Assumed, Meter
 from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
@@ -103,14 +103,21 @@ def _boundary(cfg: DictConfig, *, rank: int, device: Device) -> tuple[tuple[int,
     raise AssertionError("the first stage has sent nothing")
 
 
+class ChildFailed(Exception):
+    """The simulation of the first stage raised an error. The text is its traceback."""
+
+
 def _in_child(function: Callable[[], Any]) -> Any:
     """Return what a function returns in a process of its own, since it replaces functions of torch."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
             result = pickle.dumps(function())
+        except ConfigError as error:
+            result = pickle.dumps(error)
         except BaseException as error:
-            result = pickle.dumps(RuntimeError("".join(traceback.format_exception(error))))
+            text = "".join(traceback.format_exception(error))
+            result = pickle.dumps(operators.explained(error) or ChildFailed(text))
         os.write(write, result)
         os._exit(0)
     os.close(write)
@@ -244,11 +251,13 @@ def _report(
 
 
 def _assumptions(meter: Meter) -> list[str]:
-    if not meter.assumed:
-        return []
+    lines = {taken: [line for line, each in meter.assumed.items() if each == taken] for taken in get_args(Assumed)}
+    consequences = {"largest": "at most what is printed", "smallest": "at least what is printed, and may be higher"}
     return [
-        f"The size of a result depends on values ({', '.join(meter.assumed)}): the largest possible is taken, so the "
-        "peak is at most what is printed."
+        f"The size of a result depends on values ({', '.join(found)}): the {taken} possible is taken, so the peak is "
+        f"{consequences[taken]}."
+        for taken, found in lines.items()
+        if found
     ]
 
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ KINDS = {  # by the start of an operator's name
     "all_to_all": "all_to_all", "shard_dim_alltoall": "all_to_all", "send": "send", "isend": "send",
 }  # fmt: skip
 COPIES = ("aten::_to_copy", "aten::copy_")
+Assumed = Literal["largest", "smallest"]
 ROUNDING = 512  # bytes; the caching allocator rounds up to it
 LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 
@@ -104,7 +105,7 @@ class Meter(Collectives):
         total: live bytes by kind.
         syncs: how often the host waits for the device, by the line of code.
         answered: lines that read a value, which a fake tensor does not have.
-        assumed: lines at which the size of a result depends on values.
+        assumed: lines at which the size of a result depends on values → which result is taken.
     """
 
     def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
@@ -117,7 +118,7 @@ class Meter(Collectives):
         self._operator: Any = None
         self.now = 0
         self.answered: dict[str, None] = {}
-        self.assumed: dict[str, None] = {}
+        self.assumed: dict[str, Assumed] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -238,12 +239,18 @@ class Meter(Collectives):
         if not waits_not:
             self.wait("to host" if source.is_cuda else "to device")
 
-    def wait(self, why: str, *, assumed: bool = False) -> None:
-        """Count a wait of the host for the device; `assumed`: what it returns has a size that depends on values."""
+    def wait(self, why: str, *, assumed: Assumed | None = None) -> None:
+        """Count a wait of the host for the device; `assumed`: its result, whose size depends on values, is that one."""
+        if self.paused:
+            return
         line = where()
         self.syncs[f"{why}: {line}"] += 1
-        if assumed:
-            self.assumed[f"{why} at {line}"] = None
+        if assumed is not None:
+            self.assumed[f"{why} at {line}"] = assumed
+
+    def answer(self) -> None:
+        """Note that the line that runs reads values."""
+        self.answered[where()] = None
 
     def seconds_of(self, kind: str, size: int, members: list[int]) -> float:
         return self.roofline.collective(kind, size, members)

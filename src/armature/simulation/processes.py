@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -154,7 +155,8 @@ class _Server:
     def close(self) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it has ended before it read all
+            self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait()
 

@@ -67,7 +67,6 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
     from armature.errors import ConfigError
     from armature.planner.devices import Device
     from armature.simulation import job, operators
-    from armature.simulation.meter import line_of
 
     gc.enable()
     cfg, device = OmegaConf.create(each["cfg"]), Device(**each["device"])
@@ -78,11 +77,9 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         return {"problems": error.problems}
     except Exception as error:
-        if (operator := operators.lacking(error)) is None:
+        if (explained := operators.explained(error)) is None:
             raise
-        line = line_of(traceback.extract_tb(error.__traceback__))
-        why = f"{line}: {operator} needs the values of a tensor, and simulated tensors have none."
-        return {"problems": [f"{why} Leave this line out of the simulated run. Training is not affected."]}
+        return {"problems": explained.problems}
 
 
 if __name__ == "__main__":

@@ -112,12 +112,14 @@ def _ddp() -> None:
 def _with_unused_parameters(setup_model: Any) -> Any:
     def call(self: DDP, model: Any) -> Any:
         self.simulated_buckets = None  # pyright: ignore[reportAttributeAccessIssue]
-        if self._ddp_kwargs.pop("find_unused_parameters", False):
+        finds_unused = self._ddp_kwargs.pop("find_unused_parameters", False)
+        if finds_unused:
             params = [param for param in model.parameters() if param.requires_grad]
             limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(self._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20]
             found = dist._compute_bucket_assignment_by_size(params, limits)[0]
             self.simulated_buckets = [[params[i] for i in bucket] for bucket in found]  # pyright: ignore
         wrapped = setup_model(self, model)
+        self._ddp_kwargs["find_unused_parameters"] = finds_unused  # for the next time that it wraps
         wrapped.require_backward_grad_sync = self.simulated_buckets is None  # pyright: ignore
         return wrapped
 
