@@ -79,6 +79,7 @@ def test_a_store_that_never_answers_ends_the_run(make):
     class Dead:
         def add(self, *args):
             time.sleep(60)
+            raise RuntimeError("the connection is closed")
 
     make(1, store=Dead()).start()
     running.wait_for(lambda: make.ended, seconds=10, what="the end")
