@@ -88,6 +88,7 @@ def events(folder: Path) -> list[dict]:
         ("backward", "backward", "model.fuse (Fuse)", []),
     ],
 )
+@pytest.mark.slow
 def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, samples, train):
     folder, error = train(*bad("stop", BAD, kind=kind))
     assert error is not None
@@ -105,12 +106,14 @@ def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, 
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in tensors(folder).values())
 
 
+@pytest.mark.slow
 def test_a_save_that_is_due_reads_the_rows_first(train):
     folder, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1")
     assert "at step 7" in str(error)
     assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
 
 
+@pytest.mark.slow
 def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
     target = "lightning.pytorch.callbacks.ModelCheckpoint"
     saves = f"+callbacks.own={{_target_:{target},dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1}}"
@@ -119,12 +122,14 @@ def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
     assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_samples_that_are_not_finite_themselves_are_named(train):
     folder, _ = train(*bad("stop"), f"data.broken=[{BAD}]")
     (event,) = events(folder)
     assert (event["place"], event["name"], event["samples"]) == ("samples", "inputs", [BAD])
 
 
+@pytest.mark.slow
 def test_ignore_trains_on(train, caplog):
     folder, error = train(*bad("ignore", BAD))
     assert error is None
@@ -132,6 +137,7 @@ def test_ignore_trains_on(train, caplog):
     assert "train/loss is nan at step 7" in caplog.text
 
 
+@pytest.mark.slow
 def test_weights_that_an_optimizer_only_tries_end_no_run(train):
     searches = ["optimizer=sgd", "optimizer._target_=tests.nan_parts.Searching"]
     folder, error = train(*bad("stop"), *searches, "trainer.max_steps=4", name="tried")
@@ -146,6 +152,7 @@ def test_weights_that_an_optimizer_only_tries_end_no_run(train):
 EMA_ON = "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.9}"
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(train):
     other, _ = train(*bad("skip"), EMA_ON, "trainer.max_steps=5", "scheduler=constant", name="shorter")
     skipped, error = train(*bad("skip", 49), EMA_ON, "trainer.max_steps=6", "scheduler=constant")
@@ -157,6 +164,7 @@ def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(trai
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[name])), name
 
 
+@pytest.mark.slow
 def test_a_run_with_a_skipped_step_resumes_exactly(train):
     straight, _ = train(*bad("skip", BAD), EMA_ON, name="straight")
     assert running.summary(straight)["skipped_steps"] == 1
@@ -167,6 +175,7 @@ def test_a_run_with_a_skipped_step_resumes_exactly(train):
 
 
 # ---------------------------------------------------------------- rollback
+@pytest.mark.slow
 def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
     folder, error = train(*bad("rollback", BAD), name="straight")
     assert error is None
@@ -182,6 +191,7 @@ def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
     assert_same(resumed, folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_at_the_bad_step_resumes_without_its_samples(train):
     late = "trainer.log_every_n_steps=100"  # only the save reads the rows
     straight, _ = train(*bad("rollback", BAD), late, name="straight")
@@ -195,6 +205,7 @@ def test_a_run_that_is_stopped_at_the_bad_step_resumes_without_its_samples(train
     assert (ended / "checkpoints" / "last").read_text().strip() == "step=000006"
 
 
+@pytest.mark.slow
 def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
     folder, error = train(*bad("rollback", 43), "resume=never")  # a sample of step 2
     assert error is None
@@ -202,6 +213,7 @@ def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
     assert len(running.rows(folder)) == 12
 
 
+@pytest.mark.slow
 def test_rollbacks_end(train):
     folder, error = train(*bad("rollback", *range(60)))
     assert "rolled back 3 times already, at steps 1, 1, 1" in str(error)
@@ -331,6 +343,7 @@ def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
     assert torch.equal(part.center, values)
 
 
+@pytest.mark.slow
 def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     expected, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="host")
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
@@ -393,6 +406,7 @@ def test_lbfgs_cannot_skip():
 
 
 # ---------------------------------------------------------------- replays that fail
+@pytest.mark.slow
 def test_a_step_whose_samples_cannot_be_read_again_is_not_replayed_by_any_rank(train, monkeypatch):
     gather = process_group.all_gather_object
 
@@ -418,6 +432,7 @@ def test_a_step_whose_samples_cannot_be_read_again_is_not_replayed_by_any_rank(t
     assert events(folder)[0]["step"] == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train, monkeypatch):
     def fails(trainer, *args, **kwargs):
@@ -433,6 +448,7 @@ def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train
     assert not memory.is_missing(caught.value)
 
 
+@pytest.mark.slow
 def test_a_step_of_an_iterable_dataset_is_not_replayed(train, monkeypatch):
     monkeypatch.setattr(DataModule, "reads_from_start", True)
     folder, error = train(*bad("stop", BAD))
