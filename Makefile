@@ -31,7 +31,7 @@ setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS=data adds t
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.installed-dev ## Run all tests, on two workers; ARGS="-n 0" for none
+test: $(VENV)/.installed-dev .venv-extras/.installed ## Run all tests, on two workers; ARGS="-n 0" for none
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
@@ -44,20 +44,22 @@ simulate-check: $(VENV)/.installed ## Compare simulated ranks with real processe
 	PYTHONPATH=src $(BIN)/python -m benchmarks.simulate_check $(ARGS)
 	$(BIN)/python -m pytest tests/simulation/test_layouts.py --all-layouts
 
-habits: $(VENV)/.installed-dev .venv-bench/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
+habits: $(VENV)/.installed-dev .venv-extras/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
 	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
 
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
 
-# transformers in .venv would slow down every start of Lightning, so alternatives have their own environment
-.venv-bench/.installed: requirements-bench.txt | $(VENV)/bin/python
-	$(BIN)/python -m venv .venv-bench
-	@echo '*' > .venv-bench/.gitignore
-	.venv-bench/bin/pip install --quiet --requirement requirements-bench.txt "$(TORCH)"
+# transformers in .venv would slow down every start of Lightning: it and alternatives have their own environment, which sees .venv
+.venv-extras/.installed: requirements-extras.txt requirements-finetune.txt $(VENV)/.installed
+	$(BIN)/python -m venv .venv-extras
+	@echo '*' > .venv-extras/.gitignore
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
+	.venv-extras/bin/pip install --quiet --requirement requirements-extras.txt "$(TORCH)"
 	@touch $@
 
-bench: $(VENV)/.installed .venv-bench/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
+bench: $(VENV)/.installed .venv-extras/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
 # the simulator needs torch's CPU build, beside the CUDA build

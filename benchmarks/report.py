@@ -28,7 +28,7 @@ TITLES = {
 
 def rivals_python(root: Path) -> Path:
     """Return the Python of `make bench`'s environment with transformers and accelerate, or this one's."""
-    made = root / ".venv-bench" / "bin" / "python"
+    made = root / ".venv-extras" / "bin" / "python"
     return made if made.exists() else Path(sys.executable)
 
 
@@ -265,4 +265,4 @@ def plot(file: Path, chart: Path, *, python: str) -> str | None:
             script = Path(__file__).with_name("plot.py")
             done = subprocess.run([interpreter, str(script), str(file), str(chart)], capture_output=True, text=True)
             return None if done.returncode == 0 else f"no chart: {done.stderr.strip().splitlines()[-1]}"
-    return "no chart: matplotlib is not installed (requirements-bench.txt has it)"
+    return "no chart: matplotlib is not installed (requirements-extras.txt has it)"

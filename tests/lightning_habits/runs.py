@@ -43,7 +43,7 @@ class Habit:
             sync_dist is rank 0's value; what follows a bias before BatchNorm, which Adam moves by noise, is noise too.
         stop: completed batches at which the run is stopped.
         sample: whether `make test` runs it, and under which layouts.
-        needs: a package of .venv-bench, without which the habit is skipped.
+        needs: a package of .venv-extras, without which the habit is skipped.
     """
 
     name: str

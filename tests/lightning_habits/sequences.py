@@ -150,7 +150,7 @@ def decay_groups(module: nn.Module) -> list[dict]:
     ]
 
 
-BENCH_PACKAGES = glob.glob(str(Path(__file__).parents[2] / ".venv-bench/lib/python3*/site-packages"))
+EXTRA_PACKAGES = glob.glob(str(Path(__file__).parents[2] / ".venv-extras/lib/python3*/site-packages"))
 
 
 class LlamaModule(L.LightningModule):
@@ -205,7 +205,7 @@ class TransformersLlama(LlamaModule):
     """transformers' own, from the environment of alternatives: in ours it would slow down every start."""
 
     def build(self):
-        sys.path += BENCH_PACKAGES
+        sys.path += EXTRA_PACKAGES
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.lightning_habits.habits import HABITS
 from tests.lightning_habits.runs import Habit, assert_equal, differences
-from tests.lightning_habits.sequences import BENCH_PACKAGES
+from tests.lightning_habits.sequences import EXTRA_PACKAGES
 
 pytestmark = [pytest.mark.slow]
 NAMES = [habit.name for habit in HABITS]
@@ -30,8 +30,8 @@ def pytest_generate_tests(metafunc):
 
 def straight(runs, habit: Habit, layout: str) -> Path:
     """Return the directory of a run without a stop; end the test if the habit is refused as expected."""
-    if habit.needs is not None and not any((Path(folder) / habit.needs).exists() for folder in BENCH_PACKAGES):
-        pytest.skip(f"{habit.needs} is not in .venv-bench: make habits installs it")
+    if habit.needs is not None and not any((Path(folder) / habit.needs).exists() for folder in EXTRA_PACKAGES):
+        pytest.skip(f"{habit.needs} is not in .venv-extras: make habits installs it")
     expected, run = habit.refused.get(layout), runs.straight(habit, layout)
     if isinstance(run, Path):
         assert expected is None, f"not refused, though this was expected: {expected}"
