@@ -54,10 +54,16 @@ class ReplicatedParameters(ParallelStyle):
 
     The parameters become DTensors like all others, since an optimizer cannot step both kinds in one call. In forward
     the module sees plain tensors.
+
+    Args:
+        gradient: Replicate if every rank computes the whole gradient, Partial if each adds a part of it.
     """
 
+    def __init__(self, gradient: Replicate | Partial | None = None) -> None:
+        self.gradient = gradient
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        compute_with_parts(module, device_mesh, Replicate())
+        compute_with_parts(module, device_mesh, Replicate(), gradient=self.gradient)
         return module
 
 
@@ -91,8 +97,13 @@ class Logits(ColwiseParallel):
         return module
 
 
-def compute_with_parts(module: nn.Module, device_mesh: DeviceMesh, placement: Placement) -> None:
-    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts as plain tensors."""
+def compute_with_parts(
+    module: nn.Module, device_mesh: DeviceMesh, placement: Placement, *, gradient: Placement | None = None
+) -> None:
+    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts as plain tensors.
+
+    Their gradients have `gradient`, by default the same placement.
+    """
     params = {name: param for name, param in module._parameters.items() if param is not None}
     names = list(params)
     for name, param in params.items():
@@ -103,7 +114,7 @@ def compute_with_parts(module: nn.Module, device_mesh: DeviceMesh, placement: Pl
     def show_plain_tensors(_: nn.Module, args: tuple[Any, ...]) -> None:
         replaced.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
         for name, param in replaced[-1].items():
-            module.__dict__[name] = param.to_local(grad_placements=[placement])  # pyright: ignore[reportAttributeAccessIssue]
+            module.__dict__[name] = param.to_local(grad_placements=[gradient or placement])  # pyright: ignore[reportAttributeAccessIssue]
 
     def restore_parameters(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for name, param in replaced.pop().items():
@@ -123,6 +134,7 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "logits": Logits(between_blocks),
         "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
+        "heads": ReplicatedParameters(Partial()),
         "gather": GatherInput(between_blocks),
     }
 
@@ -134,7 +146,7 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
     for pattern, style in plan.tensor.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
         styles |= dict.fromkeys(matching, style)
-        if not matching:
+        if not matching and pattern not in plan.optional:
             problems.append(
                 f"The plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}: correct plan.py"
             )
