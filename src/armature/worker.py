@@ -133,9 +133,9 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
-    task = build_task(cfg)
-    strategy = instantiate(cfg.strategy)
+    task, strategy = build_task(cfg), instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
+    strategy.reads_pretrained = checkpoint is None
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
     if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
