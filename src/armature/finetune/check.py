@@ -133,11 +133,16 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int) -> list[st
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
             "do not belong together: download the folder again."
         )
-    source, remedy = OmegaConf.select(cfg, "data.source"), f"Type data.source.tokenizer={own}."
-    chosen = source.tokenizer if isinstance(source, DictConfig) and "tokenizer" in source else own
+    source = OmegaConf.select(cfg, "data.source")
+    if not isinstance(source, DictConfig) or "tokenizer" not in source:
+        return found
+    chosen, whole = source.tokenizer, "template" in source  # conversations name the folder, other text the file
+    remedy = f"Type data.source.tokenizer={path if whole else own}."
     if chosen is None:
-        found.append(f"data.source.tokenizer=null trains a tokenizer, whose ids mean nothing to {KEY}={path}. {remedy}")
-    elif Path(chosen).is_file() and folder.vocabularies_differ(own, Path(chosen)):
+        found.append(f"data.source.tokenizer=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")
+        return found
+    file = Path(chosen) / folder.TOKENIZER if Path(chosen).is_dir() else Path(chosen)
+    if file.is_file() and folder.vocabularies_differ(own, file):
         found.append(f"data.source.tokenizer={chosen} gives other ids than {KEY} was trained with. {remedy}")
     return found
 
