@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders: straight into a model under any layout, and out of a checkpoint.
+"""Weights of Hugging Face folders, straight into a model under any layout.
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which returns Hugging Face's
 name of one of its parameters, or None for one that they do not have.
@@ -21,8 +21,6 @@ from typing_extensions import override
 from armature.checkpoint import storage
 from armature.errors import ConfigError
 from armature.finetune import folder as folders
-
-SHARD_BYTES = 5_000_000_000  # of one file, as transformers writes them
 
 
 def imported_names(model: nn.Module) -> set[str]:

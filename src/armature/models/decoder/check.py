@@ -55,6 +55,11 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def ffn_hidden_of(width: int) -> int:
+    """Return the feed-forward width if `ffn_hidden` is left out."""
+    return -(-8 * width // 3 // 64) * 64
+
+
 def windows_of(windows: int | Sequence[int | None] | None, *, layers: int) -> tuple[int | None, ...]:
     """Return each block's window: positions that one attends to, itself included; None: all."""
     return (windows,) * layers if windows is None or isinstance(windows, int) else tuple(windows)

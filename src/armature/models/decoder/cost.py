@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from armature.models.cost import Cost
-from armature.models.decoder.check import attended_share
+from armature.models.decoder.check import attended_share, ffn_hidden_of
 
 
 def cost(args: Mapping[str, Any]) -> Cost:
@@ -14,7 +14,7 @@ def cost(args: Mapping[str, Any]) -> Cost:
     width, heads, vocabulary = args["width"], args["heads"], args["vocab_size"]
     head_dim = args.get("head_dim") or width // heads
     queries, keys = heads * head_dim, (args.get("kv_heads") or heads) * head_dim
-    hidden = args.get("ffn_hidden") or -(-8 * width // 3 // 64) * 64
+    hidden = args.get("ffn_hidden") or ffn_hidden_of(width)
     tied, matrices = bool(args.get("tied", False)), 2 * width * queries + 2 * width * keys + 3 * width * hidden
     small = 2 * width + (queries + 2 * keys if args.get("attention_bias") else 0)
     small += 2 * head_dim if args.get("qk_norm") == "weighted" else 0

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from armature.models.autocast import to_compute_dtype
 from armature.models.decoder import documents as packing
 from armature.models.decoder import names, rope
-from armature.models.decoder.check import problems, windows_of
+from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy
 
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, width)
         block = partial(
             Block, width, heads=heads, kv_heads=kv_heads or heads, head_dim=self.head_dim, bias=attention_bias,
-            norm_eps=norm_eps, qk_norm=qk_norm, dropout=dropout, ffn_hidden=ffn_hidden or -(-8 * width // 3 // 64) * 64,
+            norm_eps=norm_eps, qk_norm=qk_norm, dropout=dropout, ffn_hidden=ffn_hidden or ffn_hidden_of(width),
         )  # fmt: skip
         self.blocks = nn.ModuleDict({str(i): block(window=window) for i, window in enumerate(self.windows)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(width, eps=norm_eps)
