@@ -15,6 +15,7 @@ from armature.finetune.export import read_decoder
 from armature.models.decoder import names
 from armature.models.decoder.model import Decoder
 from tests import forked, running
+from tests.finetune.folders import write_model
 from tests.finetune.reference import FAMILIES, ids
 
 EXTRA_PYTHON = running.ROOT / ".venv-extras" / "bin" / "python"
@@ -92,9 +93,7 @@ def test_a_cache_of_windows_continues_as_the_whole_text_would(folders):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus")
-    running.write_corpus(path)
-    return path
+    return running.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def write_tokenizer(path: Path) -> None:
@@ -196,3 +195,15 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     assert {**folder.config(tmp_path / "out"), "torch_dtype": 0, "dtype": 0} == {
         **folder.config(source), "torch_dtype": 0, "dtype": 0,
     }  # fmt: skip
+
+
+def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path):
+    path = write_model(
+        tmp_path / "big", vocab_size=60_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4
+    )
+    script = Path(__file__).with_name("read_in_little_memory.py")
+    result = running.run(
+        [sys.executable, str(script), str(path)], cwd=running.ROOT, env=running.environment(), ranks=2, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert max(map(float, result.stdout.split())) < 1.2, result.stdout

@@ -70,7 +70,7 @@ def _locate(cfg: DictConfig, name: str, run_dir: Path | None) -> Path:
 
 def relocate(cfg: DictConfig, run_dir: Path) -> bool:
     """Let a configuration name the run's own copy of a folder that is gone, in place. Return whether it was."""
-    name, kept = OmegaConf.select(cfg, KEY), folder.kept_in(run_dir)
+    name, kept = named_by(cfg), folder.kept_in(run_dir)
     if name is None or kept is None or Path(name).expanduser().is_dir():
         return False
     log.info("%s=%s is not there any more: the run's own copy of its settings and tokenizer is used.", KEY, name)

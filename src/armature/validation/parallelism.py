@@ -49,7 +49,10 @@ REFUSED: dict[tuple[str, str], str] = {
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
-        return []
+        if (cfg.get("model") or {}).get("pretrained") is None:
+            return []
+        what = f"strategy._target_={cfg['strategy']['_target_']}"
+        return [f"{what}: only armature's own strategies read model.pretrained. Type strategy=ddp, or strategy=fsdp."]
     if layout.kind == "single" and layout.world_size > 1:
         instead = "strategy=ddp, or trainer.devices=1"
         return [f"strategy=single is one process, but there are {layout.world_size}. Type {instead}."]
