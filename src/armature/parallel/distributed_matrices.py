@@ -115,9 +115,9 @@ def _exchanged(matrices: list[DTensor], function: Function, *, dim: int, group: 
 
 def _sharded_like(matrix: DTensor, local: Tensor) -> DTensor:
     if local.device.type != matrix.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
-        result = torch.empty_like(matrix)
+        result: Any = torch.empty_like(matrix)
         result.to_local().copy_(local)
-        return result  # pyright: ignore[reportReturnType]
+        return result
     return DTensor.from_local(
         local, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
     )
