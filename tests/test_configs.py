@@ -23,6 +23,7 @@ FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ r
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
     "data/streamed": ["data.path=text/*.txt"],
+    "data/chat": ["data.path=chats.jsonl"],
     "data/tokens": ["data.path=text"],
     "data/mixture": ["data.paths={a: text}"],
     "data/hf": ["data.path=csv", "task=example", "model=example"],

@@ -118,6 +118,10 @@ class Task(L.LightningModule):
         The model computes it, in `loss` (src/armature/models/<name>/model.py): a pipeline needs the loss on the stage
         that holds the model's last part.
         """
+        return self.loss_of(batch)
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the model's loss of a batch: the mean over its targets."""
         assert self.model is not None
         return self.model(*inputs_and_targets(batch))
 
@@ -127,9 +131,8 @@ class Task(L.LightningModule):
 
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. Padding, whose targets are all -100, has no weight."""
-        assert self.model is not None
-        inputs, targets = inputs_and_targets(batch)
-        metrics["loss"].update(self.model(inputs, targets), weight=(targets != IGNORED).sum())
+        loss = self.loss_of(batch)
+        metrics["loss"].update(loss, weight=(batch["targets"] != IGNORED).sum())
 
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
         """Return what is logged for `split` ("val" or "test"), given the computed metrics."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from armature.models.decoder.generation import generate
-from armature.tasks.base import Task
+from armature.tasks.base import Batch, Task, inputs_and_targets
 
 
 class LanguageModeling(Task):
@@ -33,6 +33,13 @@ class LanguageModeling(Task):
         super().__init__(model, optimizer=optimizer, scheduler=scheduler)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
+
+    @override
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the loss. A batch with "documents" (B, T) packs several, which do not attend to each other."""
+        assert self.model is not None
+        packed = {"documents": batch["documents"]} if "documents" in batch else {}
+        return self.model(*inputs_and_targets(batch), **packed)
 
     @override
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:

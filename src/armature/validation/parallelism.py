@@ -209,6 +209,12 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.pipe={pipe}: model.{plan.needs_inputs}={value} needs the inputs in every block, and only the "
             f"first stage has them. Type model.{plan.needs_inputs}=null, or strategy=fsdp."
         )
+    source = cfg["data"].get("source")
+    if isinstance(source, Mapping) and source.get("packing"):
+        problems.append(
+            f"strategy.pipe={pipe}: data.source.packing=true puts several documents into a row, and only the first "
+            "stage would know where they begin. Type data.source.packing=false, or strategy=fsdp."
+        )
     chunks, micro = strategy["microbatches"], cfg["data"].get("micro_batch_size")
     least = stages if schedule in ("1f1b", "zero_bubble") else pipe if schedule == "interleaved_1f1b" else 1
     if chunks < least:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from armature.models.autocast import to_compute_dtype
-from armature.models.decoder import documents
+from armature.models.decoder import documents as packing
 from armature.models.decoder.check import problems
 from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy
@@ -112,7 +112,7 @@ class Attention(nn.Module):
             if mask is None and 1 < new < seen:
                 mask = torch.ones(new, seen, dtype=torch.bool, device=x_BTD.device).tril(seen - new)
         if isinstance(mask, BlockMask):
-            a_BHTK = documents.attend(q_BHTK, k_BGTK, v_BGTK, mask)
+            a_BHTK = packing.attend(q_BHTK, k_BGTK, v_BGTK, mask)
         else:
             if q_BHTK.shape[1] != k_BGTK.shape[1] and not takes_groups(v_BGTK, mask):
                 groups = q_BHTK.shape[1] // k_BGTK.shape[1]
@@ -192,10 +192,14 @@ class Decoder(nn.Module):
         self.head: Head | None = Head(width, vocab_size)
         self._tie()
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
 
-        A pipeline stage without an embedding takes (B, T, D); one without a head returns (B, T, D).
+        `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each. A
+        pipeline stage without an embedding takes (B, T, D); one without a head returns (B, T, D).
         """
         start = 0 if cache is None else cache.length
         if self.embed is not None and start + inputs.shape[1] > self.context:
@@ -204,7 +208,9 @@ class Decoder(nn.Module):
             raise ValueError(f"{start + inputs.shape[1]} positions do not fit in the cache's {cache.positions}")
         rotary = partial(self.rotary, device=inputs.device)
         rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
-        mask = self.within_documents(inputs, cache) if self.document_token is not None else None
+        mask = None
+        if documents is not None or self.document_token is not None:
+            mask = self.within_documents(inputs, cache, documents)
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
             x_BTD = block(x_BTD, rotary_C2K, mask, cache, name) if cache is not None else block(x_BTD, rotary_C2K, mask)
@@ -235,17 +241,21 @@ class Decoder(nn.Module):
         heads = sum(module.q.out_features for module in self.modules() if isinstance(module, Attention))  # L H K
         return float((6 * matrices + 12 * heads * positions) * positions)
 
-    def within_documents(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor | BlockMask:
+    def within_documents(
+        self, inputs_BT: Tensor, cache: KeyValueCache | None, document_BT: Tensor | None = None
+    ) -> Tensor | BlockMask:
         """Return the mask that lets each position see its own document up to itself."""
-        document_BT = document_BS = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
+        if document_BT is None:
+            document_BT = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
+        document_BS = document_BT
         if cache is not None:
             if cache.documents_BS is not None:
                 document_BT = document_BT + cache.documents_BS[:, -1:]
                 document_BS = torch.cat([cache.documents_BS, document_BT], dim=1)
             cache.documents_BS = document_BS
-        elif documents.skips_blocks(inputs_BT.device, self.head_dim):
-            return documents.block_mask(document_BT)
-        return documents.dense_mask(document_BT, document_BS)
+        elif packing.skips_blocks(inputs_BT.device, self.head_dim):
+            return packing.block_mask(document_BT)
+        return packing.dense_mask(document_BT, document_BS)
 
     def rotary(self, *, device: torch.device | str) -> Tensor:
         """Return cosines and sines (C, 2, K/2) in fp32. Computing them here avoids buffers.
