@@ -360,7 +360,6 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    environment.record_collectives()
     _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
@@ -384,6 +383,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     Args:
         later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
+    environment.record_collectives()
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(
         backend=OmegaConf.select(cfg, "strategy.backend") or "auto",
