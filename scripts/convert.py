@@ -4,6 +4,7 @@ python scripts/convert.py outputs/<run.name> model.safetensors
 python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.safetensors --average
 python scripts/convert.py outputs/<run.name> lightning.ckpt           for Lightning: load_from_checkpoint, ckpt_path
 python scripts/convert.py outputs/<run.name> my-model                 a folder that transformers loads (decoders)
+python scripts/convert.py outputs/<run.name> my-adapter --adapter     a folder that peft loads (task=lora)
 python scripts/convert.py outputs/<run.name> model.onnx               for models that export
 python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats")
     parser.add_argument("--dtype", help="of a folder's weights: float32, bfloat16 or float16; default: as imported")
+    parser.add_argument("--adapter", action="store_true", help="a folder for peft with the adapters alone")
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
@@ -80,7 +82,7 @@ def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
     if args.target.suffix not in PROGRAMS:
         typed |= {"--input": args.input is not None, **dict.fromkeys(args.overrides, True)}
     if from_file or args.target.suffix in FILES + PROGRAMS:
-        typed |= {"--dtype": args.dtype is not None}
+        typed |= {"--dtype": args.dtype is not None, "--adapter": args.adapter}
     if unused := [option for option, is_typed in typed.items() if is_typed]:
         raise ConfigError(
             f"{args.source} → {args.target}: {', '.join(unused)} would change nothing here. Leave it out."
@@ -96,11 +98,13 @@ def near_suffix(target: Path) -> bool:
 def export_folder(args: argparse.Namespace) -> str:
     """Write a folder for transformers, and return what was written."""
     from armature import worker
-    from armature.finetune import export
+    from armature.finetune import export, peft
     from armature.loading import open_run
 
     worker.quiet()
     cfg, checkpoint = open_run(args.source, best=args.best, trust=args.trust)
+    if args.adapter:
+        return peft.export(cfg, checkpoint, args.target, average=args.average)
     return export.export(cfg, checkpoint, args.target, dtype=args.dtype, average=args.average)
 
 

@@ -50,6 +50,12 @@ def evaluate(args: argparse.Namespace) -> None:
     )
     run = trainer.validate if args.split == "val" else trainer.test
     metrics = {name: value for loader in run(task, datamodule=data, verbose=False) for name, value in loader.items()}
+    if not metrics:
+        other = "test" if args.split == "val" else "val"
+        raise ConfigError(
+            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task has no step for "
+            f"it. Try --split {other}."
+        )
     print(f"{checkpoint} on {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from armature import files
 from armature.checkpoint import convert, huggingface, state, storage
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder
+from armature.finetune.lora import Lora, is_adapter, merge
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
@@ -59,9 +61,9 @@ def export(
         part.mkdir()
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         _write_tokenizer(kept, Path(cfg.run.dir), part)
-        source = _Source(checkpoint, average=average)
+        source = Source(checkpoint, average=average, adapter=adapter_of(cfg))
         names = _write_weights(source, part, getattr(torch, dtype), shard_bytes)
-        far = _difference(cfg, source, args, part, getattr(torch, dtype))
+        far = _difference(cfg, source, args, part, getattr(torch, dtype), average=average)
         if not far <= _NEAR:
             raise ConfigError(
                 f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it was not written. "
@@ -84,11 +86,21 @@ def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
     return args | {"ffn_hidden": args["ffn_hidden"] or ffn_hidden_of(args["width"])}
 
 
-class _Source:
-    """The weights of a checkpoint, under Hugging Face's names."""
+def adapter_of(cfg: DictConfig) -> Lora | None:
+    node = cfg.task.get("adapter")
+    return None if node is None else instantiate(node)
 
-    def __init__(self, checkpoint: Path, *, average: bool) -> None:
-        self.checkpoint = checkpoint
+
+class Source:
+    """The weights of a checkpoint, under Hugging Face's names. Adapters are added to their weights.
+
+    Attributes:
+        names: the checkpoint's names of weights by Hugging Face's.
+        adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
+    """
+
+    def __init__(self, checkpoint: Path, *, average: bool = False, adapter: Lora | None = None) -> None:
+        self.checkpoint, self.scale = checkpoint, 0.0 if adapter is None else adapter.scale
         try:
             self.saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
         except FileNotFoundError as error:
@@ -97,15 +109,35 @@ class _Source:
         if average and not any(name.startswith(prefix) for name in self.saved):
             raise ConfigError(f"{checkpoint} holds no averaged weights: leave --average out.")
         own = [name for name in self.saved if name.startswith(convert.MODEL)]
-        self.names = {}  # Hugging Face's → the checkpoint's
+        self.names: dict[str, str] = {}
+        self.adapters: dict[str, list[str]] = {}
         for name in own:
+            saved_as = prefix + name if prefix + name in self.saved else name
+            if adapter is not None and is_adapter(name):  # A before B
+                base = f"{name.removeprefix(convert.MODEL).rpartition('.')[0]}.weight"
+                self.adapters.setdefault(str(theirs(base)), []).append(saved_as)
+                self.adapters[str(theirs(base))].sort()
+                continue
             if (renamed := theirs(name.removeprefix(convert.MODEL))) is None:
                 raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
-            self.names[renamed] = prefix + name if prefix + name in self.saved else name
+            self.names[renamed] = saved_as
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        found = state.load_tensors(self.checkpoint, [self.names[name] for name in names], self.saved)
-        return {name: found[self.names[name]] for name in names}
+        found = self._load([self.names[name] for name in names])
+        weights = {name: found[self.names[name]] for name in names}
+        for name in weights.keys() & self.adapters.keys():
+            a, b = self.read_adapter(name)
+            weights[name] = (weights[name].float() + self.scale * (b.float() @ a.float())).to(weights[name].dtype)
+        return weights
+
+    def read_adapter(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return A (rank, in) and B (out, rank) of the adapter of a weight."""
+        found = self._load(self.adapters[name])
+        a, b = self.adapters[name]
+        return found[a], found[b]
+
+    def _load(self, saved_as: list[str]) -> dict[str, Tensor]:
+        return state.load_tensors(self.checkpoint, saved_as, self.saved)
 
 
 def _write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
@@ -119,7 +151,7 @@ def _write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
         files.replace(target / folder.TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
-def _write_weights(source: _Source, target: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+def _write_weights(source: Source, target: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
     config = folder.config(target)
     names = [name for name in source.names if name != "lm_head.weight" or not config["tie_word_embeddings"]]
@@ -143,18 +175,20 @@ def _write_weights(source: _Source, target: Path, dtype: torch.dtype, shard_byte
 
 
 @torch.no_grad()
-def _difference(cfg: DictConfig, source: _Source, args: Mapping[str, Any], target: Path, dtype: torch.dtype) -> float:
+def _difference(
+    cfg: DictConfig, source: Source, args: Mapping[str, Any], target: Path, dtype: torch.dtype, *, average: bool
+) -> float:
     """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share of the largest."""
     length = min(args["context"], _PROBES)
     ids = torch.randint(args["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0))
-    model = load_task(cfg, source.checkpoint).get_submodule("model").float()
-    held = dict(model.named_parameters())
-    for name, param in held.items():
-        renamed = theirs(name)
-        assert renamed is not None
-        param.copy_(source.read([renamed])[renamed].to(dtype))
+    task = load_task(cfg, source.checkpoint)
+    if average:
+        task.load_state_dict(convert.weights_of(source.checkpoint, average=True), strict=False)
+    model = merge(task.get_submodule("model").float())
+    for param in model.parameters():
+        param.copy_(param.to(dtype))
     expected = model(ids)
-    del model, held
+    del task, model
     found = read_decoder(target, context=args["context"])(ids)
     return float((found - expected).abs().max() / expected.abs().max())
 

@@ -1,0 +1,98 @@
+"""Adapters of a model from Hugging Face, trained by the command line: what is written is what peft and transformers load."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import running
+from tests.data.chat_parts import folder, write
+from tests.finetune.test_import import EXTRA_PYTHON
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+MAKE = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.manual_seed(1)
+config = AutoConfig.for_model(
+    "qwen3", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
+)
+AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+"""
+LOGITS = """
+import sys, torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+base, adapter, merged, out = sys.argv[1:]
+ids = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+with torch.no_grad():
+    found = {"base": load(base)(ids).logits, "merged": load(merged)(ids).logits}
+    found["adapter"] = PeftModel.from_pretrained(load(base), adapter).eval()(ids).logits
+save_file({name: value.clone() for name, value in found.items()}, out)
+"""
+
+
+def command(*words: str | Path, python: str | Path = sys.executable) -> str:
+    result = subprocess.run(
+        [str(python), *map(str, words)], capture_output=True, text=True, timeout=300, env=os.environ
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that trained adapters under fsdp 2 of a folder that has since moved."""
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    root = tmp_path_factory.mktemp("adapters")
+    command("-c", MAKE, root / "base", python=EXTRA_PYTHON)
+    folder(root / "base")
+    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(40)]
+    path = write(root / "chats.jsonl", chats)
+    words = [
+        running.ROOT / "train.py", "experiment=finetune_lora", f"model.pretrained={root / 'base'}", f"data.path={path}",
+        "data.context=64", "data.global_batch_size=4", f"data.source.cache_dir={root / 'cache'}", "trainer.max_steps=6",
+        "trainer.accelerator=cpu", "trainer.precision=32-true", "task.adapter.rank=4", "optimizer.lr=1e-2",
+        f"run.root={root}", "run.name=run", "logger=none", "strategy=fsdp", "trainer.devices=2",
+    ]  # fmt: skip
+    command(*words)
+    (root / "base").rename(root / "moved")
+    return root
+
+
+def test_peft_and_transformers_compute_what_was_trained(trained):
+    convert = running.ROOT / "scripts" / "convert.py"
+    assert "14 adapters of rank 4" in command(convert, trained / "run", trained / "adapter", "--adapter")
+    assert "its logits are the run's" in command(convert, trained / "run", trained / "merged")
+    out = trained / "logits.safetensors"
+    command("-c", LOGITS, trained / "moved", trained / "adapter", trained / "merged", out, python=EXTRA_PYTHON)
+    logits = load_file(out)
+    torch.testing.assert_close(logits["adapter"], logits["merged"], atol=2e-5, rtol=2e-5)
+    assert (logits["adapter"] - logits["base"]).abs().max() > 0.1
+    config = json.loads((trained / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 32.0, False)
+    assert "q_proj" in config["target_modules"]
+
+
+def test_a_run_without_the_folder_answers_and_is_evaluated(trained):
+    scripts = running.ROOT / "scripts"
+    words = [trained / "run", "--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
+    assert "<|im_" not in command(scripts / "generate.py", *words)
+    assert "val/loss" in command(scripts / "evaluate.py", trained / "run", "--accelerator", "cpu")
+
+
+def test_options_that_do_not_fit_are_refused(trained):
+    convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(trained / "run")]
+    result = subprocess.run([*convert, str(trained / "a.safetensors"), "--adapter"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--adapter would change nothing here" in result.stderr
