@@ -53,8 +53,8 @@ def evaluate(args: argparse.Namespace) -> None:
     if not metrics:
         other = "test" if args.split == "val" else "val"
         raise ConfigError(
-            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task has no step for "
-            f"it. Try --split {other}."
+            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task has no step "
+            f"for it. Try --split {other}."
         )
     print(f"{checkpoint} on {args.split}:")
     for name, value in metrics.items():

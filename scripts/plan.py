@@ -48,6 +48,10 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
     if problems := settings.problems(alone(cfg), device):  # what no layout can mend
         raise ConfigError(problems)
+    if cfg.task.get("adapter"):
+        raise ConfigError(
+            "task.adapter: adapters have no formula yet. Type scripts/simulate.py with this command line."
+        )
     cost = cost_of(cfg)
     if cost is None:
         raise ConfigError(

@@ -38,6 +38,7 @@ EXTRA = {  # what a file cannot do without
     ],
     "model/pretrained": ["model.pretrained=base"],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
+    "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],
     "experiment/llama3_8b": ["data.path=text"],
     "experiment/llama3_70b": ["data.path=text"],

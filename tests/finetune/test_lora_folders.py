@@ -1,7 +1,6 @@
-"""Adapters of a model from Hugging Face, trained by the command line: what is written is what peft and transformers load."""
+"""Adapters of a model from Hugging Face, trained by the command line, and what peft and transformers make of them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +41,7 @@ save_file({name: value.clone() for name, value in found.items()}, out)
 
 
 def command(*words: str | Path, python: str | Path = sys.executable) -> str:
-    result = subprocess.run(
-        [str(python), *map(str, words)], capture_output=True, text=True, timeout=300, env=os.environ
-    )
+    result = subprocess.run([str(python), *map(str, words)], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout
 
@@ -57,7 +54,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
     command("-c", MAKE, root / "base", python=EXTRA_PYTHON)
     folder(root / "base")
-    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(40)]
+    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
     path = write(root / "chats.jsonl", chats)
     words = [
         running.ROOT / "train.py", "experiment=finetune_lora", f"model.pretrained={root / 'base'}", f"data.path={path}",
@@ -88,7 +85,11 @@ def test_a_run_without_the_folder_answers_and_is_evaluated(trained):
     scripts = running.ROOT / "scripts"
     words = [trained / "run", "--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
     assert "<|im_" not in command(scripts / "generate.py", *words)
-    assert "val/loss" in command(scripts / "evaluate.py", trained / "run", "--accelerator", "cpu")
+    evaluate = [scripts / "evaluate.py", trained / "run", "--accelerator", "cpu"]
+    assert "val/loss" in command(*evaluate, "--split", "val")
+    result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "Try --split val" in result.stderr
 
 
 def test_options_that_do_not_fit_are_refused(trained):
