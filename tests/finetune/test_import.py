@@ -110,7 +110,7 @@ def write_tokenizer(path: Path) -> None:
 
 TRAIN = (
     "experiment=finetune", "data=text", "data.context=32", "data.global_batch_size=4", "data.micro_batch_size=2",
-    "data.eval_batch_size=4", "data.source.vocab_size=256", "optimizer.lr=1e-4", "optimizer.eps=1e-6",
+    "data.eval_batch_size=4", "data.source.vocab_size=288", "optimizer.lr=1e-4", "optimizer.eps=1e-6",
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.log_every_n_steps=1",
     "trainer.limit_val_batches=1", "trainer.test_at_end=false", "launch.max_restarts=0", "logger=none",
 )  # fmt: skip
@@ -171,7 +171,7 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     (run / "checkpoints").mkdir(parents=True)
     folder.keep(source, run)
     model = read_decoder(source, context=48)
-    weights = {f"{convert.MODEL}{key}": value.detach() for key, value in model.named_parameters()}
+    weights = {f"{convert.MODEL}{key}": value.detach() for key, value in model.state_dict().items()}
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
     checkpoint = run / "checkpoints" / "step=000000"
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": "none"})
