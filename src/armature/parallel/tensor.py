@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from typing_extensions import override
 
 from armature.errors import ConfigError
+from armature.finetune.lora import ADAPTERS
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
@@ -158,13 +159,36 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
 def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Shard the modules that this rank holds, and replicate every parameter that no style names."""
     tied, by_name = ties.find(model), torch_styles(sequence_parallel=sequence_parallel)
+    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
     for name, module in model.named_modules():
         if name in styles:
+            adapters = {each: module._parameters.pop(each) for each in ADAPTERS if each in module._parameters}
             parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
+            divide_adapter(module, adapters, mesh=mesh, style=styles[name])
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(param, DTensor) for param in own):
             parallelize_module(module, mesh, ReplicatedParameters())
     ties.restore(model, tied)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        param.requires_grad_(name not in frozen)  # torch's SequenceParallel makes new parameters, which are trained
+
+
+def divide_adapter(
+    module: nn.Module, adapters: dict[str, nn.Parameter | None], *, mesh: DeviceMesh, style: str
+) -> None:
+    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one B's rows, of a row-sharded one
+    A's columns. The other matrix, which has only `rank` rows or columns, is whole on every rank.
+    """
+    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style == "column" else {"lora_A": Shard(1)}
+    for name, param in adapters.items():
+        assert param is not None
+        if style not in ("column", "row"):
+            raise ConfigError(
+                f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave "
+                "it out of task.adapter.targets, or type strategy=fsdp."
+            )
+        distributed = distribute_tensor(param, mesh, [placements.get(name, Replicate())], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)  # slots: functools.wraps copies a __dict__, and with it whose loss this is

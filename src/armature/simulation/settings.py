@@ -25,13 +25,14 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
     cfg = cfg.copy()
     simplify(cfg, root=tempfile.gettempdir())
     cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
+    too_many = device.too_many(count) if isinstance(count, int) else None
     there = {"gpu_count": lambda: count, "compute_capability": lambda: capability(device)}
     with patch.multiple(hardware, **there, gpu_memory_bytes=lambda: device.memory_bytes):
         try:
             checks.check(cfg, prepare=False, open_data=False)
         except ConfigError as error:
-            return error.problems
-    return []
+            return [*([too_many] if too_many else []), *error.problems]
+    return [too_many] if too_many else []
 
 
 def simplify(cfg: DictConfig, *, root: str) -> list[str]:

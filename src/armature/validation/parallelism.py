@@ -122,6 +122,11 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if asked is not True and asked != "emulate":
         return [f"strategy.float8={asked}: must be false, true, or emulate."]
     problems = []
+    if cfg["task"].get("adapter"):
+        problems.append(
+            f"strategy.float8={str(asked).lower()} converts the Linears that task.adapter adapts, and would leave its "
+            "adapters out. Type strategy.float8=false."
+        )
     if importlib.util.find_spec("torchao") is None:
         problems.append("strategy.float8 needs torchao, which is not installed here. Type pip install torchao.")
     if layout.plan is None:
