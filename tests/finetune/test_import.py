@@ -122,9 +122,9 @@ def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
     return running.run(words, cwd=cwd, env=running.environment(), ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3"])
 def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(folders, corpus, tmp_path, name):
-    """Exported before any step, the tensors are the folder's bits; trained, transformers has the run's logits."""
+    """And transformers computes the run's logits from what comes out."""
     base = tmp_path / "base"
     shutil.copytree(folders / name, base)
     write_tokenizer(base)
@@ -201,9 +201,13 @@ def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path):
     path = write_model(
         tmp_path / "big", vocab_size=60_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4
     )
-    script = Path(__file__).with_name("read_in_little_memory.py")
+    small, script = write_model(tmp_path / "small"), Path(__file__).with_name("read_in_little_memory.py")
     result = running.run(
-        [sys.executable, str(script), str(path)], cwd=running.ROOT, env=running.environment(), ranks=2, timeout=120
+        [sys.executable, str(script), str(small), str(path)],
+        cwd=running.ROOT,
+        env=running.environment(),
+        ranks=2,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert max(map(float, result.stdout.split())) < 1.2, result.stdout
