@@ -1,9 +1,10 @@
-"""Reads a folder under two ranks, and prints the peak of a rank's anonymous memory in shares of the model.
+"""Reads a small and a big folder under two ranks; prints the peak of anonymous memory for the big one, in shares of it.
 
 Mapped files do not count: the kernel drops them when memory is short. Started by forks.
 """
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from armature.checkpoint import huggingface
 from armature.finetune import architecture, folder
@@ -22,36 +24,35 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
+def read(path: Path) -> nn.Module:
+    args = architecture.arguments(folder.config(path), name=str(path))
+    model = decoder_on_meta(**args, context=64, pretrained=str(path))
+    names = huggingface.imported_names(model)
+    parallelize(model, axes={"shard": 2}, imported=names)
+    huggingface.read(model, names)
+    return model
+
+
 def main() -> None:
-    path = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    args = architecture.arguments(folder.config(path), name=str(path))
-    peak, ended = [0], threading.Event()
+    small, big = map(Path, sys.argv[1:])
+    read(small)  # imports and allocates what every process does once
+    gc.collect()
+    before, peak, ended = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
         while not ended.is_set():
             peak[0] = max(peak[0], anonymous_bytes())
             time.sleep(0.002)
 
-    for measured in (False, True):  # the first reading imports and allocates what every process does once
-        gc.collect()
-        before = anonymous_bytes()
-        model = decoder_on_meta(**args, context=64, pretrained=str(path))
-        names = huggingface.imported_names(model)
-        watcher = threading.Thread(target=watch)
-        if measured:
-            peak[0] = 0
-            watcher.start()
-        parallelize(model, axes={"shard": 2}, imported=names)
-        huggingface.read(model, names)
-        share = sum(param.numel() for param in model.parameters()) * 4 / 2
-        if not measured:
-            del model
-            gc.collect()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = read(big)
     ended.set()
     watcher.join()
-    print(f"{(peak[0] - before) / share:.3f}")
+    share = sum(param.numel() for param in model.parameters()) * 4 / 2
+    os.write(1, f"{(peak[0] - before) / share:.3f}\n".encode())  # at once: both ranks write
     dist.barrier()
     dist.destroy_process_group()
 

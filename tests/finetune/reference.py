@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 TINY = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "vocab_size": 288, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5,
     # with the usual 0.02 such small models attend evenly, and wrong positions go unseen
     "initializer_range": 0.2,

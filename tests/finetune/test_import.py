@@ -110,7 +110,7 @@ def write_tokenizer(path: Path) -> None:
 
 TRAIN = (
     "experiment=finetune", "data=text", "data.context=32", "data.global_batch_size=4", "data.micro_batch_size=2",
-    "data.eval_batch_size=4", "data.source.vocab_size=256", "optimizer.lr=1e-4", "optimizer.eps=1e-6",
+    "data.eval_batch_size=4", "data.source.vocab_size=288", "optimizer.lr=1e-4", "optimizer.eps=1e-6",
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.log_every_n_steps=1",
     "trainer.limit_val_batches=1", "trainer.test_at_end=false", "launch.max_restarts=0", "logger=none",
 )  # fmt: skip
@@ -122,11 +122,10 @@ def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
     return running.run(words, cwd=cwd, env=running.environment(), ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(folders, corpus, tmp_path, name):
-    """Exported before any step, the tensors are the folder's bits; trained, transformers has the run's logits."""
+def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(folders, corpus, tmp_path):
+    """And transformers computes the run's logits from what comes out."""
     base = tmp_path / "base"
-    shutil.copytree(folders / name, base)
+    shutil.copytree(folders / "qwen3", base)
     write_tokenizer(base)
     (base / folder.CHAT_TEMPLATE).write_text("{{ messages }}")
     losses = {}
@@ -171,7 +170,7 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     (run / "checkpoints").mkdir(parents=True)
     folder.keep(source, run)
     model = read_decoder(source, context=48)
-    weights = {f"{convert.MODEL}{key}": value.detach() for key, value in model.named_parameters()}
+    weights = {f"{convert.MODEL}{key}": value.detach() for key, value in model.state_dict().items()}
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
     checkpoint = run / "checkpoints" / "step=000000"
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": "none"})
@@ -201,9 +200,13 @@ def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path):
     path = write_model(
         tmp_path / "big", vocab_size=60_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4
     )
-    script = Path(__file__).with_name("read_in_little_memory.py")
+    small, script = write_model(tmp_path / "small"), Path(__file__).with_name("read_in_little_memory.py")
     result = running.run(
-        [sys.executable, str(script), str(path)], cwd=running.ROOT, env=running.environment(), ranks=2, timeout=120
+        [sys.executable, str(script), str(small), str(path)],
+        cwd=running.ROOT,
+        env=running.environment(),
+        ranks=2,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert max(map(float, result.stdout.split())) < 1.2, result.stdout

@@ -6,7 +6,9 @@ from omegaconf import OmegaConf
 
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder
+from armature.layout import Layout
 from armature.models.decoder.check import problems
+from armature.validation import parallelism
 from tests.finetune.folders import CONFIG, write_model, write_shard, write_tokenizer
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -156,3 +158,11 @@ def test_a_decoder_of_ones_own_gets_a_configuration_that_means_the_same():
 
 def test_the_tiny_folder_is_one_that_passes(model):
     assert check.weight_problems(model, architecture.arguments(CONFIG, name="tiny")) == []
+
+
+def test_a_strategy_that_does_not_read_folders_is_refused(model):
+    layout = Layout(kind="other", options={}, world_size=1, data_ranks=1, axes={}, plan=None)
+    cfg = {"model": {"pretrained": str(model)}, "strategy": {"_target_": "lightning.pytorch.strategies.DDPStrategy"}}
+    (problem,) = parallelism.problems(cfg, layout)
+    assert "only armature's own strategies read model.pretrained" in problem
+    assert parallelism.problems(cfg | {"model": {}}, layout) == []
