@@ -27,6 +27,7 @@ FRAMES = 12
 PACKAGES, TENSORS = f"{os.sep}site-packages{os.sep}", os.path.join("torch", "distributed", "tensor") + os.sep
 OURS = str(Path(__file__).parents[1]) + os.sep
 DTENSORS = os.path.join(OURS, "parallel", "dtensors.py")  # within an operation of a sharded weight
+REPORTED = 64  # collectives of a rank, in the report about a hang
 
 
 def answer_requests(folder: Path, *, place: Callable[[], str]) -> None:
@@ -66,13 +67,18 @@ def sharded_use(frames: Sequence[FrameSummary]) -> str | None:
     return f"{caller.filename}:{caller.lineno} {caller.name}" if uses else None
 
 
-def collectives() -> list[dict[str, Any]]:
-    """Return the recorded collectives, oldest first: group, its description, number in it, name, sizes, done."""
+def recorded() -> list[dict[str, Any]]:
+    """Return the entries of torch's flight recorder, oldest first."""
     recorder: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if (dump := getattr(recorder, name, None)) is not None:
             entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return entries
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return the newest collectives, oldest first: group, its description, number in it, name, sizes, done."""
     return [
         {
             "group": entry["process_group"][0],
@@ -83,5 +89,5 @@ def collectives() -> list[dict[str, Any]]:
             "done": entry["retired"] or entry["state"] == "completed",
             "pairwise": entry["is_p2p"],
         }
-        for entry in entries
+        for entry in recorded()[-REPORTED:]
     ]
