@@ -2,6 +2,8 @@
 
 import math
 import os
+from pathlib import Path
+from traceback import FrameSummary
 
 import pytest
 
@@ -28,6 +30,30 @@ def test_a_rank_that_never_came_is_named_with_where_it_is():
     text = hang.report(records, ranks=range(3), seconds=300)
     assert "rank 1: train after step 7; its last finished one is all_reduce of 4096, 1 of all ranks" in text
     assert "    task.py:12 training_step" in text
+
+
+def test_a_sharded_weight_that_only_some_ranks_use_is_named_with_what_to_type():
+    use = {"sharded": "mine.py:12 training_step"}
+    records = {0: record(call(2, done=False)) | use, 1: record(call(1), call(2, name="broadcast", done=False))}
+    told = "Rank 0 computes with a sharded weight at mine.py:12 training_step, which gathers it from all ranks. Compute"
+    assert told in hang.verdict(records, ranks=range(2))
+    assert "sharded" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        (["site-packages/torch/distributed/tensor/_api.py"], "/home/me/mine.py:1 step"),
+        (["armature/parallel/dtensors.py", "site-packages/torch/_tensor.py"], "/home/me/mine.py:1 step"),
+        (["site-packages/torch/distributed/tensor/_api.py", "armature/parallel/gradients.py"], None),
+        (["site-packages/torch/distributed/fsdp/_fully_shard.py"], None),
+    ],
+)
+def test_the_line_that_uses_a_sharded_weight_is_that_of_user_code(inner, expected):
+    source = Path(blocked.__file__).parents[2]
+    files = [str(source / name) if name.startswith("armature") else f"/venv/{name}" for name in inner]
+    frames = [FrameSummary(file, 1, "step") for file in [*files, "/home/me/mine.py", "/venv/site-packages/l.py"]]
+    assert blocked.sharded_use(frames) == expected
 
 
 def test_a_rank_that_does_not_answer_is_named():

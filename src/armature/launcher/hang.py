@@ -39,7 +39,25 @@ def clear(folder: Path) -> None:
 
 
 def verdict(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return one sentence: which ranks wait in which collective, and which never came to it; empty if unknown."""
+    """Return which ranks wait in which collective, which never came to it, and what to type; empty if unknown."""
+    return " ".join(filter(None, [_verdict(records, ranks=ranks), _remedy(records, ranks=ranks)]))
+
+
+def _remedy(records: Records, *, ranks: Sequence[int]) -> str:
+    """Return what to type if only some ranks compute with a sharded weight, as under `if trainer.is_global_zero:`."""
+    places = {rank: place for rank, record in records.items() if (place := record.get("sharded")) is not None}
+    here = {rank: place for rank, place in places.items() if place == next(iter(places.values()))}
+    if not here or len(here) == len(ranks):
+        return ""
+    does, verb = (named([*here]).capitalize(), "computes" if len(here) == 1 else "compute")
+    return (
+        f"{does} {verb} with a sharded weight at {next(iter(here.values()))}, which gathers it from all ranks. Compute "
+        "it on all ranks, outside of any `if self.trainer.is_global_zero:`, and only use the result on one: "
+        '`norm = self.net.weight.norm()`, then `self.log("norm", norm, rank_zero_only=True)`.'
+    )
+
+
+def _verdict(records: Records, *, ranks: Sequence[int]) -> str:
     waiting = {rank: each for rank, record in records.items() if (each := _pending(record)) is not None}
     if not waiting:
         return _by_stacks(records, ranks=ranks)

@@ -5,12 +5,15 @@ collectives, of NCCL and of gloo alike; TORCH_FR_BUFFER_SIZE, set by the launche
 """
 
 import json
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ from armature.launcher import environment, hang
 
 POLL_SECONDS = 1.0
 FRAMES = 12
+PACKAGES, TENSORS = f"{os.sep}site-packages{os.sep}", os.path.join("torch", "distributed", "tensor") + os.sep
+OURS = str(Path(__file__).parents[1]) + os.sep
+DTENSORS = os.path.join(OURS, "parallel", "dtensors.py")  # within an operation of a sharded weight
 REPORTED = 64  # collectives of a rank, in the report about a hang
 
 
@@ -37,14 +43,28 @@ def _wait(folder: Path, place: Callable[[], str]) -> None:
 
 
 def record(*, place: str) -> dict[str, Any]:
-    """Return this rank's place, the stack of its main thread, and its collectives."""
+    """Return this rank's place, the stack of its main thread, its collectives, and its use of a sharded weight."""
     main = threading.main_thread().ident
     assert main is not None
     frame = sys._current_frames().get(main)
     frames = list(reversed(traceback.extract_stack(frame))) if frame is not None else []
     shown = frames[:1] + own_frames(frames[1:])  # torch and Lightning say little here
     stack = [f"{each.filename}:{each.lineno} {each.name}" for each in shown[:FRAMES]]
-    return {"place": place, "stack": stack, "collectives": collectives()}
+    return {"place": place, "stack": stack, "collectives": collectives(), "sharded": sharded_use(frames)}
+
+
+def sharded_use(frames: Sequence[FrameSummary]) -> str | None:
+    """Return the line of user code that computes with a sharded weight, which gathers it from all ranks, or None.
+
+    Args:
+        frames: a stack, innermost first.
+    """
+    within = [*takewhile(lambda each: PACKAGES in each.filename or each.filename == DTENSORS, frames)]
+    caller = frames[len(within)] if len(within) < len(frames) else None
+    if caller is None or caller.filename.startswith(OURS):
+        return None  # what the library computes, all ranks compute
+    uses = any(TENSORS in each.filename or each.filename == DTENSORS for each in within)
+    return f"{caller.filename}:{caller.lineno} {caller.name}" if uses else None
 
 
 def recorded() -> list[dict[str, Any]]:
