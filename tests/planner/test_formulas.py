@@ -44,6 +44,19 @@ def test_a_decoders_cost_is_what_the_model_has(name: str) -> None:
     assert cost.flops_per_sample == model.flops_per_sample(inputs)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 96, "attention_bias": True}, {"qk_norm": "weighted", "windows": [512] * 8 + [None] * 8}],
+)
+def test_a_decoders_cost_counts_its_options(changes: dict[str, Any]) -> None:
+    args = {**arguments("llama3_1b"), **changes}
+    with torch.device("meta"):
+        model, inputs = Decoder(**args), torch.empty(1, args["context"], dtype=torch.long)
+    cost = decoder_cost(args)
+    assert cost.parameters == sum(param.numel() for param in model.parameters())
+    assert cost.flops_per_sample == model.flops_per_sample(inputs)
+
+
 def test_a_vision_transformers_cost_is_what_the_model_has() -> None:
     args = {"image_size": 16, "patch_size": 2, "channels": 3, "classes": 10, "width": 64, "layers": 4, "heads": 4}
     with torch.device("meta"):

@@ -142,12 +142,23 @@ def end_tokens(folder: Path) -> list[int]:
     return []
 
 
+def token_ids(tokenizer_file: Path) -> dict[str, int]:
+    """Return the id of every token of a tokenizer.json."""
+    tokenizer = read_json(tokenizer_file)
+    vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
+    if not isinstance(vocabulary, dict):  # of a unigram model: pairs of a token and its score, in order
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in added}
+
+
 def largest_token(tokenizer_file: Path) -> int:
     """Return the largest id that a tokenizer.json gives, -1 if none."""
-    tokenizer = read_json(tokenizer_file)
-    vocabulary, added = tokenizer.get("model", {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
-    last = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    return max([last, *(token["id"] for token in added)])
+    return max(token_ids(tokenizer_file).values(), default=-1)
+
+
+def vocabularies_differ(first: Path, second: Path) -> bool:
+    """Return whether two tokenizer.json give a token different ids."""
+    return first.read_bytes() != second.read_bytes() and token_ids(first) != token_ids(second)
 
 
 # ---------------------------------------------------------------- weights
@@ -258,3 +269,9 @@ def kept_in(run_dir: Path) -> Path | None:
     """Return a run's copy of the folder that it started from, or None."""
     folder = run_dir / KEPT
     return folder if (folder / CONFIG).is_file() else None
+
+
+def is_same(name: str, run_dir: Path) -> bool:
+    """Return whether the folder of this name is the model that a run started from."""
+    kept, path = kept_in(run_dir), Path(name).expanduser()
+    return kept is not None and (path / CONFIG).is_file() and fingerprint(kept) == fingerprint(path)

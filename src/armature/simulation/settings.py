@@ -38,6 +38,8 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
 def simplify(cfg: DictConfig, *, root: str) -> list[str]:
     """Leave out what has no part in a step; return what of it changes the result. `root`: of the run directory."""
     cfg.run.root, cfg.run.name, cfg.resume = root, "run", "never"
+    if OmegaConf.select(cfg, "model.pretrained") is not None:
+        cfg.model.pretrained = None  # its sizes are in the configuration, and weights have no part in a step's cost
     cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
     notes = []
     if OmegaConf.select(cfg, "strategy.compile", default="none") != "none":

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
+from armature.finetune.lora import Lora
 from armature.models.loss import IGNORED
 from armature.optim.groups import parameter_groups
 
@@ -56,6 +57,7 @@ class Task(L.LightningModule):
     """Trains the model on the loss that the model computes, and measures that loss on held-out batches.
 
     `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
+    `adapter` freezes the model and adds what is trained instead (`armature.finetune.lora.Lora`).
     A subclass adds metrics in `metrics`, `update` and `final_metrics`.
 
     Attributes:
@@ -67,9 +69,10 @@ class Task(L.LightningModule):
 
     def __init__(
         self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None, adapter: Lora | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.adapter = adapter
         self.model: nn.Module | None = None
         self._make_model, self._make_optimizer, self._make_scheduler = model, optimizer, scheduler
         # A plain dict: a strategy would move, empty or shard submodules together with the model
@@ -100,6 +103,8 @@ class Task(L.LightningModule):
         model_class = getattr(self._make_model, "func", self._make_model)
         with torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext():
             self.model = self._make_model()
+            if self.adapter is not None:
+                self.adapter.add_to(self.model)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

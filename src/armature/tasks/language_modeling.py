@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from armature.finetune.lora import Lora
 from armature.models.decoder.generation import generate
 from armature.tasks.base import Batch, Task, inputs_and_targets
 
@@ -28,9 +29,9 @@ class LanguageModeling(Task):
     def __init__(
         self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
         scheduler: Callable[..., LRScheduler] | None = None, preview_prompt: str = "def", preview_tokens: int = 120,
-        preview_temperature: float = 0.6,
+        preview_temperature: float = 0.6, adapter: Lora | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, optimizer=optimizer, scheduler=scheduler)
+        super().__init__(model, optimizer=optimizer, scheduler=scheduler, adapter=adapter)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
 
