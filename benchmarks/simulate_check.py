@@ -46,10 +46,14 @@ CASES = {  # name → (rank, overrides)
     "pipeline 2, last": (1, f"{PIPELINE} trainer.devices=2"),
     "pipeline 2, interleaved": (1, f"{PIPELINE} trainer.devices=2 strategy.schedule=interleaved_1f1b"),
     "fsdp 2 × pipeline 2": (3, f"strategy=fsdp_pipeline trainer.devices=4 {UNITS} data.micro_batch_size=8"),
-    "3d: 2 × 2 × 2": (7, f"strategy=3d trainer.devices=8 {UNITS} data.micro_batch_size=8"),
+    "3d: 2 × 2 × 2": (
+        7,
+        f"strategy=3d strategy.sequence_parallel=true trainer.devices=8 {UNITS} data.micro_batch_size=8",
+    ),
     "fsdp 2 × tensor 2, bf16-mixed": (
         1,
-        f"strategy=fsdp_tensor trainer.devices=4 {UNITS} data.micro_batch_size=4 trainer.precision=bf16-mixed",
+        f"strategy=fsdp_tensor strategy.sequence_parallel=true trainer.devices=4 {UNITS} data.micro_batch_size=4 "
+        "trainer.precision=bf16-mixed",
     ),
     "hsdp 2 × 2, Muon": (2, f"strategy=hsdp trainer.devices=4 {UNITS} optimizer=muon"),
     "pipeline 2, zero bubble": (

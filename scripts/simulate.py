@@ -4,7 +4,7 @@ python scripts/simulate.py model=llama3_8b data=synthetic strategy=fsdp_tensor t
     hardware=h100_80gb
 python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp trainer.devices=8 trainer.num_nodes=64 \
     hardware=h200 --depths 2,4 --ranks 0
-python scripts/simulate.py model=gpt_nano data=synthetic strategy=pipeline trainer.devices=4 --order
+python scripts/simulate.py model=gpt_nano data=synthetic strategy=fsdp trainer.devices=4 --order
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. docs/simulator.md says how well
 predictions agree with measured runs.

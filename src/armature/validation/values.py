@@ -249,7 +249,8 @@ def _shown(value: Any) -> str:
 def _choices(plain: dict[str, Any], choices: dict[str, tuple[Any, ...]]) -> Iterator[str]:
     for key, names in choices.items():
         value = _select(plain, key)
-        if value is _UNSET or (value in names and not isinstance(value, bool)):
+        known = any(value is name for name in names) if isinstance(value, bool) else value in names  # True equals 1
+        if value is _UNSET or known:
             continue
         texts = [_shown(name) for name in names]
         meant = ALIASES.get(key, {}).get(str(value))
