@@ -4,15 +4,10 @@
 for processes of their own. The other meanwhile takes whole files of the rest, at a low priority; those with ranks last.
 """
 
+import gc
 import os
 
 import pytest
-from hypothesis import settings
-
-from tests import running
-
-settings.register_profile("no deadline", deadline=None)  # of an example: a shared machine may stall for longer
-settings.load_profile("no deadline")
 
 TIMED = (
     "tests/callbacks/test_monitors.py",
@@ -31,8 +26,22 @@ SHARING = ("tests/simulation/",)  # files that share a server
 NICENESS = 10
 
 
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it only waits for its workers, which start sooner if it imports nothing
+    from hypothesis import settings
+
+    from tests import parsing
+
+    parsing.remember()
+    settings.register_profile("no deadline", deadline=None)  # of an example: a shared machine may stall for longer
+    settings.load_profile("no deadline")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
+    from tests import running
+
     return running.write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
@@ -52,6 +61,11 @@ def pytest_collection_modifyitems(config, items):
             return not name.startswith(TIMED), name.startswith(WITH_RANKS), item.path in slow
 
         items.sort(key=turn)
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # what is imported is no garbage of any test
 
 
 @pytest.hookimpl(tryfirst=True)

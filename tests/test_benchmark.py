@@ -325,6 +325,7 @@ def test_the_chunked_loss_needs_a_fifth_of_the_memory():
     assert chunked["gradients_differ_by"] < 1e-5
 
 
+@pytest.mark.slow
 def test_saves_are_measured_with_the_steps_after_them(tmp_path, monkeypatch):
     monkeypatch.setattr(saves, "STEPS", 4)
     monkeypatch.setattr("armature.launcher.heap.keep_freed_memory", lambda accelerator: None)

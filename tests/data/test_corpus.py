@@ -1,3 +1,4 @@
+import functools
 import gzip
 import json
 import logging
@@ -18,6 +19,7 @@ from armature.errors import ConfigError
 WORDS = ["def", "class", "return", "import", "self", "value", "while", "yield", "naïve", "Größe", "漢字", "🙂"]
 
 
+@functools.cache
 def some_text(seed: int, lines: int = 40) -> str:
     draw = np.random.RandomState(seed)
     return "".join(" ".join(draw.choice(WORDS, 8)) + "\n" for _ in range(lines))

@@ -166,7 +166,10 @@ def test_resume_at_any_step_makes_the_same_steps_as_an_uninterrupted_run(tmp_pat
         torch.testing.assert_close(resumed.weight, whole.weight)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (2, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
 def test_resume_under_another_accumulation_makes_the_same_steps(tmp_path, before, after):
     whole, straight = fit(NumbersData(micro_batch_size=before), tmp_path, steps=18, micro=before)
     for checkpoint in sorted(tmp_path.glob("*.ckpt")):

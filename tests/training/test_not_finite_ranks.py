@@ -1,6 +1,8 @@
 """`trainer.on_nan` on two ranks, of which one alone has values that are not finite."""
 
+import functools
 import json
+import math
 
 import pytest
 
@@ -49,3 +51,42 @@ def test_the_ranks_agree(strategy, policy, kind, expect, forks):
                 "trainer.max_steps=9", more, ranks=2, expect=code, seconds=100,
             )  # fmt: skip
         assert_same(undisturbed, folder)
+
+
+@pytest.fixture(scope="module")
+def broken(forks, corpus):
+    """Runs in which the embedding returns NaN for the samples of step 5: their event and their losses."""
+
+    @functools.cache
+    def run(policy, layout, ranks):
+        name = f"{layout}-{policy}"
+        breaks = "+callbacks.breaks={_target_:tests.training.disturbing.Breaks,step:5}"
+        allowed = "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]"
+        forks.train(
+            *running.TINY, f"data.path={corpus}", f"run.name={name}", f"trainer.on_nan={policy}", breaks, allowed,
+            "model.tied=false", "trainer.max_steps=8", "checkpoint.every_n_steps=2", f"strategy={layout}",
+            f"trainer.devices={ranks}", ranks=ranks, seconds=100,
+        )  # fmt: skip
+        folder = forks.cwd / "outputs" / name
+        (event,) = json.loads((folder / not_finite.FILE).read_text())["events"]
+        summary = running.summary(folder)
+        assert (summary["skipped_steps"], summary["rolled_back_steps"]) == ((1, []) if policy == "skip" else (0, [5]))
+        return event, [float(row["train/loss"]) for row in running.rows(folder)]
+
+    return run
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_what_follows_is_the_same_in_a_pipeline(policy, broken):
+    """One stage alone holds the module that breaks."""
+    expected, losses = broken(policy, "single", 1)
+    assert len(losses) == 8
+    assert sum(not math.isfinite(loss) for loss in losses) == (policy == "skip")
+    event, others = broken(policy, "pipeline", 2)
+    assert (event["step"], event["place"], event["name"]) == (5, "forward", "model.embed (Embedding)")
+    assert others == pytest.approx(losses, rel=1e-4, nan_ok=True)
+    assert samples_of(event) == samples_of(expected)
+
+
+def samples_of(event):
+    return sorted(index for indices in event["step_samples"].values() for index in indices)

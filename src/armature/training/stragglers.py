@@ -156,7 +156,8 @@ def own_record(ends: list[float], *, met: float, ranks: int) -> Record:
         if since <= (begun := call["time_created_ns"] / 1e9) <= ends[-1]:
             name, description = call["process_group"][:2]
             overlaps = "all_reduce" in call["profiling_name"] and not description.endswith("tensor")
-            seconds = call.get("duration_ms", np.nan) / 1e3
+            took = call.get("duration_ms")
+            seconds = np.nan if took is None else took / 1e3
             by_group[f"{name}{'~' * overlaps}"].append((call["collective_seq_id"], begun, seconds))
     groups = {}
     for name, rows in by_group.items():
