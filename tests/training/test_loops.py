@@ -7,6 +7,7 @@ from functools import partial
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.utils.data import DataLoader
@@ -59,10 +60,10 @@ OURS, LIGHTNINGS = Trainer, L.Trainer
 
 
 def make(trainer, *callbacks, **kwargs):
+    kwargs = {"logger": False, "enable_checkpointing": False, **kwargs}
     return trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[*callbacks], **kwargs,
-    )  # fmt: skip
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks], **kwargs
+    )
 
 
 def loaders(size: int = 16) -> tuple[DataLoader, DataLoader]:
@@ -267,6 +268,58 @@ def test_validation_runs_after_the_last_step_in_the_middle_of_an_epoch():
         Module([]), *loaders()
     )
     assert len([call for call in into if call.startswith("all on_validation_end")]) == 1
+
+
+class FreesGradients(Module):
+    def on_validation_model_zero_grad(self):
+        self.into.append(self.trainer.state.stage.value)
+        super().on_validation_model_zero_grad()
+
+
+def test_gradients_are_freed_in_the_stage_of_validation():
+    module = FreesGradients([])
+    make(OURS, max_epochs=1, num_sanity_val_steps=0).fit(module, *loaders())
+    assert "validate" in module.into
+    assert "train" not in module.into
+
+
+def test_new_loops_have_the_state_of_lightnings():
+    assert make(OURS, max_epochs=1).fit_loop.state_dict() == make(LIGHTNINGS, max_epochs=1).fit_loop.state_dict()
+
+
+def test_the_progress_of_the_last_validation_is_kept_until_the_next_one():
+    seen = []
+
+    class Look(L.Callback):
+        def on_train_epoch_start(self, trainer, module):
+            seen.append(trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed)
+
+    trainer = make(OURS, Look(), max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(Module([]), *loaders())
+    assert seen == [0, *trainer.num_val_batches]
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 3, "max_epochs": -1}, {"max_epochs": 1}])
+def test_the_limit_that_ended_the_run_is_named(limit, caplog):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        make(OURS, **limit).fit(Module([]), *loaders())
+    key, value = next(iter(limit.items()))
+    assert f"`Trainer.fit` stopped: `{key}={value}` reached." in caplog.text
+
+
+def test_loggers_receive_metrics_by_name():
+    class OnlyByName(DummyLogger):
+        def __init__(self):
+            super().__init__()
+            self.received = []
+
+        def log_metrics(self, *, metrics, step):
+            self.received.append((sorted(metrics), step))
+
+    logger = OnlyByName()
+    make(OURS, max_epochs=1, limit_val_batches=0, logger=logger, log_every_n_steps=1).fit(Module([]), *loaders())
+    assert logger.received
+    assert all("epoch" in names for names, _ in logger.received)  # though a DummyLogger answers to `write_rows`
 
 
 class TakesIterator(Module):

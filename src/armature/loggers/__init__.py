@@ -4,19 +4,25 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
+
+from typing_extensions import TypeIs
 
 from armature.validation import values
 
 log = logging.getLogger(__name__)
 
 
-@runtime_checkable
 class RowWriter(Protocol):
     """A logger that takes several optimizer steps in one call."""
 
     def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows of numbers by name; each has the `step` that it belongs to."""
+
+
+def writes_rows(logger: object) -> TypeIs[RowWriter]:
+    """Return whether a logger is a `RowWriter`."""
+    return hasattr(type(logger), "write_rows")  # mocks and Lightning's DummyLogger answer to any name
 
 
 def log_hyperparameters(loggers: Iterable[Any], hyperparameters: dict[str, Any]) -> None:

@@ -136,8 +136,6 @@ class EpochLoop(_TrainingEpochLoop):
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate where due; step the schedulers that follow a metric."""
         if self._should_check_val_fx(data_fetcher) and not self._skip_next_val:
-            if not self._should_accumulate():  # gradients are not needed during validation
-                call_module(self.trainer, "on_validation_model_zero_grad")
             self.validate()
         self._skip_next_val = False
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
@@ -253,11 +251,14 @@ class EpochLoop(_TrainingEpochLoop):
         return self.global_step if self._completed_batches is None else self._completed_batches
 
     @property
+    def all_global_batches_are_done(self) -> bool:
+        """Whether `max_global_batches` have been completed."""
+        return self.max_global_batches is not None and self.completed_batches >= self.max_global_batches
+
+    @property
     def last_batch_is_done(self) -> bool:
         """Whether the last global batch or optimizer step of the run has been completed."""
-        if self.max_global_batches is not None and self.completed_batches >= self.max_global_batches:
-            return True
-        return 0 <= self.max_steps <= self.global_step
+        return self.all_global_batches_are_done or 0 <= self.max_steps <= self.global_step
 
     @property
     @override
@@ -283,6 +284,9 @@ class EpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         trainer.validating = True
         first_loop_iter = trainer._logger_connector._first_loop_iter
+        if not self._should_accumulate():  # gradients are not needed during validation
+            call_module(trainer, "on_validation_model_zero_grad")
+        self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
         self.val_loop.run()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
@@ -290,7 +294,8 @@ class EpochLoop(_TrainingEpochLoop):
     # ------------------------------------------------------------ resume
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return super().on_save_checkpoint() | {"completed_batches": self.completed_batches}
+        own = {} if self._completed_batches is None else {"completed_batches": self._completed_batches}
+        return super().on_save_checkpoint() | own
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -361,19 +366,13 @@ class FitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        return self.epoch_loop.last_batch_is_done or super().done
-
-    @override
-    def setup_data(self) -> None:
-        super().setup_data()
-        # A checkpoint is saved between two steps, so the next validation starts anew
-        self.epoch_loop.val_loop.restarting = False
-        self.epoch_loop.val_loop.batch_progress.reset()
+        return self.epoch_loop.all_global_batches_are_done or super().done
 
     @override
     def run(self) -> None:
-        self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
         functions, self._before_training = self._before_training, []
+        if functions:
+            self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
         for function in functions:
             function()
         super().run()

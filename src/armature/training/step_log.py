@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armature.loggers import RowWriter
+from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.progress import completed_batches
@@ -276,11 +276,12 @@ class StepLog(Callback):
 
     def _log(self, logger: Logger, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
         rows = [*rows[:-1], rows[-1] | timing]
-        if isinstance(logger, RowWriter):
+        if writes_rows(logger):
             logger.write_rows(rows)
             return
         for row in rows:
-            logger.log_metrics({name: value for name, value in row.items() if name != "step"}, step=row["step"])
+            values = {name: value for name, value in row.items() if name != "step"}
+            logger.log_metrics(metrics=values, step=row["step"])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
-from armature.loggers import RowWriter
+from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
 from armature.training.loops import EpochLoop, FitLoop
 
@@ -60,7 +60,7 @@ class LoggerConnector(_LoggerConnector):
             step = self._trainer.completed_batches
         for logger in self.trainer.loggers:
             # a RowWriter has received the epoch with the row of this step
-            logger.log_metrics(named if isinstance(logger, RowWriter) else epoch | named, step=step)
+            logger.log_metrics(metrics=named if writes_rows(logger) else epoch | named, step=step)
             logger.save()
 
     def _logged_name(self, name: str) -> str:
