@@ -96,7 +96,8 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     each = torch._foreach_norm(own, 2, dtype=torch.promote_types(own[0].dtype, torch.float32))
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
-    squares = torch.cat([norms.to(device, torch.float32) for norms in alike]).square()
+    alike = [norms.to(device, torch.float32) for norms in alike]
+    squares = (alike[0] if len(alike) == 1 else torch.cat(alike)).square()
     if sharded:
         shares = [parts / ranks for _, parts in pieces]
         same = shares.count(shares[0]) == len(shares)

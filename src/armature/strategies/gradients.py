@@ -21,7 +21,7 @@ from armature.parallel import gradients
 from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies import hooks
-from armature.strategies.hooks import call_callbacks, call_module
+from armature.strategies.hooks import call_hooks
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 
@@ -161,12 +161,10 @@ class GradientMixin(LayoutMixin):
         if any(getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks):
             return super().backward(loss, *args, **kwargs)  # a loss scaler
         self.pre_backward(loss)
-        call_callbacks(trainer, "on_before_backward", loss)
-        call_module(trainer, "on_before_backward", loss)
+        call_hooks(trainer, "on_before_backward", loss)
         plugin.backward(loss, self.module, *args, **kwargs)
         loss = loss.detach()
-        call_callbacks(trainer, "on_after_backward")
-        call_module(trainer, "on_after_backward")
+        call_hooks(trainer, "on_after_backward")
         self.post_backward(loss)
         return loss
 
@@ -221,8 +219,7 @@ class GradientMixin(LayoutMixin):
         if own_clipping or not module.automatic_optimization or lightnings_own.func is not Precision._after_closure:
             lightnings_own(module, optimizer)
         else:
-            call_callbacks(trainer, HOOK, optimizer)
-            call_module(trainer, HOOK, optimizer)
+            call_hooks(trainer, HOOK, optimizer)
             algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
