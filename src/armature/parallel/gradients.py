@@ -9,7 +9,7 @@ whatever the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -54,18 +54,19 @@ def _part_count(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
+def total_norm(
+    parts: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device, add_up: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return the 2-norm of the unsharded model's gradient, a 0-dim fp32 tensor, the same on every rank.
 
     Args:
         ranks: the number of ranks that together hold this rank's pipeline stage.
         sharded: whether ranks hold different parts, whose squares must be added up. The same on every rank.
+        add_up: returns the sum of a 0-dim fp32 tensor over all ranks; called if the parts are `sharded`.
     """
     pieces = [piece for part in parts for piece in _pieces(*part)]
     total = _squares(pieces, ranks=ranks, sharded=sharded, device=device).sum()
-    if sharded:
-        dist.all_reduce(total)
-    return total.sqrt()
+    return (add_up(total) if sharded else total).sqrt()
 
 
 @torch.no_grad()
@@ -95,7 +96,8 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     each = torch._foreach_norm(own, 2, dtype=torch.promote_types(own[0].dtype, torch.float32))
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
-    squares = torch.cat([norms.to(device, torch.float32) for norms in alike]).square()
+    alike = [norms.to(device, torch.float32) for norms in alike]
+    squares = (alike[0] if len(alike) == 1 else torch.cat(alike)).square()
     if sharded:
         shares = [parts / ranks for _, parts in pieces]
         same = shares.count(shares[0]) == len(shares)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from armature.models.loss import IGNORED
+from armature.parallel.step_sum import StepSum
 
 TARGETS_PER_UNIT = 1024.0  # numbers of targets are counted in units, so that a loss times a number fits into fp16
 MIN_TARGETS = 1e-12
@@ -26,18 +26,20 @@ class TargetWeights:
     Attributes:
         batch_targets: the number of targets in the newest batch, in units of `TARGETS_PER_UNIT`; a 0-dim fp32 tensor,
             or None if its targets are not counted.
-        step_targets: the same of this step so far on this rank; on all ranks once its micro-batches are complete.
+        step_targets: the same of this step so far, on this rank.
+        step_sum: adds them up over the ranks.
     """
 
     def __init__(self) -> None:
+        self.step_sum = StepSum()
         self.reset()
 
     def reset(self) -> None:
         self.batch_targets: Tensor | None = None
         self.step_targets: Tensor | None = None
         self._micro_batches = 0
-        self._all_reduce: dist.Work | None = None
         self._gradient_scale: Tensor | None = None
+        self.step_sum.forget()
 
     def count_batch(self, batch: Any) -> None:
         """Count the targets of a batch if it is a dictionary whose "targets" are whole numbers."""
@@ -49,19 +51,27 @@ class TargetWeights:
             count = (targets != IGNORED).sum(dtype=torch.float32)
             self.batch_targets = count.clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT  # never 0: a pipeline divides by it
 
-    def weight_loss(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:
+    def weight_loss(self, loss: Tensor, *, micro_batches: int, ranks: int, travels_with_norm: bool = False) -> Tensor:
         """Return the loss multiplied by the number of targets, to call backward on.
 
-        With the last of the step's `micro_batches`, ranks start to add up their numbers while backward runs.
+        With the last of the step's `micro_batches`, ranks start to add up their numbers while backward runs, unless
+        the numbers travel with the gradient's norm (`add_up`).
         """
         if self.batch_targets is None:
             return loss
         so_far = self.step_targets
         self.step_targets = self.batch_targets.clone() if so_far is None else so_far + self.batch_targets
         self._micro_batches += 1
-        if self._micro_batches == micro_batches and ranks > 1:
-            self._all_reduce = dist.all_reduce(self.step_targets, async_op=True)
+        if self._micro_batches == micro_batches and ranks > 1 and not travels_with_norm:
+            self.step_sum.start(self.step_targets)
         return loss * self.batch_targets
+
+    def add_up(self, squares: Tensor) -> Tensor:
+        """Return the sum of `squares` over all ranks; the step's targets travel with it unless they were sent before.
+
+        All ranks must call this, after the step's last micro-batch.
+        """
+        return self.step_sum.add_up(squares, self.step_targets if self._gradient_scale is None else None)
 
     def gradient_scale(self, *, micro_batches: int, ranks: int) -> Tensor | None:
         """Return the factor still to be applied to the step's gradients, or None if no targets were counted.
@@ -69,9 +79,10 @@ class TargetWeights:
         A 0-dim fp32 tensor, the same on every rank. All ranks must call this, after the step's last micro-batch.
         """
         if self._gradient_scale is None and self.step_targets is not None:
-            if self._all_reduce is not None:
-                self._all_reduce.wait()
-            elif ranks > 1:  # the epoch ended with fewer micro-batches
-                dist.all_reduce(self.step_targets)
-            self._gradient_scale = micro_batches * ranks / self.step_targets
+            targets = self.step_sum.targets() if ranks > 1 else self.step_targets
+            if targets is None:  # nothing was sent: the epoch ended with fewer micro-batches
+                self.step_sum.start(self.step_targets)
+                targets = self.step_sum.targets()
+                assert targets is not None
+            self._gradient_scale = micro_batches * ranks / targets
         return self._gradient_scale

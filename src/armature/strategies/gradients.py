@@ -21,7 +21,7 @@ from armature.parallel import gradients
 from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies import hooks
-from armature.strategies.hooks import call_callbacks, call_module
+from armature.strategies.hooks import call_hooks
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 
@@ -60,6 +60,7 @@ class GradientMixin(LayoutMixin):
     _data_ranks: int
     _weighs_targets: bool
     _hooks_read_gradients: bool = False
+    _norm_sums_targets: bool = False  # whether the step's targets are added up with the norm, in one collective
     _skips_step: bool = False  # training_step returned None, after which Lightning clips but the scaler makes no step
     # weights that were not trained when gradients were arranged to be reduced over the ranks; of one rank, none
     _frozen: Sequence[Tensor] = ()
@@ -79,6 +80,8 @@ class GradientMixin(LayoutMixin):
         self.target_weights.reset()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
         self._hooks_read_gradients = own_hooks or any(map(needs_scaled_gradients, trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
+        clips = is_overridden("clip_gradients", self.module)
+        self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
         self.update_mask = self._make_mask()
 
     # ------------------------------------------------------------ steps that are left out
@@ -149,19 +152,19 @@ class GradientMixin(LayoutMixin):
             raise ConfigError(self._unfrozen_problem("inside training_step", "unfreeze them in on_train_batch_start"))
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
-        loss = self.target_weights.weight_loss(closure_loss, micro_batches=micro_batches, ranks=self.world_size)
+        loss = self.target_weights.weight_loss(
+            closure_loss, micro_batches=micro_batches, ranks=self.world_size, travels_with_norm=self._norm_sums_targets
+        )
         if self.update_mask is not None and self.update_mask.restores:
             loss = loss * (1 + 0 * loss.detach())  # a loss that is not finite makes all ranks' gradients NaN
         plugin_hooks = ("pre_backward", "post_backward")
         if any(getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks):
             return super().backward(loss, *args, **kwargs)  # a loss scaler
         self.pre_backward(loss)
-        call_callbacks(trainer, "on_before_backward", loss)
-        call_module(trainer, "on_before_backward", loss)
+        call_hooks(trainer, "on_before_backward", loss)
         plugin.backward(loss, self.module, *args, **kwargs)
         loss = loss.detach()
-        call_callbacks(trainer, "on_after_backward")
-        call_module(trainer, "on_after_backward")
+        call_hooks(trainer, "on_after_backward")
         self.post_backward(loss)
         return loss
 
@@ -216,8 +219,7 @@ class GradientMixin(LayoutMixin):
         if own_clipping or not module.automatic_optimization or lightnings_own.func is not Precision._after_closure:
             lightnings_own(module, optimizer)
         else:
-            call_callbacks(trainer, HOOK, optimizer)
-            call_module(trainer, HOOK, optimizer)
+            call_hooks(trainer, HOOK, optimizer)
             algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
@@ -244,8 +246,8 @@ class GradientMixin(LayoutMixin):
         if scaler is not None and fused and not self._skips_step:
             scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, whose gradients could not be clipped
         parts = gradients.local_gradients(parameters_of(optimizer))
+        norm = self._norm_of(parts)  # of sharded gradients, with the numbers of targets
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
-        norm = self._norm_of(parts)
         self.grad_norm = norm = norm if factor is None else norm * factor
         by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         if clip_val and not by_value:
@@ -257,7 +259,10 @@ class GradientMixin(LayoutMixin):
             gradients.clip_by_value(parts, value=clip_val)
 
     def _norm_of(self, parts: Sequence[gradients.Part]) -> Tensor:
-        return gradients.total_norm(parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device)
+        return gradients.total_norm(
+            parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device,
+            add_up=self.target_weights.add_up,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ norms, for callbacks
     @property

@@ -21,34 +21,36 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     base: {name: getattr(base, name) for name in dir(base)}
     for base in (L.Callback, L.LightningModule, L.LightningDataModule, Strategy)
 }
+_CALLBACK_DEFAULTS = _DEFAULTS[L.Callback]
 _EMPTY_HOOKS = (  # hooks that do nothing unless a module overrides them
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step",
 )  # fmt: skip
 
 
-def call_callbacks(trainer: L.Trainer, name: str, *args: Any) -> None:
-    """Call a hook of every callback that overrides it."""
+def call_hooks(trainer: L.Trainer, name: str, *args: Any) -> Any:
+    """Call a hook of every callback that overrides it, then the LightningModule's; return what the module returns."""
     if _is_watched(trainer):
         call._call_callback_hooks(trainer, name, *args)
-        return
-    module, default = trainer.lightning_module, _DEFAULTS[L.Callback].get(name)
-    state = vars(module)
+        return call._call_lightning_module_hook(trainer, name, *args)
+    module, default = _module_of(trainer), _CALLBACK_DEFAULTS.get(name)
+    state = module.__dict__
     before, state["_current_fx_name"] = state["_current_fx_name"], name  # `self.log` asks which hook it is called in
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         replaced = getattr(type(callback), name, None) is not default or name in callback.__dict__
         if replaced and callable(hook := getattr(callback, name)):
             hook(trainer, module, *args)
     state["_current_fx_name"] = before
+    if name in _EMPTY_HOOKS and not is_overridden(module, name, L.LightningModule):
+        return None
+    return _call(module, name, getattr(module, name), args)
 
 
 def call_module(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a hook of the LightningModule and return its result."""
-    module = trainer.lightning_module
     if _is_watched(trainer):
         return call._call_lightning_module_hook(trainer, name, *args)
-    if name in _EMPTY_HOOKS and not is_overridden(module, name, L.LightningModule):
-        return None
+    module = _module_of(trainer)
     return _call(module, name, getattr(module, name), args)
 
 
@@ -56,12 +58,18 @@ def call_strategy(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a method of the strategy as a hook and return its result."""
     if _is_watched(trainer):
         return call._call_strategy_hook(trainer, name, *args)
-    return _call(trainer.lightning_module, name, getattr(trainer.strategy, name), args)
+    return _call(_module_of(trainer), name, getattr(trainer.strategy, name), args)
 
 
 def is_overridden(instance: Any, name: str, base: type) -> bool:
     """Return whether an instance or its class replaces a method of `base`, one of Lightning's classes."""
-    return name in vars(instance) or getattr(type(instance), name, None) is not _DEFAULTS[base].get(name)
+    return name in instance.__dict__ or getattr(type(instance), name, None) is not _DEFAULTS[base].get(name)
+
+
+def _module_of(trainer: L.Trainer) -> L.LightningModule:
+    module = trainer.strategy.lightning_module  # as trainer.lightning_module, two calls shorter
+    assert module is not None
+    return module
 
 
 def _is_watched(trainer: L.Trainer) -> bool:
@@ -71,7 +79,7 @@ def _is_watched(trainer: L.Trainer) -> bool:
 def _call(module: L.LightningModule, name: str, hook: Any, args: tuple[Any, ...]) -> Any:
     if not callable(hook):
         return None
-    state = vars(module)
+    state = module.__dict__
     before, state["_current_fx_name"] = state["_current_fx_name"], name
     output = hook(*args)
     state["_current_fx_name"] = before

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from armature.data.prefetch import TRANSFER_HOOKS
 from armature.strategies.base import StrategyMixin
-from armature.strategies.hooks import call_callbacks, call_module, call_strategy, is_overridden
+from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -88,8 +88,7 @@ class EpochLoop(_TrainingEpochLoop):
         if batch is None and not takes_iterator:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            call_callbacks(trainer, "on_train_batch_start", batch, index)
-            skips_epoch = call_module(trainer, "on_train_batch_start", batch, index) == -1
+            skips_epoch = call_hooks(trainer, "on_train_batch_start", batch, index) == -1
             call_strategy(trainer, "on_train_batch_start", batch, index)
             if skips_epoch:
                 progress.increment_by(0, is_last_batch=True)
@@ -121,8 +120,7 @@ class EpochLoop(_TrainingEpochLoop):
             batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
 
         # log
-        call_callbacks(trainer, "on_train_batch_end", outputs, batch, index)
-        call_module(trainer, "on_train_batch_end", outputs, batch, index)
+        call_hooks(trainer, "on_train_batch_end", outputs, batch, index)
         trainer._logger_connector.on_batch_end()
         progress.increment_completed()
         trainer._logger_connector.update_train_step_metrics()
@@ -162,8 +160,7 @@ class EpochLoop(_TrainingEpochLoop):
 
         def zero_grad() -> None:
             progress.zero_grad.increment_ready()
-            call_callbacks(trainer, "on_before_zero_grad", optimizer)
-            call_module(trainer, "on_before_zero_grad", optimizer)
+            call_hooks(trainer, "on_before_zero_grad", optimizer)
             progress.zero_grad.increment_started()
             call_module(trainer, "optimizer_zero_grad", epoch, index, optimizer)
             progress.zero_grad.increment_completed()
@@ -237,6 +234,20 @@ class EpochLoop(_TrainingEpochLoop):
         self.trainer.profiler.stop(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
+    def _update_learning_rates(self, interval: str, update_plateau_schedulers: bool) -> None:
+        trainer, configs = self.trainer, self.trainer.lr_scheduler_configs
+        if update_plateau_schedulers:  # they follow a metric
+            if any(config.reduce_on_plateau for config in configs):
+                super()._update_learning_rates(interval, update_plateau_schedulers)
+            return
+        batches = (self.batch_idx if interval == "step" else trainer.current_epoch) + 1
+        for config in configs if trainer.lightning_module.automatic_optimization else ():
+            if not config.reduce_on_plateau and config.interval == interval and batches % config.frequency == 0:
+                self.scheduler_progress.increment_ready()
+                call_module(trainer, "lr_scheduler_step", config.scheduler, None)
+                self.scheduler_progress.increment_completed()
+
+    @override
     def _should_accumulate(self) -> bool:
         return self.trainer.accumulate_grad_batches > 1 and super()._should_accumulate()
 
@@ -268,6 +279,12 @@ class EpochLoop(_TrainingEpochLoop):
     # ------------------------------------------------------------ validation
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        trainer, every = self.trainer, self.trainer.val_check_batch
+        if every and every != float("inf"):  # None: by the clock. This spares most steps a look at the hooks
+            batches = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
+            ends = self.batch_progress.is_last_batch or trainer.should_stop or self.last_batch_is_done
+            if not ends and (batches + 1) % every:
+                return False
         due = super()._should_check_val_fx(data_fetcher)
         return due or (
             self.last_batch_is_done and self._accumulated_batches_reached() and self.trainer.enable_validation
@@ -312,7 +329,7 @@ class EpochLoop(_TrainingEpochLoop):
                 self._skip_next_val = left = True
             else:
                 self.val_loop.increment_progress_to_evaluation_end()
-        if not left:
+        if not left and self.val_loop.restarting:
             self.val_loop.restarting = False
         return left
 

@@ -9,6 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
+from armature.parallel.step_sum import StepSum
+from armature.strategies.base import StrategyMixin
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 # Why a run stops. If ranks have different reasons, the one that comes last here counts
@@ -26,10 +28,12 @@ class StoppedBySignal(Exception):
 class StopOnSignal(Callback):
     """Let a signal set a flag only; the ranks vote on it after each optimizer step and stop together.
 
-    A handler that acts in the middle of a step may enter a collective that another rank never enters. Several ranks
-    stop one step after the signal: a vote is read when the next one is cast, so nobody waits for it. A vote of two
-    ranks on busy CPUs took 0.2 to 0.7 ms, so ten steps share one if a hundred in a row took less than 10 ms each.
-    A second Ctrl-C ends the process at once.
+    A handler that acts in the middle of a step may enter a collective that another rank never enters. On CPUs, the
+    wish to stop travels with what the ranks add up in a step anyway (`StepSum`): they stop after the step in which the
+    signal came, or after the next one if it came once that sum was sent. Without such a sum, and on GPUs, whose sums
+    the host does not read, they vote, and stop one step after the signal: a vote is read when the next one is cast, so
+    nobody waits for it. A vote of two ranks on busy CPUs took 0.2 to 0.7 ms, so ten steps share one if a hundred in a
+    row took less than 10 ms each. A second Ctrl-C ends the process at once.
 
     Args:
         max_seconds: training time over all restarts; None: no limit.
@@ -45,6 +49,7 @@ class StopOnSignal(Callback):
         self._flag = 0
         self._previous: dict[int, Any] = {}
         self._vote = Vote()
+        self._sum: StepSum | None = None
         self._steps, self._every = 0, 1  # steps per vote: the same number on every rank
         self._short_votes = 0
         self._since: float | None = None  # time of the last vote during training
@@ -104,11 +109,20 @@ class StopOnSignal(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.monotonic()
+        if (strategy := StrategyMixin.find(trainer)) is not None:
+            self._sum = strategy.target_weights.step_sum
+            self._sum.wants_to_stop = lambda: self._own_reason() > 0
         self._end_if_agreed()
         self._end_if_agreed()  # the second vote sees what arrived during the start
 
     def step_ended(self, trainer: Trainer) -> None:
-        """Vote. Not through trainer.should_stop, after which Lightning would validate first."""
+        """Stop if a rank wants to. Not through trainer.should_stop, after which Lightning would validate first."""
+        wanted = self._sum.stop_is_wanted() if self._sum is not None else None
+        if wanted is not None:
+            if wanted:
+                self._end_if_agreed()
+                self._end_if_agreed()  # reads the vote on the reason
+            return
         self._steps += 1
         if self._steps % self._every:
             return

@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from armature.loggers import writes_rows
@@ -117,6 +118,12 @@ class Trainer(L.Trainer):
         )
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
+
+    def _is_training(self) -> bool:
+        # asked several times per step, for which Lightning compares lower-case copies of the names
+        return self.state.stage is RunningStage.TRAINING or self.state.stage == RunningStage.TRAINING
+
+    training = property(_is_training, L.Trainer.training.fset)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def completed_batches(self) -> int:
