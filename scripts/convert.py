@@ -3,6 +3,7 @@
 python scripts/convert.py outputs/<run.name> model.safetensors
 python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.safetensors --average
 python scripts/convert.py outputs/<run.name> lightning.ckpt           for Lightning: load_from_checkpoint, ckpt_path
+python scripts/convert.py outputs/<run.name> my-model                 a folder that transformers loads (decoders)
 python scripts/convert.py outputs/<run.name> model.onnx               for models that export
 python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
@@ -10,6 +11,7 @@ python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=0000
 """
 
 import argparse
+import difflib
 import itertools
 import sys
 from pathlib import Path
@@ -28,10 +30,11 @@ SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a run directory or a checkpoint in one; .safetensors; .ckpt")
-    parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2, or a checkpoint directory")
+    parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2; a folder")
     parser.add_argument("--average", action="store_true", help="the averaged weights of the EMA callback")
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats")
+    parser.add_argument("--dtype", help="of a folder's weights: float32, bfloat16 or float16; default: as imported")
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
@@ -43,10 +46,12 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     source, target = args.source, args.target
     to_file, from_file = target.suffix in FILES + PROGRAMS, source.suffix in SOURCES and not source.is_dir()
-    if to_file == from_file:
+    to_folder = not to_file and not from_file and not near_suffix(target)
+    if to_file == from_file and not to_folder:
         raise ConfigError(
             f"{source} → {target}: one of the two must be a run or a checkpoint directory, and the other a file "
-            f"({', '.join(SOURCES)} to read, {', '.join(FILES + PROGRAMS)} to write)."
+            f"({', '.join(SOURCES)} to read, {', '.join(FILES + PROGRAMS)} to write), or the target a new folder for "
+            "transformers."
         )
     if target.exists():
         raise ConfigError(f"{target} exists already. Name another, or remove it.")
@@ -57,6 +62,8 @@ def run(args: argparse.Namespace) -> None:
 
     if from_file:
         print(f"{target}: {len(convert.from_file(source, target))} tensors")
+    elif to_folder:
+        print(export_folder(args))
     elif target.suffix in PROGRAMS:
         export(args)
         print(f"{target}: {target.stat().st_size:,} bytes")
@@ -72,10 +79,29 @@ def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
     typed = {"--average": args.average, "--best": args.best} if from_file else {}
     if args.target.suffix not in PROGRAMS:
         typed |= {"--input": args.input is not None, **dict.fromkeys(args.overrides, True)}
+    if from_file or args.target.suffix in FILES + PROGRAMS:
+        typed |= {"--dtype": args.dtype is not None}
     if unused := [option for option, is_typed in typed.items() if is_typed]:
         raise ConfigError(
             f"{args.source} → {args.target}: {', '.join(unused)} would change nothing here. Leave it out."
         )
+
+
+def near_suffix(target: Path) -> bool:
+    """Return whether a target was meant to be a file: its suffix is like one that is written here or elsewhere."""
+    known = (*FILES, *PROGRAMS, *SOURCES, ".bin", ".gguf", ".h5")
+    return bool(difflib.get_close_matches(target.suffix.lower(), known, n=1, cutoff=0.7)) if target.suffix else False
+
+
+def export_folder(args: argparse.Namespace) -> str:
+    """Write a folder for transformers, and return what was written."""
+    from armature import worker
+    from armature.finetune import export
+    from armature.loading import open_run
+
+    worker.quiet()
+    cfg, checkpoint = open_run(args.source, best=args.best, trust=args.trust)
+    return export.export(cfg, checkpoint, args.target, dtype=args.dtype, average=args.average)
 
 
 def find(args: argparse.Namespace) -> Path:

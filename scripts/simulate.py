@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
         sys.exit(bool(problems))
     world_size = cfg.trainer.devices * cfg.trainer.num_nodes
     ranks = numbers("--ranks", arguments.ranks) or sorted({0, world_size // 2, world_size - 1})
+    if not all(0 <= rank < world_size for rank in ranks):
+        raise ConfigError(f"--ranks {arguments.ranks}: the run has ranks 0 to {world_size - 1}.")
     depths = numbers("--depths", arguments.depths)
     if depths and (len(depths) != 2 or depths[0] >= depths[1]):
         raise ConfigError(f"--depths {arguments.depths}: type two numbers of layers, the smaller one first.")

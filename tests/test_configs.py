@@ -13,6 +13,7 @@ from armature import config
 from armature.validation import checks
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
+from tests.finetune.folders import write_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ reads them
@@ -23,6 +24,7 @@ FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ r
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
     "data/streamed": ["data.path=text/*.txt"],
+    "data/chat": ["data.path=chats.jsonl"],
     "data/tokens": ["data.path=text"],
     "data/mixture": ["data.paths={a: text}"],
     "data/hf": ["data.path=csv", "task=example", "model=example"],
@@ -34,6 +36,8 @@ EXTRA = {  # what a file cannot do without
         "model.channels=3",
         "model.image_size=64",
     ],
+    "model/pretrained": ["model.pretrained=base"],
+    "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],
     "experiment/llama3_8b": ["data.path=text"],
     "experiment/llama3_70b": ["data.path=text"],
@@ -59,6 +63,7 @@ def _hydra(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, which says little. " * 400)
+    write_model(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):

@@ -53,6 +53,7 @@ class Job:
     model_args: dict[str, Any] = field(default_factory=lambda: dict(DECODER))
     optimizer: str = "torch.optim.AdamW"
     optimizer_args: dict[str, Any] = field(default_factory=lambda: {"lr": 3e-3, "eps": 1e-6})
+    adapter: dict[str, Any] | None = None  # arguments of Lora
     ema: float | None = None
     resume: str | None = None
     save: str | None = None
@@ -287,6 +288,7 @@ def _fit(job: Job) -> Run:
     task = Task(
         partial(import_object(job.model), **job.model_args),
         optimizer=lambda groups: import_object(job.optimizer)(groups, **job.optimizer_args),
+        adapter=None if job.adapter is None else import_object("armature.finetune.lora.Lora")(**job.adapter),
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
     facts = {

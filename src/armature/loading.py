@@ -14,6 +14,7 @@ from armature.checkpoint import directory, lightning_file, resume, state, storag
 from armature.data import adapter
 from armature.data.base import DataModule
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -51,6 +52,7 @@ def open_run(
     apply_overrides(cfg, overrides or [], run_dir=run_path)
     OmegaConf.update(cfg, "run.dir", str(run_path))
     targets.check(cfg, overrides=overrides or [], packages=packages)
+    pretrained.relocate(cfg, run_path)
 
     def find() -> list[Path]:
         if path != run_path or not best:

@@ -31,6 +31,8 @@ from omegaconf.resolvers import oc
 from armature import config, files
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
+from armature.finetune import folder as folders
 from armature.launcher import environment
 from armature.validation.overrides import keep_references
 
@@ -117,6 +119,8 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         why = f"{run_dir} cannot be created ({error.strerror})"
         raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
     files.clear_parts(run_dir)
+    if (base := pretrained.named_by(cfg)) is not None:
+        folders.keep(folders.find(base), run_dir)
     cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))

@@ -41,7 +41,7 @@ from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task
 from armature.loggers import log_hyperparameters, mask_secrets
-from armature.parallel import process_group
+from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import not_finite, report
 from armature.training.checkpointing import Checkpointing
@@ -133,9 +133,9 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
-    task = build_task(cfg)
-    strategy = instantiate(cfg.strategy)
+    task, strategy = build_task(cfg), instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
+    strategy.reads_pretrained = checkpoint is None
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
     if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
@@ -266,7 +266,7 @@ def _trainer_arguments(
         "accelerator": trainer.accelerator,
         "devices": environment.local_world_size() if layout.world_size > 1 else 1,
         "num_nodes": trainer.num_nodes,
-        "precision": trainer.precision,
+        **scaler.precision_arguments(trainer.precision, mesh=layout.kind == "mesh"),
         "accumulate_grad_batches": batches.accumulate,
         "gradient_clip_val": _gradient_clip_val(trainer, task),
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
@@ -360,7 +360,6 @@ def _last_row(step_log: StepLog) -> dict[str, float]:
 
 def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Join the ranks that torchrun or srun started, and run with rank 0's configuration."""
-    environment.record_collectives()
     _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
@@ -384,6 +383,7 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     Args:
         later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
+    environment.record_collectives()
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(
         backend=OmegaConf.select(cfg, "strategy.backend") or "auto",

@@ -201,13 +201,46 @@ def test_loss_accumulates_in_fp32():
     torch.testing.assert_close(Decoder.loss(logits.bfloat16(), targets), expected)
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"qk_norm": True, "tied": True}, {"document_token": 5}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kv_heads": 4},
+        {"qk_norm": True, "tied": True},
+        {"document_token": 5},
+        {"qk_norm": "weighted", "attention_bias": True, "head_dim": 6, "windows": [3, None]},
+        {"windows": 4, "document_token": 5},
+    ],
+)
 def test_cached_logits_equal_uncached_ones(changes):
     model, (inputs, _) = small(**changes).eval(), tokens(length=20)
     inputs[0, [3, 9, 14]] = 5
     cache = KeyValueCache()
     pieces = [model(piece, cache=cache) for piece in inputs.split([7, 5, 1, 1, 1, 1, 3], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(inputs))
+
+
+def test_a_window_hides_all_but_the_newest_positions():
+    attention, rotary = small(windows=3).blocks["0"].attention, small().rotary(device="cpu")
+    x = torch.randn(1, 9, 32)
+    changed = x.clone()
+    changed[:, 2] = 0
+    same = (attention(x, rotary) == attention(changed, rotary)).all(dim=-1)[0]
+    assert same.tolist() == [True, True, False, False, False, True, True, True, True]
+
+
+def test_a_window_as_long_as_the_text_changes_nothing():
+    inputs, targets = tokens()
+    assert small(windows=16)(inputs, targets) == small()(inputs, targets)
+
+
+def test_biases_start_at_zero_and_weighted_norms_at_one():
+    model = small(attention_bias=True, qk_norm="weighted")
+    for name, param in model.named_parameters():
+        model.initialize_parameter(name, param.data, torch.Generator())
+    attention = model.blocks["1"].attention
+    assert not any(projection.bias.any() for projection in (attention.q, attention.k, attention.v))
+    assert bool((attention.q_norm.weight == 1).all())
 
 
 def test_no_position_sees_a_later_one():
@@ -289,6 +322,15 @@ def test_trains_in_bf16(autocast):
         ({"layers": 0}, r"model.layers must be a whole number of at least 1. Got 0"),
         ({"dropout": 1.0}, r"model.dropout must be at least 0 and below 1. Got 1.0"),
         ({"rope_scaling": {"factor": 2.0}}, r"model.rope_scaling needs exactly the keys"),
+        ({"rope_scaling": {"kind": "dynamic"}}, r"model.rope_scaling needs a kind \(llama3, yarn, linear\)"),
+        (
+            {"rope_scaling": {"kind": "linear", "factor": 0}},
+            r"rope_scaling.factor must be a number above 0. Got 0",
+        ),
+        ({"windows": [4]}, r"model.windows has 1 entries, but model.layers=2"),
+        ({"windows": 0}, r"model.windows must be whole numbers of at least 1, or null for all positions. Got 0"),
+        ({"head_dim": 7}, r"model.head_dim=7 must be even"),
+        ({"qk_norm": "yes"}, r"model.qk_norm must be false, true or weighted. Got 'yes'"),
     ],
 )
 def test_impossible_sizes_are_refused_with_a_remedy(changes, message):

@@ -26,9 +26,9 @@ def flex(monkeypatch):
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # otherwise it compiles itself
 
 
-def decoder() -> Decoder:
+def decoder(**changes) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(**SIZES)
+    return Decoder(**{**SIZES, **changes})
 
 
 def packed(rows: int = 2, length: int = 300, every: float = 60) -> torch.Tensor:
@@ -38,24 +38,31 @@ def packed(rows: int = 2, length: int = 300, every: float = 60) -> torch.Tensor:
 
 
 @settings(max_examples=40)
-@given(length=st.integers(1, 500), every=st.sampled_from([1, 2, 30, 150, 1000]), seed=st.integers(0, 2**20))
-def test_blocks_equal_those_that_torch_finds_in_the_dense_mask(length, every, seed):
+@given(
+    length=st.integers(1, 500), every=st.sampled_from([1, 2, 30, 150, 1000]), seed=st.integers(0, 2**20),
+    window=st.sampled_from([None, None, 1, 100, 128, 129, 300]),
+)  # fmt: skip
+def test_blocks_equal_those_that_torch_finds_in_the_dense_mask(length, every, seed, window):
     torch.manual_seed(seed)
     document = (packed(2, length - 1, every) == 0).cumsum(1, dtype=torch.int32)
-    ours, dense = documents.block_mask(document), documents.dense_mask(document, document)
+    ours = documents.block_mask(document, window=window)
+    dense = documents.dense_mask(document, document, window=window)
     theirs = torch_flex.create_block_mask(lambda b, h, i, j: dense[b, 0, i, j], 2, None, length, length, device="cpu")
     assert ours.seq_lengths == theirs.seq_lengths
     for found, expected in zip(ours.as_tuple(flatten=False)[1:9], theirs.as_tuple(flatten=False)[1:9], strict=True):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("length", [7, 128, 300])
-def test_losses_and_gradients_equal_those_of_the_dense_mask(flex, monkeypatch, length):
+@pytest.mark.parametrize(
+    ("length", "changes"),
+    [(7, {}), (128, {}), (300, {}), (300, {"windows": 40}), (300, {"windows": [150, None], "document_token": None})],
+)
+def test_losses_and_gradients_equal_those_of_the_dense_mask(flex, monkeypatch, length, changes):
     ids = packed(length=length)
     found = []
     for skips in (True, False):
         monkeypatch.setattr(documents, "skips_blocks", lambda device, head_dim, skips=skips: skips)
-        model = decoder()
+        model = decoder(**changes)
         loss = model(ids[:, :-1], ids[:, 1:])
         loss.backward()
         found.append([loss, *(param.grad for param in model.parameters())])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ def options(**changes: Any) -> apply.Options:
     return apply.Options(**defaults | changes)
 
 
-def parallelize(model: Decoder, *, axes: dict[str, int], prefix: str = "model.", **changes: Any) -> None:
+def parallelize(
+    model: Decoder, *, axes: dict[str, int], prefix: str = "model.", imported: Collection[str] = (), **changes: Any
+) -> None:
     """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
     device_mesh = mesh.build({"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, device_type="cpu")
-    apply.parallelize(model, PLAN, device_mesh, options(**changes), device=torch.device("cpu"), prefix=prefix)
+    apply.parallelize(
+        model, PLAN, device_mesh, options(**changes), device=torch.device("cpu"), prefix=prefix, imported=imported
+    )

@@ -81,6 +81,14 @@ def test_tied_embeddings_stay_tied(options: dict) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tensor": 2}, {"shard": 2, "tensor": 2, "sequence_parallel": False}, {"pipe": 2}])
+def test_biases_weighted_norms_of_heads_and_windows_train_as_one_process_does(options: dict) -> None:
+    job = mesh(4 if "shard" in options else 2, **options)
+    sizes = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted", "windows": [5, None, 3, None]}
+    assert_same(replace(job, model_args={**job.model_args, **sizes}))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}])
 def test_attention_within_documents_trains_as_one_process_does(options: dict) -> None:
     job = mesh(2, **options)

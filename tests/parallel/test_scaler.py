@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
+from armature.parallel import scaler
 from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
 from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, on_ranks
@@ -52,6 +53,15 @@ def assert_same(run: Run, steps: int = 6) -> None:
 def test_fp16_trains_as_one_process_does_and_skips_the_same_steps(layout: str) -> None:
     assert alone().facts["scaler"]["scale"] == 2.0**16 / 2**3  # every second of six steps overflows
     assert_same(fit(job(layout)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")  # there is no GPU here
+def test_a_mesh_takes_fp16_on_a_gpu() -> None:
+    (plugin,) = scaler.precision_arguments("16-mixed", mesh=True)["plugins"]
+    assert plugin.precision == "16-mixed"
+    assert plugin.scaler is not None
+    assert scaler.precision_arguments("16-mixed", mesh=False) == {"precision": "16-mixed"}
+    assert scaler.precision_arguments("bf16-mixed", mesh=True) == {"precision": "bf16-mixed"}
 
 
 @pytest.mark.slow

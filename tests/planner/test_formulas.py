@@ -44,6 +44,19 @@ def test_a_decoders_cost_is_what_the_model_has(name: str) -> None:
     assert cost.flops_per_sample == model.flops_per_sample(inputs)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 96, "attention_bias": True}, {"qk_norm": "weighted", "windows": [512] * 8 + [None] * 8}],
+)
+def test_a_decoders_cost_counts_its_options(changes: dict[str, Any]) -> None:
+    args = {**arguments("llama3_1b"), **changes}
+    with torch.device("meta"):
+        model, inputs = Decoder(**args), torch.empty(1, args["context"], dtype=torch.long)
+    cost = decoder_cost(args)
+    assert cost.parameters == sum(param.numel() for param in model.parameters())
+    assert cost.flops_per_sample == model.flops_per_sample(inputs)
+
+
 def test_a_vision_transformers_cost_is_what_the_model_has() -> None:
     args = {"image_size": 16, "patch_size": 2, "channels": 3, "classes": 10, "width": 64, "layers": 4, "heads": 4}
     with torch.device("meta"):
@@ -115,18 +128,34 @@ def test_recomputation_trades_seconds_for_memory() -> None:
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 2 + 14 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
 def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     found = memory.peak(Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8))
     assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
 
 
-@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 8 + 12 / 8), (2, 4 + 16 / 8), (3, 16 / 8)])
-def test_zero_in_fp32_copies_weights_below_stage_3(stage: int, bytes_per_parameter: float) -> None:
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 4 + 16 / 8), (2, 4 + 16 / 8), (3, 20 / 8)])
+def test_zero_in_fp32_copies_weights(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     setup = Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8, precision="32-true")
     assert memory.peak(setup).state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
+
+
+def test_zero_1_holds_whole_gradients_only_while_they_accumulate() -> None:
+    cost = cost_of("llama3_8b")
+    setup = Setup(cost=cost, kind="deepspeed", stage=1, world_size=8, accumulate=2)
+    assert memory.peak(setup).state_bytes == pytest.approx((4 + 12 / 8) * cost.parameters)
+
+
+def test_zero_3_keeps_the_last_weights_from_forward_to_backward() -> None:
+    cost = cost_of("llama3_1b")
+    setup = Setup(cost=cost, kind="deepspeed", stage=3, world_size=8)
+    weights, bucket = 2 * cost.parameters, 2 * memory.DEEPSPEED_BUCKET
+    gathered = max(memory.peak(setup.with_(micro=n)).bytes_by_kind.get("gathered", 0) for n in (1, 8))
+    assert gathered == pytest.approx(2 * memory.DEEPSPEED_KEPT + bucket, rel=0.1)
+    seconds_3, seconds_2 = (seconds.step_seconds(setup.with_(stage=stage), H100).communication for stage in (3, 2))
+    assert seconds_3 / seconds_2 == pytest.approx((3 * weights - 2 * memory.DEEPSPEED_KEPT) / (3 * weights))
 
 
 def test_compute_optimal_sizes_are_chinchillas() -> None:

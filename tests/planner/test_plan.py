@@ -12,6 +12,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature.planner import ranking
+from tests.planner.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
 RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
@@ -112,3 +113,29 @@ def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
     out = plan("experiment=llama3_70b", "data.path=x", "hardware=rtx4090", "trainer.devices=1", "--quick")
     assert "Nothing of these fits." in out
     assert re.search(r"It fits on \d+ GPUs\.", out)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hardware", "gpus", "first"),
+    [
+        (GPT2, "h100_80gb", 1, "single none"),
+        (GPT2, "h100_80gb", 8, "ddp none"),
+        (LLAMA_1B, "a100_40gb", 8, "fsdp 8 none"),
+        (LLAMA_7B, "h100_80gb", 1, "ZeRO-3, offloaded every"),  # nothing without the host's memory
+        (LLAMA_7B, "h100_80gb", 8, "fsdp 8 none"),
+        (LLAMA_8B, "h100_80gb", 8, "fsdp 8 selective"),
+        (LLAMA_8B, "h100_80gb", 64, "fsdp 64 none"),
+        (LLAMA_70B, "h100_80gb", 8, "fsdp 8, offloaded every"),
+        (LLAMA_70B, "h100_80gb", 64, "fsdp 32 × tensor 2 every"),
+        (LLAMA_70B, "h100_80gb", 256, "fsdp 128 × tensor 2 every"),
+        ([], "cpu", 1, "single none"),
+        ([], "cpu", 2, "ddp none"),
+    ],
+)
+def test_the_first_layout_of_a_plan(script: ModuleType, overrides, hardware, gpus, first) -> None:
+    GlobalHydra.instance().clear()
+    cfg, device = script.composed([*overrides, f"hardware={hardware}"])
+    pair = min(gpus, 8), -(-gpus // 8)
+    runs, _ = ranking.rank(cfg, device, [pair], fixed=ranking.Fixed())
+    assert runs[0].fits
+    assert f"{runs[0].choice.name} {runs[0].setup.recompute}" == first

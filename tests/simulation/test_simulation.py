@@ -103,15 +103,15 @@ def test_extrapolation_is_a_straight_line():
 
 def test_zero_holds_and_sends_what_its_paper_says():
     one = dataclasses.replace(REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000})
-    held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2, shared=False)
+    held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2)
     assert held == {"parameters": 2_000, "gradients": 2_000, "optimizer state": 12_000}
-    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2, shared=False)["gradients"] == 16_000
-    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=4, shared=False)["optimizer state"] == 12_000
-    assert deepspeed.held_bytes(one, stage=3, ranks=8, width=4, shared=True)["optimizer state"] == 8_000
+    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2) == {**held, "parameters": 16_000}
+    assert deepspeed.held_bytes(one, stage=3, ranks=8, width=4)["optimizer state"] == 12_000
     low = dataclasses.replace(one, held={"parameters": 16_000, "gradients": 16_000, "optimizer state": 32_000})
-    assert deepspeed.held_bytes(low, stage=3, ranks=8, width=2, shared=False) == held
+    assert deepspeed.held_bytes(low, stage=3, ranks=8, width=2) == held
     assert deepspeed.volume(100.0, stage=3, micro_batches=2) == [("all_gather", 400.0), ("reduce_scatter", 200.0)]
     assert deepspeed.volume(100.0, stage=3, micro_batches=2, kept=60.0)[0] == ("all_gather", 280.0)
+    assert deepspeed.volume(100.0, stage=2, micro_batches=2) == [("all_gather", 100.0), ("all_reduce", 200.0)]
 
 
 def test_a_group_is_as_fast_as_its_slowest_link():
@@ -132,6 +132,11 @@ def test_a_group_is_as_fast_as_its_slowest_link():
     ("words", "answer"),
     [
         (["data.micro_batch_size=3"], r"data.global_batch_size=64 is not a multiple of data.micro_batch_size=3"),
+        (
+            ["trainer.devices=16"],
+            r"trainer.devices=16: a machine of hardware=h100_80gb has 8. Type trainer.devices=8 tr",
+        ),
+        (["--ranks=9"], r"--ranks 9: the run has ranks 0 to 0"),
         (["trainer.devices=none"], r"trainer.devices=none: type a whole number of at least 1"),
         (["model.layers=many"], r"model.layers='many': .* takes int"),
         (["strategy=fsdp", "trainer.devices=8", "hardware=t4", "strategy.float8=true"], r"float8"),
@@ -139,9 +144,10 @@ def test_a_group_is_as_fast_as_its_slowest_link():
 )
 def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeypatch):
     monkeypatch.setattr(processes, "_server", lambda: pytest.fail("the simulator was started"))
-    options = argparse.Namespace(order=False, ranks=None, depths=None, json=False)
+    ranks = next((word.removeprefix("--ranks=") for word in words if word.startswith("--")), None)
+    options = argparse.Namespace(order=False, ranks=ranks, depths=None, json=False)
     with pytest.raises(ConfigError, match=answer):
-        command.run(options, [*TINY, *words])
+        command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
 
 
 def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):
@@ -174,8 +180,15 @@ def test_a_gpus_measurements_stand_beside_their_predictions(tmp_path):
 
 
 def test_deepspeed_is_held_to_the_formulas_by_a_share():
-    assert simulate_check._near({"parameters": (101.0, 100.0)}) == "within 1.0% of ZeRO's formulas"
+    assert simulate_check._near({"parameters": (100.0, 101.0)}) == "within 1.0% of the formulas"
     assert simulate_check._near({"parameters": (103.0, 100.0)}) == "parameters: measured 103.0, predicted 100.0"
+
+
+def test_a_row_that_is_not_checked_stays_in_the_table():
+    before = simulate_check.table([("ddp 2", "equal", "equal"), ("single", "equal", "wrong")], before="")
+    after = simulate_check.table([("single", "equal", "equal")], before=before)
+    rows = ["| single | equal | equal |", "| ddp 2 | equal | equal |"]
+    assert after.splitlines() == [*simulate_check.HEAD, *rows]
 
 
 def test_a_mistyped_command_is_refused():

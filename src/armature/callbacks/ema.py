@@ -62,7 +62,10 @@ class EMA(L.Callback):
         self._seen_step = completed_batches(trainer)
 
     def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = dict(self._strategy.weights())
+        adapted = getattr(module, "adapter", None) is not None  # its other weights are frozen for good
+        tensors: dict[str, Tensor] = {
+            name: weight for name, weight in self._strategy.weights().items() if weight.requires_grad or not adapted
+        }
         if self.use_buffers:
             saved = module.state_dict().keys()
             tensors |= {k: v for k, v in module.named_buffers() if k in saved and v.is_floating_point()}

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import config
 from armature.checkpoint import directory
 from armature.errors import ConfigError
+from armature.finetune import folder as pretrained
 from armature.launcher import environment
 from armature.validation import signatures
 
@@ -85,6 +86,8 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
+            if key == "model.pretrained" and now is not None and pretrained.is_same(now, trained_in):  # it has moved
+                continue
             if then != now and not isinstance(now, float):  # rates may change, sizes may not
                 found.append(
                     f"{key}={now}, but {checkpoint} was trained with {key}={then}. "

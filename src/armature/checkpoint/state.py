@@ -9,7 +9,7 @@ are in meta.pt, as hyperparameters with parameter names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +128,15 @@ def create_state(optimizer: Optimizer) -> None:
 
 
 # ---------------------------------------------------------------- loading weights
-def load_weights(checkpoint: Path, module: nn.Module, *, strict: bool = True) -> dict[str, Any]:
+def load_weights(
+    checkpoint: Path, module: nn.Module, *, strict: bool = True, may_lack: Callable[[str], bool] | None = None
+) -> dict[str, Any]:
     """Load the weights, in place if the names are the module's. Called by all ranks; as `place_weights`."""
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
     known = _names_of_all_ranks(module.state_dict())
     if known != _weight_names(saved) or any(name.endswith(_EXTRA_STATE) for name in known):
-        return place_weights(checkpoint, module, read_weights(checkpoint, module), strict=strict)
+        weights = read_weights(checkpoint, module)
+        return place_weights(checkpoint, module, weights, strict=strict, may_lack=may_lack)
     _check_sizes(checkpoint, saved, own)
     storage.read_tensors(checkpoint, dict(own))
     return {}
@@ -157,7 +160,10 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
     return weights | plain.restored(storage.read_meta(checkpoint).get(OTHER, {}))
 
 
-def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> dict[str, Any]:
+def place_weights(
+    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True,
+    may_lack: Callable[[str], bool] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Load weights through torch's `load_state_dict`, and so with the hooks of modules. Called by all ranks.
 
     Return those of modules that are None, as one that `on_fit_start` makes: torch passes over them without a word.
@@ -165,6 +171,7 @@ def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, s
     Args:
         source: where the weights come from, for messages.
         weights: by name; each sharded as in the module, or whole and the same on all ranks.
+        may_lack: whether the source may lack the weight of a name, which then stays as it is.
 
     Raises:
         ConfigError: names or sizes differ from the module's. With strict=False only sizes are compared.
@@ -173,7 +180,7 @@ def place_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, s
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
     chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
     late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
-    load_tensors_of(source, module, chosen, strict=strict)
+    load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack)
     return late
 
 
@@ -197,13 +204,15 @@ def is_of_none(name: str, module: nn.Module) -> bool:
 
 
 def load_tensors_of(
-    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False
-) -> None:
+    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False,
+    may_lack: Callable[[str], bool] | None = None,
+) -> None:  # fmt: skip
     """Call the module's `load_state_dict`, and name what does not fit."""
     try:
         missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
         raise ConfigError(f"{source} does not fit the model. {error}") from None
+    missing = [name for name in missing if may_lack is None or not may_lack(name)]
     if strict and (missing or surplus):
         raise ConfigError(_another_model(source, sorted(missing), sorted(surplus)))
 

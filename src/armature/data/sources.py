@@ -141,16 +141,28 @@ def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> I
             yield Piece(number, number == 0, _decode(file, rest, offset), len(rest))
 
 
-def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
-    number = 0
+def json_lines(file: SourceFile) -> Iterator[tuple[str, object]]:
+    """Yield where each line of a .jsonl or .jsonl.gz file is, for messages, and its value. Empty lines do not count.
+
+    Raises ConfigError with the line's number for one that is not JSON.
+    """
+    with _open(file) as stream:
+        yield from _json_lines(file, stream)
+
+
+def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, object]]:
     for line_number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
         where = f"data.path: {file.path}, line {line_number}"
         try:
-            record = json.loads(line)
-        except ValueError as error:  # not JSON, or not UTF-8
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
             raise ConfigError(f"{where}: not a line of JSON ({error}).") from error
+
+
+def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
+    for number, (where, record) in enumerate(_json_lines(file, stream)):
         if not isinstance(record, dict) or field not in record:
             got = ", ".join(sorted(record)) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
             raise ConfigError(
@@ -166,7 +178,6 @@ def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
         except UnicodeEncodeError as error:
             raise ConfigError(f"{where}: field '{field}' has half a surrogate pair, which is not text.") from error
         yield Piece(number, True, text, size)
-        number += 1
 
 
 @contextmanager

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from armature import worker
 from armature.doctor import order, replicas, run_directory
 from armature.doctor.finding import Finding, failure, ok, warning
-from armature.doctor.finite import ModuleWatch
 from armature.doctor.session import Session
 from armature.layout import Layout
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import timings
+from armature.training.finite import FiniteWatch
 from armature.training.stop import StopOnSignal
 
 GROUP = "gradients"
@@ -85,7 +85,7 @@ class Watch(L.Callback):
         self.losses: list[Tensor] = []
         self.compared_gradients = self.compared_weights = 0
         self.without_gradient: list[str] = []
-        self.modules = ModuleWatch()
+        self.modules = FiniteWatch()
         self._first_batch = ExitStack()
         self._began = 0.0
         self.seconds = self.waited = 0.0
@@ -104,7 +104,7 @@ class Watch(L.Callback):
             count = len({place for place, _ in everyones})
             if not self.found and count > 1:
                 self._add([ok("data", f"The first batches of the {count} data ranks differ, as they must.")])
-            self._first_batch.enter_context(self.modules.watching(pl_module))
+            self._first_batch.enter_context(self.modules.in_forward(pl_module))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         strategy = StrategyMixin.find(trainer)
@@ -173,9 +173,15 @@ class Watch(L.Callback):
         bad = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), math.inf)
         if bad > min(process_group.all_gather_object(bad)) or bad == math.inf:  # all ranks gather
             return None
-        what = f"The loss of batch {bad + 1} is {losses[int(bad)]}. {self.modules.first_bad()}".rstrip()
+        what = f"The loss of batch {bad + 1} is {losses[int(bad)]}. {self._first_module()}".rstrip()
         remedy = "Type debug=nan to see the operation that made it; look at the data and the learning rate."
         return failure(GROUP, what, remedy=remedy, where=self.session.name())
+
+    def _first_module(self) -> str:
+        if (first := self.modules.first()) is None:
+            return ""
+        inputs = "its input is finite" if first.clean else "its input is not finite either"
+        return f"The first module whose output is not finite is {first.name}; {inputs}."
 
     def _equal(self, ranks: int) -> str:
         if not self.compared_weights:

@@ -29,7 +29,7 @@ from typing import TypeVar
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
-RECORDED_COLLECTIVES = "64"
+RECORDED_COLLECTIVES = "1024"
 SET_FOR_RANKS = ("ARMATURE_ATTEMPT", "ARMATURE_HEARTBEATS", "ARMATURE_STORE", "ARMATURE_RESIZED", "ARMATURE_DEADLINE")
 
 
@@ -117,8 +117,12 @@ def is_restarted() -> bool:
 
 
 def record_collectives() -> None:
-    """Let torch remember this process's last collectives, for the report about a hang; call it before the first."""
+    """Let torch remember this process's last collectives, for the report about a hang and to find a straggler.
+
+    Call it before the first. NCCL's then note how long they take on the device.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
 def error_file() -> Path | None:

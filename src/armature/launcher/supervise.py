@@ -233,7 +233,6 @@ class _Attempts:
             **heap.rank_variables(self.cfg.trainer.accelerator),
             # a restarted rank must not read addresses of the failed attempt in the agent's own store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "64"),  # collectives known after a hang
             **(loopback_variables() if one_machine else {}),
             **environment.rank_variables(
                 attempt=number,

@@ -21,7 +21,8 @@ class Cost:
         products: elements that selective recomputation keeps: results of matrix products and attention. `outputs` of
             them are sums over the tensor axis, of which a rank keeps its positions.
         block_matrices, head_matrices: parameters of matrices, which make the FLOPs.
-        attention: elements of all query heads of one block.
+        attention: elements of all query heads of one block, times the share of positions that each attends to
+            (sliding windows).
         classes: logits of each position that has a loss; `losses` of those positions in a sample.
         chunked_loss: whether the loss is computed in chunks of positions.
         unit: what throughput counts: tokens or samples.
@@ -42,7 +43,7 @@ class Cost:
     outputs: int
     block_matrices: int
     head_matrices: int
-    attention: int
+    attention: float
     classes: int
     losses: int
     chunked_loss: bool

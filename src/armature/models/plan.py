@@ -14,6 +14,7 @@ TENSOR_STYLES = {
     "vocabulary": "an Embedding whose rows are sharded",
     "logits": "a Linear whose outputs are sharded and go into the model's loss",
     "sequence": "a norm over a shard of the positions, or over all of them without sequence parallelism",
+    "heads": "a norm inside of columns: a full copy on every rank, which sees some of the heads",
     "gather": "a module around columns, whose first input is gathered once for all of them",
 }
 
@@ -26,6 +27,7 @@ class Plan:
         blocks: the ModuleDict of repeated blocks: the unit of sharding, recomputation, compilation and pipeline stages.
         first, last: submodules that only the first or only the last pipeline stage holds, in calling order.
         tensor: module name pattern → style of `TENSOR_STYLES`. Every rank holds a full copy of unmatched modules.
+        optional: patterns of `tensor` that match nothing in some sizes of the model.
         divided: constructor arguments that the tensor axis must divide.
         sequence: constructor argument that counts the positions (dim 1 of activations); None: the model's norms
             cannot work on a shard of them.
@@ -39,6 +41,7 @@ class Plan:
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     tensor: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
     divided: tuple[str, ...] = ()
     sequence: str | None = None
     layers: str = "layers"

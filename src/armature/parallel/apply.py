@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,13 +58,21 @@ class ParallelizedModel:
 
 
 def parallelize(
-    model: nn.Module, plan: Plan | None, mesh: DeviceMesh, options: Options, *, device: torch.device, prefix: str
+    model: nn.Module,
+    plan: Plan | None,
+    mesh: DeviceMesh,
+    options: Options,
+    *,
+    device: torch.device,
+    prefix: str,
+    imported: Collection[str] = (),
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
     Args:
         device: where the weights go, unless they are offloaded to the CPU.
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
+        imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
     pipe, parts, stages, unshard = mesh["pipe"], [model], None, None
@@ -105,7 +114,7 @@ def parallelize(
     # 7. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
     # 8. initialize by name
-    initialization.initialize_by_name(model, seed=options.seed, names=meta_names, prefix=prefix)
+    initialization.initialize_by_name(model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix)
     # 9. pipeline schedule
     if stages is None:
         if unshard is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,25 @@ def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> N
     """Compile each module's forward, inside the hooks that sharding registers on the module."""
     set_compile_cache_dir()
     for module in modules:
-        module.forward = torch.compile(module.forward, mode=mode)
+        module.forward = CompiledForward(module.forward, mode)
+
+
+class CompiledForward:
+    """A compiled method. Its deep copies and pickles belong to their own module.
+
+    `torch.compile` returns a function, which `copy.deepcopy` does not copy: a teacher would compute with the weights of
+    the model that it was copied from.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mode: str) -> None:
+        self._compiled = torch.compile(forward, mode=mode)
+        self._forward, self._mode = forward, mode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles bind the method to the new module
+        return CompiledForward, (self._forward, self._mode)
 
 
 def set_compile_cache_dir() -> None:

@@ -73,7 +73,7 @@ def _replicated(matrix: Tensor, function: Function) -> Tensor:
     if not isinstance(matrix, DTensor):
         return function(matrix)
     result = DTensor.from_local(function(matrix.full_tensor()), matrix.device_mesh, run_check=False)
-    return result.redistribute(placements=matrix.placements)
+    return result.redistribute(placements=matrix.placements).to(matrix.device)
 
 
 def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.ProcessGroup) -> list[Tensor]:
@@ -109,10 +109,15 @@ def _exchanged(matrices: list[DTensor], function: Function, *, dim: int, group: 
         own = torch.cat([shard.reshape(-1) for shard in result.split(lengths, dim)])
     returned = torch.empty_like(outgoing)
     dist.all_to_all_single(returned, own, sent, received, group=group)
-    return [
-        DTensor.from_local(
-            part.view_as(shard), matrix.device_mesh, matrix.placements, run_check=False, shape=shape,
-            stride=matrix.stride(),
-        )
-        for part, shard, matrix in zip(returned.split(sent[: len(matrices)]), shards, matrices, strict=True)
-    ]  # fmt: skip
+    parts = zip(returned.split(sent[: len(matrices)]), shards, matrices, strict=True)
+    return [_sharded_like(matrix, part.view_as(shard)) for part, shard, matrix in parts]
+
+
+def _sharded_like(matrix: DTensor, local: Tensor) -> DTensor:
+    if local.device.type != matrix.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
+        result: Any = torch.empty_like(matrix)
+        result.to_local().copy_(local)
+        return result
+    return DTensor.from_local(
+        local, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+    )

@@ -70,17 +70,20 @@ def gathers() -> Iterator[None]:
 
 
 def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    try:
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-    except RuntimeError as error:
-        if MIXED not in str(error) or _is_in_place(func.__name__) or "out" in (kwargs or {}):
-            raise
+    changed = args[:1] if _is_in_place(func.__name__) else (kwargs or {}).get("out")
+    whole = changed is not None and not pytree.tree_any(lambda leaf: isinstance(leaf, DTensor), changed)
+    if not whole:  # torch has an error of its own for a plain number that a sharded weight is added to in place
+        try:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if MIXED not in str(error) or changed is not None:  # a gathered weight would change, and the weight not
+                raise
     args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs or {}))
     return func(*args, **kwargs)
 
 
 def _is_in_place(name: str) -> bool:
-    """Return whether an operation changes its tensor: of gathered weights, the change would be lost."""
+    """Return whether an operation changes its first tensor."""
     if name.endswith("__"):
         return name == "__setitem__" or name.startswith("__i")
     return name.endswith("_")

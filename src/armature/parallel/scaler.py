@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.parallel.gradients import local_gradients
+
+
+def precision_arguments(precision: str, *, mesh: bool) -> dict[str, Any]:
+    """Return Lightning's arguments for a precision. It refuses fp16 under a mesh by name, but not as a plugin."""
+    if mesh and precision == "16-mixed":
+        return {"plugins": [MixedPrecision("16-mixed", "cuda")]}
+    return {"precision": precision}
 
 
 class SharedScaler(torch.amp.GradScaler):

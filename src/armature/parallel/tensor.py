@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from typing_extensions import override
 
 from armature.errors import ConfigError
+from armature.finetune.lora import ADAPTERS
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
@@ -54,10 +55,16 @@ class ReplicatedParameters(ParallelStyle):
 
     The parameters become DTensors like all others, since an optimizer cannot step both kinds in one call. In forward
     the module sees plain tensors.
+
+    Args:
+        gradient: Replicate if every rank computes the whole gradient, Partial if each adds a part of it.
     """
 
+    def __init__(self, gradient: Replicate | Partial | None = None) -> None:
+        self.gradient = gradient
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        compute_with_parts(module, device_mesh, Replicate())
+        compute_with_parts(module, device_mesh, Replicate(), gradient=self.gradient)
         return module
 
 
@@ -91,8 +98,13 @@ class Logits(ColwiseParallel):
         return module
 
 
-def compute_with_parts(module: nn.Module, device_mesh: DeviceMesh, placement: Placement) -> None:
-    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts as plain tensors."""
+def compute_with_parts(
+    module: nn.Module, device_mesh: DeviceMesh, placement: Placement, *, gradient: Placement | None = None
+) -> None:
+    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts as plain tensors.
+
+    Their gradients have `gradient`, by default the same placement.
+    """
     params = {name: param for name, param in module._parameters.items() if param is not None}
     names = list(params)
     for name, param in params.items():
@@ -103,7 +115,7 @@ def compute_with_parts(module: nn.Module, device_mesh: DeviceMesh, placement: Pl
     def show_plain_tensors(_: nn.Module, args: tuple[Any, ...]) -> None:
         replaced.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
         for name, param in replaced[-1].items():
-            module.__dict__[name] = param.to_local(grad_placements=[placement])  # pyright: ignore[reportAttributeAccessIssue]
+            module.__dict__[name] = param.to_local(grad_placements=[gradient or placement])  # pyright: ignore[reportAttributeAccessIssue]
 
     def restore_parameters(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for name, param in replaced.pop().items():
@@ -123,6 +135,7 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "logits": Logits(between_blocks),
         "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
+        "heads": ReplicatedParameters(Partial()),
         "gather": GatherInput(between_blocks),
     }
 
@@ -134,7 +147,7 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
     for pattern, style in plan.tensor.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
         styles |= dict.fromkeys(matching, style)
-        if not matching:
+        if not matching and pattern not in plan.optional:
             problems.append(
                 f"The plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}: correct plan.py"
             )
@@ -146,13 +159,36 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
 def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     """Shard the modules that this rank holds, and replicate every parameter that no style names."""
     tied, by_name = ties.find(model), torch_styles(sequence_parallel=sequence_parallel)
+    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
     for name, module in model.named_modules():
         if name in styles:
+            adapters = {each: module._parameters.pop(each) for each in ADAPTERS if each in module._parameters}
             parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
+            divide_adapter(module, adapters, mesh=mesh, style=styles[name])
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(param, DTensor) for param in own):
             parallelize_module(module, mesh, ReplicatedParameters())
     ties.restore(model, tied)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        param.requires_grad_(name not in frozen)  # torch's SequenceParallel makes new parameters, which are trained
+
+
+def divide_adapter(
+    module: nn.Module, adapters: dict[str, nn.Parameter | None], *, mesh: DeviceMesh, style: str
+) -> None:
+    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one B's rows, of a row-sharded one
+    A's columns. The other matrix, which has only `rank` rows or columns, is whole on every rank.
+    """
+    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style == "column" else {"lora_A": Shard(1)}
+    for name, param in adapters.items():
+        assert param is not None
+        if style not in ("column", "row"):
+            raise ConfigError(
+                f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave "
+                "it out of task.adapter.targets, or type strategy=fsdp."
+            )
+        distributed = distribute_tensor(param, mesh, [placements.get(name, Replicate())], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)  # slots: functools.wraps copies a __dict__, and with it whose loss this is

@@ -48,6 +48,16 @@ class Device:
         """What trainer.precision=auto becomes on it."""
         return "bf16-mixed" if "bfloat16" in self.peak_flops else "32-true"
 
+    def too_many(self, devices: int) -> str | None:
+        """Return what is wrong with so many devices in one machine, or None."""
+        most = self.devices_per_machine
+        if devices <= most or self.accelerator != "gpu":
+            return None
+        return (
+            f"trainer.devices={devices}: a machine of hardware={self.name} has {most}. Type trainer.devices={most} "
+            f"trainer.num_nodes={-(-devices // most)}."
+        )
+
     def peak(self, *types: str) -> float:
         """Return the FLOP/s of matrix products in the first of these types that the device has, else in fp32."""
         return next((self.peak_flops[name] for name in types if name in self.peak_flops), self.peak_flops["float32"])

@@ -18,6 +18,7 @@ FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves be
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
 DEEPSPEED_BUCKET = 200_000_000  # elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
+DEEPSPEED_KEPT = 500_000_000  # the last weights stay gathered: backward needs them within stage3_max_reuse_distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +104,17 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
 
 
 def _deepspeed_state(setup: Setup, total: float, optimizer: float) -> dict[str, float]:
-    """Return ZeRO's formula (arXiv:1910.02054, 3.1): weights and gradients as computed with, fp32 masters and state."""
+    """Return ZeRO's formula (arXiv:1910.02054, 3.1): weights and gradients as computed with, fp32 masters and state.
+
+    The engine reduces gradients while the last micro-batch's backward runs, in stage 1 only then. It copies weights to
+    fp32, also those that are.
+    """
     ranks, low = setup.world_size, setup.compute_bytes
-    shares = low == 4 and setup.stage == 3 and not setup.offload  # stages 1 and 2 copy fp32 weights, too
-    master = 0 if shares else 4 * total
+    whole = setup.stage == 1 and (setup.accumulate > 1 or setup.on_cpu)  # on a CPU it reduces after backward
     return {
         "parameters": 0 if setup.offload else low * total / (ranks if setup.stage >= 3 else 1),
-        "gradients": 0 if setup.offload_optimizer else low * total / (ranks if setup.stage >= 2 else 1),
-        "optimizer state": 0 if setup.offload_optimizer else (optimizer + master) / ranks,
+        "gradients": 0 if setup.offload_optimizer else low * total / (1 if whole else ranks),
+        "optimizer state": 0 if setup.offload_optimizer else (optimizer + 4 * total) / ranks,
     }
 
 
@@ -171,7 +175,7 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     gathered, unit_gradients = _gathered(setup, part)
     end = piece * cost.losses * cost.width * (cost.norm_bytes + 2 * c) / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
-    last_gathered = _unsharded(setup, (part.first if cost.tied else part.last) or part.block)
+    last_gathered = _unsharded(setup, _last_unit(setup, part))
     finish = max(_unit(setup, part.first), _unit(setup, part.block))
     return [
         {**held, "activations": whole + end, "16-bit copies": low, "gathered": last_gathered + _ahead(setup, part),
@@ -206,15 +210,22 @@ def _unsharded(setup: Setup, parameters: float) -> float:
     return setup.compute_bytes * parameters if _sharded(setup) else 0
 
 
+def _last_unit(setup: Setup, part: Part) -> float:
+    """Return parameters of the unit that is used when the loss is computed."""
+    return (part.first if setup.cost.tied else part.last) or part.block
+
+
 def _unit(setup: Setup, parameters: float) -> float:
     """Return bytes of a unit's unsharded gradients and of the fp32 buffer in which they are reduced."""
     return (setup.compute_bytes + 4) * parameters if _sharded(setup) else 0
 
 
 def _ahead(setup: Setup, part: Part) -> float:
-    if _sharded(setup) and not setup.reshard:
-        return setup.compute_bytes * (part.total - (part.last or part.block))
-    return 0
+    """Return bytes of the gathered weights that stay so from forward to backward, beside the last unit."""
+    if not _sharded(setup) or (setup.kind == "mesh" and setup.reshard):
+        return 0
+    kept = min(part.total, DEEPSPEED_KEPT) if setup.kind == "deepspeed" else part.total
+    return setup.compute_bytes * max(0, kept - _last_unit(setup, part))
 
 
 def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
@@ -245,5 +256,10 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
 
 
 def _optimizer_temporary(setup: Setup, part: Part) -> float:
-    """Return bytes of an optimizer's step: Muon orthogonalizes a few matrices at a time, fused Adam needs none."""
+    """Return bytes of an optimizer's step: Muon orthogonalizes a few matrices at a time, fused Adam needs none.
+
+    DeepSpeed copies a rank's gradients to fp32.
+    """
+    if setup.kind == "deepspeed":
+        return 4 * part.total / setup.world_size if setup.compute_bytes < 4 and not setup.offload_optimizer else 0
     return 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0

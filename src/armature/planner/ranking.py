@@ -81,12 +81,8 @@ class Fixed:
 def counts(device: Device, *, devices: int | None, num_nodes: int | None) -> list[tuple[int, int]]:
     """Return (devices per machine, machines) to try. ConfigError: more devices than a machine has."""
     most = device.devices_per_machine
-    if devices is not None and devices > most and device.accelerator == "gpu":
-        machines = -(-devices // most)
-        raise ConfigError(
-            f"trainer.devices={devices}: a machine of hardware={device.name} has {most}. Type trainer.devices={most} "
-            f"trainer.num_nodes={machines}."
-        )
+    if devices is not None and (problem := device.too_many(devices)):
+        raise ConfigError(problem)
     if devices is not None or num_nodes is not None:
         return [(devices or most, num_nodes or 1)]
     return [_pair(device, count) for count in COUNTS]

@@ -110,9 +110,11 @@ def _communication(setup: Setup, device: Device) -> float:
     if setup.kind == "ddp":
         return _ring(2 * setup.weight_bytes * total, setup.world_size, 1, device)
     if setup.kind == "deepspeed":
-        gathers = 2 * micro_steps if setup.stage == 3 else 1
-        reductions = micro_steps if setup.stage >= 2 else 1
-        return _ring((gathers + reductions) * low, setup.world_size, 1, device)
+        kept = setup.compute_bytes * min(total, memory.DEEPSPEED_KEPT)
+        gathered = micro_steps * (2 * low - kept) if setup.stage == 3 else low
+        all_reduced = 1 if setup.stage == 3 else 2  # below stage 3 the engine does not scatter
+        reductions = all_reduced * (micro_steps if setup.stage >= 2 else 1)
+        return _ring(gathered + reductions * low, setup.world_size, 1, device)
     if setup.kind != "mesh":
         return 0.0
     stride = axes["tensor"]

@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -71,7 +71,7 @@ def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: 
     if layout.kind == "deepspeed":
         return deepspeed.report(
             cfg, layout, rank=rank, device=device,
-            simulate=lambda single: _simulate(single, rank=0, device=device, notes=notes),
+            simulate=lambda single, shares: _simulate(single, rank=0, device=device, notes=notes, shares=shares),
         )  # fmt: skip
     if layout.axes["pipe"] > 1:
         stage_0 = rank % (world_size // layout.axes["pipe"])  # the pipe axis is the outermost
@@ -137,11 +137,13 @@ def _world_size(cfg: DictConfig, device: Device) -> int:
 
 
 def _simulate(
-    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None
-) -> Report:
+    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> Report:  # fmt: skip
     layout = Layout.of(cfg)
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
+    meter.shares = shares or {}
     hooks.install(meter)
     operators.install(meter)
     worker.quiet()

@@ -106,6 +106,7 @@ class Meter(Collectives):
         syncs: how often the host waits for the device, by the line of code.
         answered: lines that read a value, which a fake tensor does not have.
         assumed: lines at which the size of a result depends on values → which result is taken.
+        shares: of each kind's bytes, what this rank would hold of them; 1 for kinds that are not named.
     """
 
     def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
@@ -119,6 +120,7 @@ class Meter(Collectives):
         self.now = 0
         self.answered: dict[str, None] = {}
         self.assumed: dict[str, Assumed] = {}
+        self.shares: Mapping[str, float] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -163,14 +165,15 @@ class Meter(Collectives):
             self.resize(storage)
         elif kind != entry[2]:
             self.total[entry[2]] -= entry[1]
-            self.total[kind] += entry[1]
-            entry[2] = kind
+            self.now -= entry[1]
+            entry[1:] = 0, kind
+            self.resize(storage)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Read the size of a known storage again."""
         if (entry := self._live.get(storage._cdata)) is None:
             return
-        rounded = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        rounded = int(-(-storage.nbytes() // ROUNDING) * ROUNDING * self.shares.get(entry[2], 1))
         change, entry[1] = rounded - entry[1], rounded
         self.total[entry[2]] += change
         self.now += change

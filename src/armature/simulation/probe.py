@@ -48,13 +48,19 @@ class MeasuredStep(L.Callback):
     """
 
     def __init__(self, axes: Mapping[str, int], *, engine: bool) -> None:
-        self.collectives, self.held, self.engine = Collectives(axes), {}, engine
+        self.collectives, self.held, self.engine, self.bucket = Collectives(axes), {}, engine, 0
         self.first_batch = self.steps_before = int(engine or axes["pipe"] > 1)
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in [] if self.engine else trainer.optimizers:
             state.create_state(optimizer)  # as in the simulation
+
+        def note_bucket(param: torch.Tensor) -> None:
+            self.bucket = max(self.bucket, deepspeed.bucket_bytes(trainer.strategy))
+
+        for param in pl_module.parameters() if self.engine else ():
+            param.register_post_accumulate_grad_hook(note_bucket)  # the engine frees it after backward
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -63,7 +69,7 @@ class MeasuredStep(L.Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.held = held_bytes(trainer)
+        self.held = {**held_bytes(trainer), "bucket": self.bucket}
 
     def step_ended(self) -> None:
         if self.steps_before:

@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import gc
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 
 
 def main() -> None:
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # on import it warns that triton is missing
     from armature.simulation import job  # noqa: F401  # the import that every simulation would pay for
 
     gc.freeze()

@@ -25,18 +25,21 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
     cfg = cfg.copy()
     simplify(cfg, root=tempfile.gettempdir())
     cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
+    too_many = device.too_many(count) if isinstance(count, int) else None
     there = {"gpu_count": lambda: count, "compute_capability": lambda: capability(device)}
     with patch.multiple(hardware, **there, gpu_memory_bytes=lambda: device.memory_bytes):
         try:
             checks.check(cfg, prepare=False, open_data=False)
         except ConfigError as error:
-            return error.problems
-    return []
+            return [*([too_many] if too_many else []), *error.problems]
+    return [too_many] if too_many else []
 
 
 def simplify(cfg: DictConfig, *, root: str) -> list[str]:
     """Leave out what has no part in a step; return what of it changes the result. `root`: of the run directory."""
     cfg.run.root, cfg.run.name, cfg.resume = root, "run", "never"
+    if OmegaConf.select(cfg, "model.pretrained") is not None:
+        cfg.model.pretrained = None  # its sizes are in the configuration, and weights have no part in a step's cost
     cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
     notes = []
     if OmegaConf.select(cfg, "strategy.compile", default="none") != "none":

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from armature.checkpoint import state
+from armature.checkpoint import huggingface, state
 from armature.errors import ConfigError
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
@@ -26,6 +26,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     Attributes:
         seed: decides the initial weights and the random streams.
+        reads_pretrained: whether models that name a Hugging Face folder get their weights from it. A run that resumes
+            sets it to False: its checkpoint holds them.
+        imported: the parameters that come from such folders, by the name of their model.
         initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
             seed's.
         parameter_count: of the unsharded model, whatever part of it is on this rank.
@@ -34,6 +37,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     """
 
     bubble_share: float = 0.0
+    reads_pretrained: bool = True
     remedies: ClassVar[dict[str, str]] = {}
 
     def configure_mixin(
@@ -52,6 +56,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.activation_checkpointing, self.float8 = activation_checkpointing, float8
         self.compile, self.compile_mode = compile, compile_mode
         self.initial_weights: Path | None = None
+        self.imported: dict[str, set[str]] = {}
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights = None, TargetWeights()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
@@ -106,9 +111,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 "model at the end of __init__ or configure_model."
             )
         self.parameter_count = sum(param.numel() for param in self.module.parameters())
+        models = models_of(self.module)
+        self.imported = {name: huggingface.imported_names(m) if self.reads_pretrained else set() for name, m in models}
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
         self.precision_plugin.convert_module(self.module)
+        for name, model in models:
+            if self.imported[name]:
+                huggingface.read(model, self.imported[name])
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True
@@ -122,7 +132,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             if self.compile != "none":
                 blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
         meta_names = initialization.materialize(module, device=self.root_device)
-        initialization.initialize_by_name(module, seed=self.seed, names=meta_names)
+        imported = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
+        initialization.initialize_by_name(module, seed=self.seed, names=meta_names - imported)
 
     def matrices(self) -> DistributedMatrices:
         """Return how the optimizer's work on whole matrices is distributed over ranks."""

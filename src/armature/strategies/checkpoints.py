@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from armature.checkpoint import directory, lightning_file, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
+from armature.finetune.lora import is_adapter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies import hooks
@@ -224,13 +225,18 @@ class CheckpointMixin(LayoutMixin):
             param.grad = gradient.detach()
 
     def load_initial_weights(self, path: Path) -> None:
-        """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them."""
+        """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them.
+
+        Adapters that the checkpoint does not have begin anew.
+        """
         if not directory.is_file(path):
-            _warn_of_left_out(path, state.load_weights(path, self.module))
+            _warn_of_left_out(path, state.load_weights(path, self.module, may_lack=is_adapter))
             return
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
-        late = state.place_weights(path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading)
+        late = state.place_weights(
+            path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading, may_lack=is_adapter
+        )
         _warn_of_left_out(path, late)
 
     # ------------------------------------------------------------ what callbacks freeze and unfreeze

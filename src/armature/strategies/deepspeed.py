@@ -13,6 +13,7 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -48,9 +49,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             process_group_backend=None if backend == "auto" else backend, overlap_comm=torch.cuda.is_available(),
             logging_batch_size_per_gpu=1,  # "auto" would iterate over the train loader; only a log line uses the number
         )  # fmt: skip
-        assert isinstance(self.config, dict)
         # with offloaded state the configured optimizer is slower than DeepSpeed's own, but computes the same
-        self.config |= {"zero_force_ds_cpu_optimizer": False} | (config or {})
+        merged = OmegaConf.merge(self.config, {"zero_force_ds_cpu_optimizer": False}, config or {})
+        self.config = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         self._groups: list[list[str]] = []
         self._replaced_scale: tuple[float, float] | None = None  # the engine's own loss scale and that of this step
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)

@@ -132,8 +132,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
-                model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}."
-            )
+                model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
+                imported=self.imported[name],
+            )  # fmt: skip
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
+from armature.finetune.lora import Lora
 from armature.models.loss import IGNORED
 from armature.optim.groups import parameter_groups
 
@@ -56,6 +57,7 @@ class Task(L.LightningModule):
     """Trains the model on the loss that the model computes, and measures that loss on held-out batches.
 
     `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
+    `adapter` freezes the model and adds what is trained instead (`armature.finetune.lora.Lora`).
     A subclass adds metrics in `metrics`, `update` and `final_metrics`.
 
     Attributes:
@@ -67,9 +69,10 @@ class Task(L.LightningModule):
 
     def __init__(
         self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None, adapter: Lora | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.adapter = adapter
         self.model: nn.Module | None = None
         self._make_model, self._make_optimizer, self._make_scheduler = model, optimizer, scheduler
         # A plain dict: a strategy would move, empty or shard submodules together with the model
@@ -100,6 +103,8 @@ class Task(L.LightningModule):
         model_class = getattr(self._make_model, "func", self._make_model)
         with torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext():
             self.model = self._make_model()
+            if self.adapter is not None:
+                self.adapter.add_to(self.model)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -118,6 +123,10 @@ class Task(L.LightningModule):
         The model computes it, in `loss` (src/armature/models/<name>/model.py): a pipeline needs the loss on the stage
         that holds the model's last part.
         """
+        return self.loss_of(batch)
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the model's loss of a batch: the mean over its targets."""
         assert self.model is not None
         return self.model(*inputs_and_targets(batch))
 
@@ -127,9 +136,8 @@ class Task(L.LightningModule):
 
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. Padding, whose targets are all -100, has no weight."""
-        assert self.model is not None
-        inputs, targets = inputs_and_targets(batch)
-        metrics["loss"].update(self.model(inputs, targets), weight=(targets != IGNORED).sum())
+        loss = self.loss_of(batch)
+        metrics["loss"].update(loss, weight=(batch["targets"] != IGNORED).sum())
 
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
         """Return what is logged for `split` ("val" or "test"), given the computed metrics."""

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from armature.finetune.lora import Lora
 from armature.models.decoder.generation import generate
-from armature.tasks.base import Task
+from armature.tasks.base import Batch, Task, inputs_and_targets
 
 
 class LanguageModeling(Task):
@@ -28,11 +29,18 @@ class LanguageModeling(Task):
     def __init__(
         self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
         scheduler: Callable[..., LRScheduler] | None = None, preview_prompt: str = "def", preview_tokens: int = 120,
-        preview_temperature: float = 0.6,
+        preview_temperature: float = 0.6, adapter: Lora | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, optimizer=optimizer, scheduler=scheduler)
+        super().__init__(model, optimizer=optimizer, scheduler=scheduler, adapter=adapter)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
+
+    @override
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the loss. A batch with "documents" (B, T) packs several, which do not attend to each other."""
+        assert self.model is not None
+        packed = {"documents": batch["documents"]} if "documents" in batch else {}
+        return self.model(*inputs_and_targets(batch), **packed)
 
     @override
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:

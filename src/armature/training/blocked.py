@@ -21,6 +21,7 @@ from armature.launcher import environment, hang
 
 POLL_SECONDS = 1.0
 FRAMES = 12
+REPORTED = 64  # collectives of a rank, in the report about a hang
 
 
 def answer_requests(folder: Path, *, place: Callable[[], str]) -> None:
@@ -46,13 +47,18 @@ def record(*, place: str) -> dict[str, Any]:
     return {"place": place, "stack": stack, "collectives": collectives()}
 
 
-def collectives() -> list[dict[str, Any]]:
-    """Return the recorded collectives, oldest first: group, its description, number in it, name, sizes, done."""
+def recorded() -> list[dict[str, Any]]:
+    """Return the entries of torch's flight recorder, oldest first."""
     recorder: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if (dump := getattr(recorder, name, None)) is not None:
             entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return entries
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return the newest collectives, oldest first: group, its description, number in it, name, sizes, done."""
     return [
         {
             "group": entry["process_group"][0],
@@ -63,5 +69,5 @@ def collectives() -> list[dict[str, Any]]:
             "done": entry["retired"] or entry["state"] == "completed",
             "pairwise": entry["is_p2p"],
         }
-        for entry in entries
+        for entry in recorded()[-REPORTED:]
     ]

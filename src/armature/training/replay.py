@@ -9,49 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from armature.errors import error_line
 from armature.parallel import process_group, randomness
 from armature.strategies.base import StrategyMixin
 from armature.strategies.update_mask import buffers_of
 from armature.training import epoch_metrics
+from armature.training.finite import Finding, FiniteWatch, kind_of
 from armature.training.trainer import Trainer
 
-PLACES = ("samples", "forward", "loss", "backward", "parameter")  # in the order of a step
 SHOWN = 8  # samples in a message
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The first values of this rank that are not finite."""
-
-    place: str  # one of PLACES
-    name: str  # of the module, the parameter or the entry of the batch
-    kind: str  # NaN or infinite
-    order: int  # counts what was looked at before
-    stage: int = 0  # of a pipeline
-    samples: list[int] = field(default_factory=list)  # indices, if only some samples of the micro-batch are affected
-    clean: bool = True  # of a module: its inputs were finite
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return PLACES.index(self.place), self.stage if self.place == "forward" else -self.stage, self.order
-
-    def __str__(self) -> str:
-        subject = {
-            "samples": f"batch[{self.name!r}] as it comes from the data",
-            "forward": f"the output of {self.name}",
-            "loss": "the loss, of finite outputs of all modules,",
-            "backward": f"the gradient that leaves {self.name} in backward",
-            "parameter": f"the gradient of {self.name}",
-        }[self.place]
-        return f"{subject} is the first that is {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +84,7 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
 
 def weight_not_finite(strategy: StrategyMixin) -> str | None:
     """Return the name of a weight that is not finite on some rank, the same on all, or None. All ranks call it."""
-    own = next((name for name, param in strategy.weights().items() if _kind(param.detach()) is not None), None)
+    own = next((name for name, param in strategy.weights().items() if kind_of(param.detach()) is not None), None)
     return next((name for name in process_group.all_gather_object(own) if name is not None), None)
 
 
@@ -131,9 +102,9 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
     stage = rank // max(1, trainer.world_size // pipe)
     for i, (indices, raw) in enumerate(_read(data, position=position)):
         batch = loop.move_to_device(raw)
-        watch = _Watch(indices, stage=stage)
+        watch = FiniteWatch(indices, stage=stage)
         watch.look_at_batch(batch)
-        with watch.installed(module), _eager(strategy):
+        with watch.in_step(module), _eager(strategy):
             output = loop.forward_again(batch, i)
             loss = output["loss"] if isinstance(output, dict) else output
             if isinstance(loss, Tensor):
@@ -157,101 +128,6 @@ def _read(data: Any, *, position: int) -> list[tuple[list[int], Any]]:
     if (lost := next((each for each in problems if each is not None), None)) is not None:
         raise _Unreadable(lost)
     return parts
-
-
-class _Watch:
-    """Looks at the batch, the modules' outputs, the loss and the gradients of one micro-batch, in their order."""
-
-    def __init__(self, indices: list[int], *, stage: int) -> None:
-        self.indices, self.stage, self.order = indices, stage, 0
-        self.findings: list[Finding] = []
-        self._running = False
-
-    def first(self) -> Finding | None:
-        """Return the first finding. Infinity is often meant, as in a mask; NaN never is."""
-        found = sorted(self.findings, key=lambda each: each.key)
-        nan = next((each for each in found if each.kind == "NaN"), None)
-        return nan if nan is not None and nan.clean else next(iter(found), None)
-
-    def look_at(self, place: str, name: str, tensor: Tensor, *, clean: bool = True) -> None:
-        self.order += 1
-        if any(each.kind == "NaN" for each in self.findings if each.place == place):
-            return
-        if (kind := _kind(tensor)) is not None:
-            samples = self._samples(tensor) if place in ("samples", "forward") else []
-            self.findings.append(Finding(place, name, kind, self.order, self.stage, samples, clean))
-
-    def look_at_batch(self, batch: Any) -> None:
-        entries = (
-            batch
-            if isinstance(batch, dict)
-            else dict(enumerate(batch if isinstance(batch, (list, tuple)) else [batch]))
-        )
-        for name, value in entries.items():
-            for tensor in _tensors(value):
-                self.look_at("samples", str(name), tensor)
-
-    def look_at_gradients(self, module: nn.Module) -> None:
-        for name, param in module.named_parameters():
-            if param.grad is not None:
-                self.look_at("parameter", name, param.grad)
-
-    def _samples(self, tensor: Tensor) -> list[int]:
-        """Return the samples whose values are not finite, unless all are affected or a row is no sample."""
-        local = StrategyMixin.local(tensor).detach()
-        if not local.ndim or len(local) != len(self.indices):
-            return []
-        bad = (~torch.isfinite(local)).flatten(1).any(1) if local.ndim > 1 else ~torch.isfinite(local)
-        return [] if bad.all() else [self.indices[i] for i in bad.nonzero().flatten().tolist()]
-
-    @contextmanager
-    def installed(self, module: nn.Module) -> Iterator[None]:
-        """Look at what each module takes and returns, and at the gradients that flow back there."""
-        handles = []
-        for name, part in module.named_modules():
-            called = f"{name or type(module).__name__} ({type(part).__name__})"
-            handles += [
-                part.register_forward_pre_hook(partial(self._before, called)),
-                part.register_forward_hook(partial(self._after, called)),
-            ]
-        handles += [
-            param.register_hook(partial(self._gradient, "parameter", name))
-            for name, param in module.named_parameters()
-            if param.requires_grad and type(param) is nn.Parameter  # before it is reduced: this rank's own
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _before(self, name: str, module: nn.Module, args: Any) -> None:
-        for tensor in _tensors(args):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._gradient, "backward", name))
-
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        clean = all(_kind(tensor) is None for tensor in _tensors(args))
-        for tensor in _tensors(output):
-            self.look_at("forward", name, tensor, clean=clean)
-
-    def _gradient(self, place: str, name: str, gradient: Tensor) -> None:
-        self.look_at(place, name, gradient)
-
-
-@torch.no_grad()
-def _kind(tensor: Tensor) -> str | None:
-    local = StrategyMixin.local(tensor).detach()
-    if bool(torch.isfinite(local).all()):
-        return None
-    return "NaN" if bool(torch.isnan(local).any()) else "infinite"
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested containers."""
-    found: list[Tensor] = []
-    apply_to_collection(value, Tensor, lambda tensor: found.append(tensor) if tensor.is_floating_point() else None)
-    return found
 
 
 def _eager(strategy: StrategyMixin) -> Any:

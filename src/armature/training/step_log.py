@@ -23,6 +23,7 @@ from armature.loggers import RowWriter
 from armature.strategies.base import StrategyMixin
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.progress import completed_batches
+from armature.training.stragglers import StragglerWatch
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -66,6 +67,7 @@ class StepLog(Callback):
         rate: samples per second of all ranks, over the rows of the newest write.
         data_wait: as the column, over the same rows.
         monitors: further sources of columns.
+        stragglers: names a rank that the others wait for.
     """
 
     COLUMNS = frozenset(
@@ -92,6 +94,7 @@ class StepLog(Callback):
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
         self._totals, self._watch = Totals(), DataWaitWarning()
+        self.stragglers = StragglerWatch()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr = 0.0
@@ -179,6 +182,7 @@ class StepLog(Callback):
         for column in columns:
             row.update(column)
         self._pending.append(row)
+        self.stragglers.step_ended()
         if len(self._pending) >= self.every_n_steps:
             self.flush(trainer)
 
@@ -195,7 +199,7 @@ class StepLog(Callback):
         for monitor in self.monitors:
             own |= monitor.measured(trainer, window)
         self.wait.marks.reset()
-        ranks = self._read(trainer, rows, list(own.values()))
+        *ranks, due = self._read(trainer, rows, [*own.values(), float(self.stragglers.is_due)])
         self._warn_of_nan(trainer, rows)
         over_all_ranks = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
 
@@ -209,10 +213,14 @@ class StepLog(Callback):
         self._totals.add(timing, window=window)
         if trainer.is_global_zero and (problem := self._watch.problem(trainer, window, waits=ranks[0])):
             log.warning("%s", problem[0].upper() + problem[1:])
+        slow = self.stragglers.compare(trainer, step=rows[-1]["step"], waits=ranks[0]) if due[0] else None
+        if slow is not None:
+            log.warning("%s", slow)
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
+        self.stragglers.restart()
 
     def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
         """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank."""
@@ -281,6 +289,7 @@ class StepLog(Callback):
     def restart_clock(self) -> None:
         """Exclude what was done since the last write (validation, saving) from the rate."""
         self._since = time.perf_counter()
+        self.stragglers.restart()
         if self.wait is not None:
             self.wait.clear()
 

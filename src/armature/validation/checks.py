@@ -20,6 +20,7 @@ from armature.checkpoint import resume
 from armature.config import Config
 from armature.data import batching
 from armature.errors import ConfigError, error_line
+from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.models.plan import module_beside
 from armature.planner import auto
@@ -54,6 +55,7 @@ def check(
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
+    cfg = pretrained.fill(cfg)
     problems, chosen = values.problems(cfg, plain(cfg)), None
     unsound = _target_problems(cfg) + _device_problems(cfg)
     sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)

@@ -49,7 +49,10 @@ REFUSED: dict[tuple[str, str], str] = {
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
-        return []
+        if (cfg.get("model") or {}).get("pretrained") is None:
+            return []
+        what = f"strategy._target_={cfg['strategy']['_target_']}"
+        return [f"{what}: only armature's own strategies read model.pretrained. Type strategy=ddp, or strategy=fsdp."]
     if layout.kind == "single" and layout.world_size > 1:
         instead = "strategy=ddp, or trainer.devices=1"
         return [f"strategy=single is one process, but there are {layout.world_size}. Type {instead}."]
@@ -119,6 +122,11 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if asked is not True and asked != "emulate":
         return [f"strategy.float8={asked}: must be false, true, or emulate."]
     problems = []
+    if cfg["task"].get("adapter"):
+        problems.append(
+            f"strategy.float8={str(asked).lower()} converts the Linears that task.adapter adapts, and would leave its "
+            "adapters out. Type strategy.float8=false."
+        )
     if importlib.util.find_spec("torchao") is None:
         problems.append("strategy.float8 needs torchao, which is not installed here. Type pip install torchao.")
     if layout.plan is None:
@@ -208,6 +216,12 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         problems.append(
             f"strategy.pipe={pipe}: model.{plan.needs_inputs}={value} needs the inputs in every block, and only the "
             f"first stage has them. Type model.{plan.needs_inputs}=null, or strategy=fsdp."
+        )
+    source = cfg["data"].get("source")
+    if isinstance(source, Mapping) and source.get("packing"):
+        problems.append(
+            f"strategy.pipe={pipe}: data.source.packing=true puts several documents into a row, and only the first "
+            "stage would know where they begin. Type data.source.packing=false, or strategy=fsdp."
         )
     chunks, micro = strategy["microbatches"], cfg["data"].get("micro_batch_size")
     least = stages if schedule in ("1f1b", "zero_bubble") else pipe if schedule == "interleaved_1f1b" else 1

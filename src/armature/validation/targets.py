@@ -26,7 +26,7 @@ _SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours 
 _KEY = "launch.allowed_packages"
 # inside these packages, only these parts may be named
 CLASSES = {
-    "armature": ("models", "tasks", "data", "optim", "strategies", "callbacks", "loggers"),
+    "armature": ("models", "tasks", "data", "optim", "strategies", "callbacks", "loggers", "finetune.lora"),
     "torch": ("nn", "optim", "utils.data"),
     "lightning": tuple(
         f"{side}.{part}"

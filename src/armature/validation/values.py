@@ -207,8 +207,8 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.source.tokenizer_bytes": _count,
     "data.source.held_out": _count,
     "data.source.block": _count,
-    "data.source.val_fraction": _number(above=0, below=0.9),
-    "data.source.test_fraction": _number(above=0, below=0.9),
+    "data.source.val_fraction": _number(least=0, below=0.9),
+    "data.source.test_fraction": _number(least=0, below=0.9),
 }
 OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's would refuse the values in the rank
     "optimizer.lr": _number(above=0),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from armature.models.sizes import fraction, nearest_divisor, nearest_multiple, whole_numbers
 
-SIZES = ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "ffn_hidden")
-ROPE_SCALING = ("factor", "high_frequency", "low_frequency", "original_context")
+SIZES = ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden")
+ROPE_SCALING = {  # kind → numbers that it needs, and that it may have
+    "llama3": (("factor", "high_frequency", "low_frequency", "original_context"), ()),
+    "yarn": (("factor", "original_context"), ("attention_factor", "beta_fast", "beta_slow")),
+    "linear": (("factor",), ()),
+}
+QK_NORMS = (False, True, "weighted")
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
     """Return every reason why `Decoder(**args)` cannot be built, each with both values and a remedy."""
-    found = whole_numbers(args, SIZES, optional=("kv_heads", "ffn_hidden")) + fraction(args, "dropout")
-    scaling = args.get("rope_scaling")
-    if scaling is not None and (not isinstance(scaling, Mapping) or sorted(scaling) != list(ROPE_SCALING)):
-        found.append(f"model.rope_scaling needs exactly the keys {', '.join(ROPE_SCALING)}. Got {scaling!r}")
+    found = whole_numbers(args, SIZES, optional=("kv_heads", "head_dim", "ffn_hidden")) + fraction(args, "dropout")
+    found += _scaling_problems(args.get("rope_scaling")) + _window_problems(args.get("windows"), args.get("layers"))
+    if (norm := args.get("qk_norm", False)) not in QK_NORMS:
+        found.append(f"model.qk_norm must be false, true or weighted. Got {norm!r}")
     token, vocabulary = args.get("document_token"), args.get("vocab_size")
     if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
         found.append(f"model.document_token must be the id of a token, or null. Got {token!r}")
@@ -27,7 +33,10 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     width, heads = args.get("width"), args.get("heads")
     if width is None or heads is None:
         return found
-    if width % heads:
+    if (head_dim := args.get("head_dim")) is not None:
+        if head_dim % 2:
+            found.append(f"model.head_dim={head_dim} must be even, since rotary positions pair its elements")
+    elif width % heads:
         found.append(
             f"model.heads={heads} does not divide model.width={width}: "
             f"model.heads={nearest_divisor(width, heads)} does, or model.width={nearest_multiple(width, 2 * heads)}"
@@ -44,3 +53,51 @@ def problems(args: Mapping[str, Any]) -> list[str]:
             f"model.kv_heads={nearest_divisor(heads, kv_heads)} does"
         )
     return found
+
+
+def ffn_hidden_of(width: int) -> int:
+    """Return the feed-forward width if `ffn_hidden` is left out."""
+    return -(-8 * width // 3 // 64) * 64
+
+
+def windows_of(windows: int | Sequence[int | None] | None, *, layers: int) -> tuple[int | None, ...]:
+    """Return each block's window: positions that one attends to, itself included; None: all."""
+    return (windows,) * layers if windows is None or isinstance(windows, int) else tuple(windows)
+
+
+def attended_share(args: Mapping[str, Any]) -> float:
+    """Return the share of the context that a position attends to, as a mean of all blocks; 1: no windows."""
+    windows, context = windows_of(args.get("windows"), layers=args["layers"]), args["context"]
+    return sum(min(window or context, context) for window in windows) / (len(windows) * context)
+
+
+def _scaling_problems(scaling: Any) -> list[str]:
+    if scaling is None:
+        return []
+    kind = scaling.get("kind", "llama3") if isinstance(scaling, Mapping) else None
+    if kind not in ROPE_SCALING:
+        return [f"model.rope_scaling needs a kind ({', '.join(ROPE_SCALING)}) and its numbers. Got {scaling!r}"]
+    given, (needed, possible) = set(scaling) - {"kind"}, ROPE_SCALING[kind]
+    if not set(needed) <= given <= {*needed, *possible}:
+        may = f", and may have {', '.join(possible)}" if possible else ""
+        keys = ", ".join(needed)
+        return [f"model.rope_scaling needs exactly the keys {keys} for kind={kind}{may}. Got {scaling!r}"]
+    return [
+        f"model.rope_scaling.{key} must be a number above 0. Got {scaling[key]!r}"
+        for key in sorted(given)
+        if isinstance(scaling[key], bool)
+        or not isinstance(scaling[key], int | float)
+        or not 0 < scaling[key] < math.inf
+    ]
+
+
+def _window_problems(windows: Any, layers: Any) -> list[str]:
+    if windows is None:
+        return []
+    several = isinstance(windows, Sequence) and not isinstance(windows, str)
+    each = list(windows) if several else [windows]
+    if wrong := [w for w in each if w is not None and (isinstance(w, bool) or not isinstance(w, int) or w < 1)]:
+        return [f"model.windows must be whole numbers of at least 1, or null for all positions. Got {wrong[0]!r}"]
+    if several and isinstance(layers, int) and len(each) != layers:
+        return [f"model.windows has {len(each)} entries, but model.layers={layers}: it needs one for each block"]
+    return []

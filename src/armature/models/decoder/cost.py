@@ -6,20 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from armature.models.cost import Cost
+from armature.models.decoder.check import attended_share, ffn_hidden_of
 
 
 def cost(args: Mapping[str, Any]) -> Cost:
     """Return the cost of `Decoder(**args)` on samples of `context` tokens."""
     width, heads, vocabulary = args["width"], args["heads"], args["vocab_size"]
-    keys = (args.get("kv_heads") or heads) * (width // heads)
-    hidden = args.get("ffn_hidden") or -(-8 * width // 3 // 64) * 64
-    tied, matrices = bool(args.get("tied", False)), 2 * width * width + 2 * width * keys + 3 * width * hidden
+    head_dim = args.get("head_dim") or width // heads
+    queries, keys = heads * head_dim, (args.get("kv_heads") or heads) * head_dim
+    hidden = args.get("ffn_hidden") or ffn_hidden_of(width)
+    tied, matrices = bool(args.get("tied", False)), 2 * width * queries + 2 * width * keys + 3 * width * hidden
+    small = 2 * width + (queries + 2 * keys if args.get("attention_bias") else 0)
+    small += 2 * head_dim if args.get("qk_norm") == "weighted" else 0
+    share = attended_share(args)
     return Cost(
-        first=vocabulary * width, block=matrices + 2 * width, last=width + (0 if tied else vocabulary * width),
+        first=vocabulary * width, block=matrices + small, last=width + (0 if tied else vocabulary * width),
         blocks=args["layers"], tied=tied, positions=args["context"], width=width, norms=2,
         norm_bytes=8, shared_inputs=2 * width,
-        inner=3 * width + 2 * keys + 4 * hidden,  # q, attention twice, k, v; gate, its silu, up, their product
-        products=4 * width + 2 * keys + 2 * hidden, outputs=2 * width, block_matrices=matrices,
-        head_matrices=vocabulary * width, attention=width, classes=vocabulary, losses=args["context"],
-        chunked_loss=True, unit="tokens",
+        inner=3 * queries + 2 * keys + 4 * hidden,  # q, attention twice, k, v; gate, its silu, up, their product
+        products=2 * queries + 2 * width + 2 * keys + 2 * hidden, outputs=2 * width, block_matrices=matrices,
+        head_matrices=vocabulary * width, attention=queries if share == 1.0 else queries * share,
+        classes=vocabulary, losses=args["context"], chunked_loss=True, unit="tokens",
     )  # fmt: skip

@@ -9,7 +9,7 @@ Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from armature.models.autocast import to_compute_dtype
-from armature.models.decoder import documents
-from armature.models.decoder.check import problems
+from armature.models.decoder import documents as packing
+from armature.models.decoder import names, rope
+from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy
 
@@ -36,11 +37,13 @@ class KeyValueCache:
         self.length = 0
         self.layers: dict[str, Tensor] = {}  # (2, B, G, C, K): keys and values
         self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
+        self._first: dict[str, int] = {}  # the position in the first place of a layer's room, 0 without a window
         self._rotary_C2K: Tensor | None = None
 
     def clear(self) -> None:
         """Forget all positions, and keep the room."""
         self.length, self.documents_BS = 0, None
+        self._first.clear()
 
     def rotary(self, table: Callable[[], Tensor]) -> Tensor:
         """Return the rows of the rotary table from the next position on. The table is computed once."""
@@ -48,18 +51,29 @@ class KeyValueCache:
             self._rotary_C2K = table()
         return self._rotary_C2K[self.length :]
 
-    def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values, and return all of them."""
+    def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Append one layer's new keys and values, and return all that the new positions see.
+
+        With a window there is room for about two windows. When it is full, what is still in reach moves to its front.
+        """
         batch, groups, new, head_dim = k_BGTK.shape
-        end = self.length + new
-        if name not in self.layers:
+        kept, first = self.layers.get(name), self._first.get(name, 0)
+        oldest = 0 if window is None else max(0, self.length - window + 1)
+        end = self.length - first + new
+        if kept is None or end > kept.shape[3]:
             assert self._rotary_C2K is not None
-            room = (2, batch, groups, self.positions or self._rotary_C2K.shape[0], head_dim)
-            self.layers[name] = torch.empty(room, dtype=v_BGTK.dtype, device=v_BGTK.device)
-        kept = self.layers[name]
-        kept[0, :, :, self.length : end] = k_BGTK
-        kept[1, :, :, self.length : end] = v_BGTK
-        return kept[0, :, :, :end], kept[1, :, :, :end]
+            reach = 0 if kept is None else self.length - oldest
+            positions = self.positions or self._rotary_C2K.shape[0]
+            places = positions if window is None else min(positions, max(2 * window, reach + new))
+            room = torch.empty((2, batch, groups, places, head_dim), dtype=v_BGTK.dtype, device=v_BGTK.device)
+            if kept is not None:
+                room[:, :, :, :reach] = kept[:, :, :, oldest - first : self.length - first]
+                first = self._first[name] = oldest
+            kept, end = room, self.length - first + new
+            self.layers[name] = kept
+        kept[0, :, :, end - new : end] = k_BGTK
+        kept[1, :, :, end - new : end] = v_BGTK
+        return kept[0, :, :, oldest - first : end], kept[1, :, :, oldest - first : end]
 
 
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
@@ -84,13 +98,18 @@ def takes_groups(v_BGTK: Tensor, mask: Tensor | None) -> bool:
 class Attention(nn.Module):
     """Causal self-attention with possibly fewer key-value heads than query heads (GQA, arXiv:2305.13245)."""
 
-    def __init__(self, width: int, *, heads: int, kv_heads: int, qk_norm: bool, norm_eps: float) -> None:
+    def __init__(
+        self, width: int, *, heads: int, kv_heads: int, head_dim: int, bias: bool, qk_norm: bool | str, norm_eps: float,
+        window: int | None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.head_dim = width // heads
+        self.head_dim, self.window = head_dim, window
         self.qk_norm, self.norm_eps = qk_norm, norm_eps
-        self.q = nn.Linear(width, heads * self.head_dim, bias=False)
-        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(width, kv_heads * self.head_dim, bias=False)
+        self.q = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        if qk_norm == "weighted":
+            self.q_norm, self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps), nn.RMSNorm(head_dim, eps=norm_eps)
         self.o = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(
@@ -102,24 +121,30 @@ class Attention(nn.Module):
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         )
-        if self.qk_norm:
+        if self.qk_norm == "weighted":
+            q_BHTK, k_BGTK = self.q_norm(q_BHTK), self.k_norm(k_BGTK)
+        elif self.qk_norm:
             q_BHTK = F.rms_norm(q_BHTK, (self.head_dim,), eps=self.norm_eps)
             k_BGTK = F.rms_norm(k_BGTK, (self.head_dim,), eps=self.norm_eps)
         q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
         if cache is not None:
-            k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK)
-            new, seen = q_BHTK.shape[2], k_BGTK.shape[2]
-            if mask is None and 1 < new < seen:
-                mask = torch.ones(new, seen, dtype=torch.bool, device=x_BTD.device).tril(seen - new)
+            k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK, window=self.window)
+        seen = k_BGTK.shape[2]
+        if mask is None:  # made here: only here T is whole under sequence parallelism
+            mask = packing.position_mask(
+                q_BHTK.shape[2], seen, window=self.window, device=x_BTD.device, head_dim=self.head_dim
+            )
+        elif not isinstance(mask, BlockMask):
+            mask = mask[..., -seen:]  # a cache has dropped the positions before a window
         if isinstance(mask, BlockMask):
-            a_BHTK = documents.attend(q_BHTK, k_BGTK, v_BGTK, mask)
+            a_BHTK = packing.attend(q_BHTK, k_BGTK, v_BGTK, mask)
         else:
             if q_BHTK.shape[1] != k_BGTK.shape[1] and not takes_groups(v_BGTK, mask):
                 groups = q_BHTK.shape[1] // k_BGTK.shape[1]
                 k_BGTK, v_BGTK = (x.repeat_interleave(groups, dim=1) for x in (k_BGTK, v_BGTK))
             a_BHTK = F.scaled_dot_product_attention(
                 q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
-                is_causal=mask is None and q_BHTK.shape[2] == k_BGTK.shape[2],
+                is_causal=mask is None and q_BHTK.shape[2] == seen,
             )  # fmt: skip
         return self.o(a_BHTK.transpose(1, 2).flatten(2))
 
@@ -141,12 +166,16 @@ class Block(nn.Module):
     """Pre-norm residual block."""
 
     def __init__(
-        self, width: int, *, heads: int, kv_heads: int, ffn_hidden: int, norm_eps: float, qk_norm: bool, dropout: float
-    ) -> None:
+        self, width: int, *, heads: int, kv_heads: int, head_dim: int, bias: bool, ffn_hidden: int, norm_eps: float,
+        qk_norm: bool | str, dropout: float, window: int | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dropout = dropout
         self.attention_norm = nn.RMSNorm(width, eps=norm_eps)
-        self.attention = Attention(width, heads=heads, kv_heads=kv_heads, qk_norm=qk_norm, norm_eps=norm_eps)
+        self.attention = Attention(
+            width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, norm_eps=norm_eps,
+            window=window,
+        )  # fmt: skip
         self.ffn_norm = nn.RMSNorm(width, eps=norm_eps)
         self.ffn = FeedForward(width, hidden=ffn_hidden)
 
@@ -162,40 +191,51 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head; a pipeline stage sets the parts that it does not hold to None.
 
-    `kv_heads` defaults to `heads`, `ffn_hidden` to 8/3 of the width rounded up to a multiple of 64. `rope_scaling`
-    stretches the rotary frequencies as Llama 3.1 does. `qk_norm` normalizes queries and keys without weights.
+    `kv_heads` defaults to `heads`, `head_dim` to width / heads, `ffn_hidden` to 8/3 of the width rounded up to a
+    multiple of 64. `attention_bias` adds biases to queries, keys and values. `qk_norm` normalizes the queries and keys
+    of each head: true without weights, "weighted" with. `windows` has one entry for each block: a position attends to
+    so many newest positions, itself included, or to all (null); a single number is that of every block. `rope_scaling`
+    stretches the rotary frequencies: `kind` llama3 (if it is left out), yarn or linear, and its numbers (`rope.py`).
+    `pretrained` names the Hugging Face folder that the weights of a new run come from; the strategy reads it.
     `document_token` is the id that begins each document: attention then stays within a document, as if it were alone in
     the batch (Llama 3, arXiv:2407.21783, 3.2). Raises ValueError with every impossible size.
     """
 
     modality = "tokens"
+    pretrained_name = staticmethod(names.theirs)
 
     def __init__(
         self, *, vocab_size: int, context: int, width: int, layers: int, heads: int, kv_heads: int | None = None,
-        ffn_hidden: int | None = None, rope_theta: float = 10_000.0, rope_scaling: Mapping[str, float] | None = None,
-        norm_eps: float = 1e-5, qk_norm: bool = False, tied: bool = False, dropout: float = 0.0,
-        document_token: int | None = None,
+        head_dim: int | None = None, ffn_hidden: int | None = None, rope_theta: float = 10_000.0,
+        rope_scaling: Mapping[str, Any] | None = None, norm_eps: float = 1e-5, qk_norm: bool | str = False,
+        attention_bias: bool = False, windows: int | Sequence[int | None] | None = None, tied: bool = False,
+        dropout: float = 0.0, document_token: int | None = None, pretrained: str | None = None,
     ) -> None:  # fmt: skip
         if found := problems({k: v for k, v in locals().items() if k not in ("self", "__class__")}):
             raise ValueError("; ".join(found))
         super().__init__()
-        self.context, self.width, self.layers, self.head_dim = context, width, layers, width // heads
-        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        self.context, self.width, self.layers, self.head_dim = context, width, layers, head_dim or width // heads
+        self.rope_theta, self.rope_scaling, self.pretrained = rope_theta, rope_scaling, pretrained
+        self.windows = windows_of(windows, layers=layers)
         self.tied, self.document_token = tied, document_token
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, width)
         block = partial(
-            Block, width, heads=heads, kv_heads=kv_heads or heads, norm_eps=norm_eps, qk_norm=qk_norm, dropout=dropout,
-            ffn_hidden=ffn_hidden or -(-8 * width // 3 // 64) * 64,
+            Block, width, heads=heads, kv_heads=kv_heads or heads, head_dim=self.head_dim, bias=attention_bias,
+            norm_eps=norm_eps, qk_norm=qk_norm, dropout=dropout, ffn_hidden=ffn_hidden or ffn_hidden_of(width),
         )  # fmt: skip
-        self.blocks = nn.ModuleDict({str(i): block() for i in range(layers)})
+        self.blocks = nn.ModuleDict({str(i): block(window=window) for i, window in enumerate(self.windows)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(width, eps=norm_eps)
         self.head: Head | None = Head(width, vocab_size)
         self._tie()
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
 
-        A pipeline stage without an embedding takes (B, T, D); one without a head returns (B, T, D).
+        `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each. A
+        pipeline stage without an embedding takes (B, T, D); one without a head returns (B, T, D).
         """
         start = 0 if cache is None else cache.length
         if self.embed is not None and start + inputs.shape[1] > self.context:
@@ -204,9 +244,12 @@ class Decoder(nn.Module):
             raise ValueError(f"{start + inputs.shape[1]} positions do not fit in the cache's {cache.positions}")
         rotary = partial(self.rotary, device=inputs.device)
         rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
-        mask = self.within_documents(inputs, cache) if self.document_token is not None else None
+        masks: dict[int | None, Tensor] | dict[int | None, BlockMask] = {}
+        if documents is not None or self.document_token is not None:
+            masks = self.within_documents(inputs, cache, documents)
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
+            mask = masks.get(self.windows[int(name)])
             x_BTD = block(x_BTD, rotary_C2K, mask, cache, name) if cache is not None else block(x_BTD, rotary_C2K, mask)
         if cache is not None:
             cache.length += inputs.shape[1]
@@ -232,43 +275,50 @@ class Decoder(nn.Module):
         """
         positions = inputs.shape[1]
         matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
-        heads = sum(module.q.out_features for module in self.modules() if isinstance(module, Attention))  # L H K
-        return float((6 * matrices + 12 * heads * positions) * positions)
+        attention = sum(  # L H K T; a window in place of T where it is shorter
+            module.q.out_features * min(positions, module.window or positions)
+            for module in self.modules() if isinstance(module, Attention)
+        )  # fmt: skip
+        return float((6 * matrices + 12 * attention) * positions)
 
-    def within_documents(self, inputs_BT: Tensor, cache: KeyValueCache | None) -> Tensor | BlockMask:
-        """Return the mask that lets each position see its own document up to itself."""
-        document_BT = document_BS = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
+    def within_documents(
+        self, inputs_BT: Tensor, cache: KeyValueCache | None, document_BT: Tensor | None = None
+    ) -> dict[int | None, Tensor] | dict[int | None, BlockMask]:
+        """Return, for each window, the mask that lets each position see its own document up to itself."""
+        if document_BT is None:
+            document_BT = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
+        document_BS = document_BT
         if cache is not None:
             if cache.documents_BS is not None:
                 document_BT = document_BT + cache.documents_BS[:, -1:]
                 document_BS = torch.cat([cache.documents_BS, document_BT], dim=1)
             cache.documents_BS = document_BS
-        elif documents.skips_blocks(inputs_BT.device, self.head_dim):
-            return documents.block_mask(document_BT)
-        return documents.dense_mask(document_BT, document_BS)
+        elif packing.skips_blocks(inputs_BT.device, self.head_dim):
+            return {window: packing.block_mask(document_BT, window=window) for window in {*self.windows}}
+        return {window: packing.dense_mask(document_BT, document_BS, window=window) for window in {*self.windows}}
 
     def rotary(self, *, device: torch.device | str) -> Tensor:
         """Return cosines and sines (C, 2, K/2) in fp32. Computing them here avoids buffers.
 
         There are always C rows, whatever the input's length: a block takes the first T, so its shapes never change.
         """
-        exponent_K = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
-        frequency_K = self.rope_theta**-exponent_K
-        if self.rope_scaling is not None:
-            frequency_K = _scale_frequencies(frequency_K, **self.rope_scaling)
+        frequency_K, scale = rope.frequencies(
+            self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling, device=device
+        )
         position_C = torch.arange(self.context, device=device, dtype=torch.float32)
         angle_CK = position_C[:, None] * frequency_K  # not a matmul, which autocast would round to bf16
-        return torch.stack([angle_CK.cos(), angle_CK.sin()], dim=1)
+        rotary_C2K = torch.stack([angle_CK.cos(), angle_CK.sin()], dim=1)
+        return rotary_C2K if scale == 1.0 else rotary_C2K * scale
 
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill one full, unsharded parameter, as a function of its name, its shape and the generator alone.
 
-        Norms are 1. Matrices are normal with deviation sqrt(2 / 5D) (arXiv:1910.05895, 2.2; at a width of 1,000 that is
-        GPT-2's 0.02). Those that write to the residual stream get 1 / sqrt(2 * layers) of it, so that the stream's
-        variance does not grow with depth (GPT-2, Radford et al. 2019, 2.3).
+        Norms are 1, biases 0. Matrices are normal with deviation sqrt(2 / 5D) (arXiv:1910.05895, 2.2; at a width of
+        1,000 that is GPT-2's 0.02). Those that write to the residual stream get 1 / sqrt(2 * layers) of it, so that the
+        stream's variance does not grow with depth (GPT-2, Radford et al. 2019, 2.3).
         """
         if param.ndim == 1:
-            param.fill_(1.0)
+            param.fill_(0.0 if name.endswith("bias") else 1.0)
             return
         residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
         deviation = math.sqrt(2 / (5 * self.width)) / (math.sqrt(2 * self.layers) if residual else 1.0)
@@ -282,15 +332,3 @@ class Decoder(nn.Module):
         super()._apply(fn, recurse)
         self._tie()  # to_empty and to give each module its own parameter, which breaks the tie
         return self
-
-
-def _scale_frequencies(
-    frequency_K: Tensor, *, factor: float, low_frequency: float, high_frequency: float, original_context: float
-) -> Tensor:
-    """Divide slow rotary frequencies by `factor`, keep fast ones, blend between (Llama 3.1, arXiv:2407.21783, 3.4).
-
-    `low_frequency` and `high_frequency` count the turns of a pair within `original_context` positions.
-    """
-    turns_K = original_context * frequency_K / (2 * math.pi)
-    keep_K = ((turns_K - low_frequency) / (high_frequency - low_frequency)).clamp(0.0, 1.0)
-    return frequency_K * (keep_K + (1.0 - keep_K) / factor)

@@ -1,0 +1,1 @@
+"""Conversations to learn from: read, written by the tokenizer's chat template, packed into rows."""

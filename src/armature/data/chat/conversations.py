@@ -1,0 +1,118 @@
+"""Conversations in JSON lines, checked and brought into one form. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from armature.data import sources
+from armature.data.chat.template import Message
+from armature.data.sources import SourceFile
+from armature.errors import ConfigError
+
+_SHOWN = 10  # problems in one message
+FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the tools that the assistant may call, and which messages are learned from.
+
+    Attributes:
+        where: its file and line, for messages.
+        learned: indices of assistant messages.
+    """
+
+    where: str
+    messages: list[Message]
+    tools: list[Any] | None
+    learned: tuple[int, ...]
+
+    @property
+    def place(self) -> float:
+        """A number in [0, 1) that depends on the content alone: equal conversations are never in two splits."""
+        content = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+        digest = hashlib.sha256(content.encode(errors="surrogatepass")).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def read(files: list[SourceFile]) -> Iterator[Conversation]:
+    """Yield the conversations of all files. Raises ConfigError with the first ten bad lines."""
+    problems: list[str] = []
+    for file in files:
+        for where, record in sources.json_lines(file):
+            try:
+                conversation = parse(record, where=where)
+            except ConfigError as error:
+                problems += error.problems
+                if len(problems) == _SHOWN:
+                    raise ConfigError([*problems, "There may be more such lines."]) from None
+                continue
+            if not problems:
+                yield conversation
+    if problems:
+        raise ConfigError(problems)
+
+
+def parse(record: object, *, where: str) -> Conversation:
+    """Return the conversation of one record. Raises ConfigError.
+
+    A record has `messages`, or `prompt` and `completion`, each a text or a list of messages; of these only the
+    completion is learned. `tools` go to the chat template. An assistant message with `"weight": 0` is not learned.
+    """
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: a {type(record).__name__}, not an object. Write {FORM}.")
+    if "messages" in record:
+        messages, first = _messages(record["messages"], "messages", where=where), 0
+    elif "prompt" in record and "completion" in record:
+        prompt = _messages(record["prompt"], "prompt", where=where, role="user")
+        messages = prompt + _messages(record["completion"], "completion", where=where, role="assistant")
+        first = len(prompt)
+    else:
+        there = ", ".join(map(str, sorted(record))) or "nothing"
+        raise ConfigError(f"{where}: neither messages, nor prompt and completion (there: {there}). Write {FORM}.")
+    learned = tuple(
+        i for i, message in enumerate(messages)
+        if i >= first and message["role"] == "assistant" and message.pop("weight", 1)
+    )  # fmt: skip
+    for message in messages:
+        message.pop("weight", None)
+    if not learned:
+        raise ConfigError(f"{where}: no message of the role assistant, so there is nothing to learn. Remove the line.")
+    tools = record.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ConfigError(f"{where}: tools hold a {type(tools).__name__}, not a list. Write a list of JSON schemas.")
+    return Conversation(where, messages, tools or None, learned)
+
+
+def _messages(value: object, key: str, *, where: str, role: str | None = None) -> list[Message]:
+    if isinstance(value, str) and role is not None:
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where}: {key} must be a list of messages. Got {_short(value)}. Write {FORM}.")
+    return [_message(each, where=f"{where}: {key}[{number}]") for number, each in enumerate(value)]
+
+
+def _message(value: object, *, where: str) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ConfigError(f"{where} has no role and content. Got {_short(value)}. Write {FORM}.")
+    content = value.get("content")
+    if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
+        content = "".join(str(each.get("text", "")) for each in content)
+    if content is None and value.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ConfigError(f"{where}: content must be text. Got {_short(content)}. Images and sound are not read.")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: content has half a surrogate pair, which is not text.") from error
+    return {**value, "content": content}
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,299 @@
+"""Chats of any size as token ids on disk: rendered, masked and packed once, then memory-mapped. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.data import cache, sources
+from armature.data import tokenizer as tokens
+from armature.data.chat import conversations
+from armature.data.chat.conversations import Conversation
+from armature.data.chat.packing import best_fit
+from armature.data.chat.template import ChatTemplate, NotRenderable, load, load_tokenizer
+from armature.data.sources import SourceFile
+from armature.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SPLITS = ("train", "val", "test")
+_VERSION = 1  # layout of the cache
+_TOGETHER = 1024  # conversations that are encoded in one call
+
+
+class Conversations:
+    """Conversations in JSON lines as rows of tokens, of which those that the assistant wrote are learned.
+
+    The tokenizer's chat template writes each conversation. Conversations are held out by a hash of their content, so
+    equal ones are in one split, and stay there when others come or go.
+
+    Args:
+        path: files, folders or patterns of .jsonl or .jsonl.gz (`conversations.parse` says in which form).
+        tokenizer: a folder with a tokenizer.json and its chat template: a model's from Hugging Face, or a run's.
+        template: "chatml" or "plain", or the path of a Jinja2 file; None: the one in the tokenizer's folder.
+        context: tokens per row.
+        vocab_size: tokens of the model.
+        packing: a row holds as many whole conversations as fit; attention stays within each. False: one per row.
+        too_long: what is done with a conversation of more than `context` tokens: "cut" its end off, or "drop" it.
+        val_fraction, test_fraction: approximate shares of the conversations that are held out.
+        cache_dir: folder of prepared data; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+    """
+
+    def __init__(
+        self, path: str | Sequence[str], *, tokenizer: str | None, context: int, vocab_size: int | None = None,
+        template: str | None = None, packing: bool = True, too_long: Literal["cut", "drop"] = "cut",
+        val_fraction: float = 0.05, test_fraction: float = 0.0, cache_dir: str | None = None,
+    ) -> None:  # fmt: skip
+        self.path = path if isinstance(path, str) else list(path)
+        self.tokenizer_path, self.template_path = tokenizer, template
+        self.context, self.vocab_size, self.packing, self.too_long = context, vocab_size, packing, too_long
+        self.val_fraction, self.test_fraction, self.cache_dir = val_fraction, test_fraction, cache_dir
+
+    def check(self) -> list[SourceFile]:
+        """Return the files: the part of `prepare` that takes no time. Raises ConfigError."""
+        problems = []
+        if self.too_long not in ("cut", "drop"):
+            problems.append(f"data.source.too_long={self.too_long}: type cut or drop.")
+        if self.context < 2:
+            problems.append(f"data.context={self.context}: a row needs at least 2 tokens.")
+        fractions = (self.val_fraction, self.test_fraction)
+        if min(fractions) < 0 or sum(fractions) > 0.9:
+            problems.append(
+                f"data.source.val_fraction={self.val_fraction} and test_fraction={self.test_fraction}: each must be 0 "
+                "or more, and together at most 0.9."
+            )
+        if problems:
+            raise ConfigError(problems)
+        _ = self.template
+        files = sources.find(self.path)
+        if wrong := [file for file in files if not file.name.removesuffix(".gz").endswith(".jsonl")]:
+            raise ConfigError(f"data.path={self.path}: {wrong[0].path} is no .jsonl file. Name files of JSON lines.")
+        return files
+
+    def prepare(self) -> None:
+        """Open the cache, and build it first if it is absent or damaged. Several processes may call this at once.
+
+        Raises ConfigError for files that are no conversations, or of which nothing is left to learn.
+        """
+        _ = self._opened
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return load(self.tokenizer_file.parent, template=self.template_path)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_file)
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer.json. Raises ConfigError."""
+        if self.tokenizer_path is None:
+            raise ConfigError(
+                "data.source.tokenizer=null: name the folder of the model that you start from, which has a "
+                f"{tokens.TOKENIZER_FILE} and a chat template, or a run directory."
+            )
+        path = Path(self.tokenizer_path).expanduser()
+        file = path / tokens.TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(f"data.source.tokenizer={self.tokenizer_path}: there is no {tokens.TOKENIZER_FILE}.")
+        return file
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Description of the cache: per split, its conversations, rows and tokens, and how many were cut or dropped."""
+        return self._opened[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash that is the same for the same rows, wherever and whenever they were prepared."""
+        return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+    def arrays(self, split: str) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a split, memory-mapped.
+
+        `ids` and `learned` hold all conversations one after the other; `starts` where each begins, and the end;
+        `members` the conversations of all rows; `rows` where in it each row begins, and the end.
+        """
+        folder = self._opened[0]
+        flat = {"ids": self.header["dtype"], "learned": "?"}
+        found: dict[str, NDArray[Any]] = {
+            name: np.fromfile(file, kind) if not file.stat().st_size else np.memmap(file, kind, mode="r")
+            for name, kind in flat.items()
+            for file in [folder / f"{split}.{name}"]
+        }
+        return found | {name: np.load(folder / f"{split}.{name}.npy") for name in ("starts", "members", "rows")}
+
+    @cached_property
+    def _opened(self) -> tuple[Path, dict[str, Any]]:
+        files = self.check()
+        folder = cache.root(self.cache_dir) / f"chat-{self._key(files)}"
+        header = cache.open_or_build(folder, lambda part: self._build(part, files))
+        if self.vocab_size is not None and header["largest_id"] >= self.vocab_size:
+            size = self.tokenizer.get_vocab_size()
+            raise ConfigError(
+                f"data.source.tokenizer={self.tokenizer_path} has {size:,} tokens, and the model only "
+                f"data.source.vocab_size={self.vocab_size}. Name the tokenizer of the model, or type "
+                f"data.source.vocab_size={size}."
+            )
+        return folder, header
+
+    def _key(self, files: list[SourceFile]) -> str:
+        settings = [
+            _VERSION, self.template.source, dict(self.template.special), self.context, self.packing, self.too_long,
+            self.val_fraction, self.test_fraction,
+        ]  # fmt: skip
+        key = hashlib.sha256(json.dumps(settings).encode())
+        key.update(self.tokenizer_file.read_bytes())
+        for file in files:
+            key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
+        return key.hexdigest()[:16]
+
+    def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
+        log.info("Preparing the conversations of %s.", self.path)
+        dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 1 << 16 else "<u4")
+        with ExitStack() as opened:
+            writers = {split: _Writer(part / split, dtype, opened) for split in SPLITS}
+            for encoded in self._encoded(conversations.read(files)):
+                writers[self._split(encoded.conversation)].add(encoded, room=self.context, too_long=self.too_long)
+        statistics = {split: w.pack(room=self.context, packing=self.packing) for split, w in writers.items()}
+        if not statistics["train"]["conversations"]:
+            raise ConfigError(self._nothing_left(statistics["train"]))
+        for split, counts in statistics.items():
+            if counts["read"]:
+                log.info("%s: %s", split, _described(counts, context=self.context))
+        if self.template.end_of_turn is None:
+            log.warning(
+                "The chat template writes nothing after the assistant's messages: the model will not learn to stop. "
+                "Name another with data.source.template."
+            )
+        largest = max(writer.largest for writer in writers.values())
+        return {"version": _VERSION, "dtype": dtype.str, "splits": statistics, "largest_id": largest}
+
+    def _split(self, conversation: Conversation) -> str:
+        place = conversation.place
+        if place < self.val_fraction:
+            return "val"
+        return "test" if place < self.val_fraction + self.test_fraction else "train"
+
+    def _encoded(self, read: Iterable[Conversation]) -> Iterator[Encoded]:
+        with tokens.all_cores():
+            read = iter(read)
+            while some := list(islice(read, _TOGETHER)):
+                yield from encode(some, self.template, self.tokenizer)
+
+    def _nothing_left(self, counts: dict[str, Any]) -> str:
+        if not counts["read"]:
+            return (
+                f"data.path={self.path}: no conversation is left for training. Name more of them, or lower "
+                f"data.source.val_fraction={self.val_fraction}."
+            )
+        return (
+            f"data.context={self.context}: each of the {counts['read']:,} conversations is longer, and nothing that "
+            f"the assistant wrote is left of it (data.source.too_long={self.too_long}). Type a longer data.context."
+        )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation's token ids, and which of them the model is to write."""
+
+    conversation: Conversation
+    ids: list[int]
+    learned: NDArray[np.bool_]
+
+
+def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Yield conversations as tokens. A token counts as the assistant's if it has one of its characters.
+
+    Raises ConfigError with the line of a conversation that the template cannot write.
+    """
+    rendered = []
+    for each in some:
+        try:
+            rendered.append(template.assistant_spans(each.messages, tools=each.tools))
+        except NotRenderable as error:
+            raise ConfigError(f"{each.where}: {error}. Mend the line, or name another data.source.template.") from error
+    encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+    for conversation, (_, spans), encoding in zip(some, rendered, encodings, strict=True):
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        learned = np.zeros(len(offsets), np.bool_)
+        for start, end in (spans[i] for i in conversation.learned):
+            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start) & (offsets[:, 0] < offsets[:, 1])
+        yield Encoded(conversation, encoding.ids, learned)
+
+
+@dataclass
+class _Writer:
+    """Appends the conversations of one split to its files, and counts them."""
+
+    stem: Path
+    dtype: np.dtype[Any]
+    opened: ExitStack
+    largest: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    _starts: list[int] = field(default_factory=lambda: [0])
+    _files: dict[str, BinaryIO] = field(init=False)
+
+    def __post_init__(self) -> None:
+        paths = {name: self.stem.with_suffix(f".{name}") for name in ("ids", "learned")}
+        self._files = {name: self.opened.enter_context(path.open("wb")) for name, path in paths.items()}
+
+    def add(self, encoded: Encoded, *, room: int, too_long: str) -> None:
+        self.counts["read"] += 1
+        # of n tokens, n - 1 are inputs, which predict the tokens after them
+        cut = len(encoded.ids) - 1 > room
+        if cut and too_long == "drop":
+            self.counts["dropped"] += 1
+            return
+        ids, learned = encoded.ids[: room + 1], encoded.learned[: room + 1].copy()
+        if not learned[1:].any():
+            self.counts["emptied" if cut else "dropped"] += 1
+            return
+        self.counts["cut"] += cut
+        self.counts["tokens"] += len(ids) - 1
+        self.counts["targets"] += int(learned[1:].sum())
+        self.largest = max(self.largest, *ids)
+        self._files["ids"].write(np.array(ids, self.dtype).tobytes())
+        self._files["learned"].write(learned.tobytes())
+        self._starts.append(self._starts[-1] + len(ids))
+
+    def pack(self, *, room: int, packing: bool) -> dict[str, Any]:
+        """Write the conversations' places and rows, and return what was counted."""
+        starts = np.array(self._starts, np.int64)
+        lengths = (np.diff(starts) - 1).tolist()
+        rows = best_fit(lengths, room=room) if packing else [[i] for i in range(len(lengths))]
+        members = np.array([i for row in rows for i in row], np.int64)
+        ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        for name, array in {"starts": starts, "members": members, "rows": ends}.items():
+            np.save(self.stem.with_suffix(f".{name}.npy"), array)
+        names = ("read", "cut", "emptied", "dropped", "tokens", "targets")
+        return {"conversations": len(lengths), "rows": len(rows), **{name: self.counts[name] for name in names}}
+
+
+def _described(counts: dict[str, Any], *, context: int) -> str:
+    filled = counts["tokens"] / max(counts["rows"] * context, 1)
+    text = (
+        f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of {context:,} tokens, {filled:.0%} "
+        f"filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the assistant's."
+    )
+    said = {
+        "cut": "cut to the context", "emptied": "left out: their answer begins beyond the context",
+        "dropped": "left out: too long, or an empty answer",
+    }  # fmt: skip
+    return " ".join([text, *(f"{counts[key]:,} {words}." for key, words in said.items() if counts[key])])

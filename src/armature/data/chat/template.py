@@ -1,0 +1,255 @@
+"""Chat templates: how a conversation becomes text, and which of its characters the assistant wrote. Torch-free.
+
+A template is Jinja2, as Hugging Face keeps it beside a tokenizer. It runs in a sandbox, without transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from armature.data import tokenizer as tokens
+from armature.errors import ConfigError, error_line
+from armature.finetune import folder as model_folder
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer
+
+BUILT_IN = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "plain": "{% for m in messages %}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}",
+}
+# Templates that write the date get this one: with the day's, the same data would be other tokens tomorrow
+DATE = date(2024, 7, 26)
+_MARK = "\ue000"  # characters that no text has: private use
+_BEGIN, _END = "\ue002", "\ue003"
+_END_OF_TURN = r"<[^<>\s]{1,40}>"
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+
+class NotRenderable(ValueError):
+    """A conversation that the template cannot write, or whose assistant turns cannot be found in the text."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the names of special tokens that it may use (`bos_token`, `eos_token`, …)."""
+
+    source: str
+    special: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": DATE.strftime}
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"data.source.template: the chat template is no Jinja2 ({error_line(error)}). Type "
+                f"data.source.template={'|'.join(BUILT_IN)}, or the path of another."
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the conversation as text. Raises NotRenderable."""
+        return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, tools, add_generation_prompt))
+
+    def _render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        try:
+            return self._compiled.render(
+                messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **self.special
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # a template can raise anything, such as a TypeError for a content of null
+            raise NotRenderable(f"the chat template cannot write it ({error_line(error)[:200]})") from error
+
+    def assistant_spans(
+        self, messages: Sequence[Message], *, tools: list[Any] | None = None
+    ) -> tuple[str, dict[int, Span]]:
+        """Return the text, and per index of an assistant message the characters that the model is to write.
+
+        These are what the template makes of the message, and the mark of the turn's end after it: the model must learn
+        to stop. They are found by rendering the conversation once more with a mark in place of each message, so the
+        template need not tell; where it changes messages, by one mark at a time, by the text before and after the turn,
+        or by the template's own {% generation %} tags. Raises NotRenderable.
+        """
+        marked = self._render(messages, tools)
+        text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = self._by_marks(text, messages, turns, tools)
+        if spans is None:
+            spans = {i: self._alone(text, messages, i, tools) for i in turns}
+        if None in spans.values() and marked != text:
+            spans = dict(zip(turns, _tagged(marked), strict=False)) if len(_tagged(marked)) == len(turns) else spans
+        if lost := [i + 1 for i, span in spans.items() if span is None]:
+            raise NotRenderable(f"the chat template does not let message {lost[0]} be found in its text")
+        return text, {i: self._with_end(text, span) for i, span in spans.items() if span is not None}
+
+    def _by_marks(
+        self, text: str, messages: Sequence[Message], turns: list[int], tools: list[Any] | None
+    ) -> dict[int, Span | None] | None:
+        """Return the spans of all turns if the template writes each message as it is, or stripped."""
+        if any(messages[i].get("tool_calls") for i in turns):
+            return None
+        marks = {i: f"{_MARK}{i}{_MARK}" for i in turns}
+        hidden = [{**message, "content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
+        try:
+            shadow = self.render(hidden, tools=tools)
+        except NotRenderable:
+            return None
+        if any(shadow.count(mark) != 1 for mark in marks.values()):
+            return None
+        written = {i: messages[i]["content"] for i in turns}
+        for contents in (written, {i: content.strip() for i, content in written.items()}):
+            spans: dict[int, Span | None] = {}
+            made, rest = "", shadow
+            for i in turns:
+                before, _, rest = rest.partition(marks[i])
+                made += before + contents[i]
+                spans[i] = (len(made) - len(contents[i]), len(made))
+            if made + rest == text:
+                return spans
+        return None
+
+    def _alone(self, text: str, messages: Sequence[Message], index: int, tools: list[Any] | None) -> Span | None:
+        """Return the span of one turn, by a mark in its place or by the text before and after the turn."""
+        message = messages[index]
+        try:
+            if not message.get("tool_calls"):
+                shadow = self.render(
+                    [*messages[:index], {**message, "content": _MARK}, *messages[index + 1 :]], tools=tools
+                )
+                before, mark, after = shadow.partition(_MARK)
+                room = len(text) - len(before) - len(after)
+                if mark and room >= 0 and _MARK not in after and text.startswith(before) and text.endswith(after):
+                    return len(before), len(text) - len(after)
+            start = self.render(messages[:index], tools=tools, add_generation_prompt=True)
+            end = self.render(messages[: index + 1], tools=tools)
+        except NotRenderable:
+            return None
+        if not (text.startswith(end) and end.startswith(start)):
+            return None
+        closed = re.search(rf"({self._ends.pattern})\s*$", end)
+        return len(start), closed.start() if closed and closed.start() >= len(start) else len(end)
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """Matches the mark of a turn's end: an <angle> token, or the tokenizer's token for the end."""
+        eos = self.special.get("eos_token")
+        return re.compile(f"{re.escape(eos)}|{_END_OF_TURN}" if eos else _END_OF_TURN)
+
+    def _with_end(self, text: str, span: Span) -> Span:
+        closed = re.compile(rf"\s*({self._ends.pattern})").match(text, span[1])
+        return span[0], closed.end() if closed else span[1]
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """What the template writes after an assistant's message for the model to stop at; None: nothing."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        text, spans = self.assistant_spans(messages)
+        start, end = spans[1]
+        closed = self._ends.search(text[start:end])
+        return closed.group() if closed else None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise NotRenderable(message)
+
+
+def _generation_tag() -> type[Any]:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """{% generation %} … {% endgeneration %}: what the model is to write, by the template's author."""
+
+        tags = {"generation"}  # noqa: RUF012 — the base class's attribute
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    return Generation
+
+
+def _tagged(marked: str) -> list[Span]:
+    spans, length, start = [], 0, 0
+    for part in re.split(f"([{_BEGIN}{_END}])", marked):
+        if part == _BEGIN:
+            start = length
+        elif part == _END:
+            spans.append((start, length))
+        else:
+            length += len(part)
+    return spans
+
+
+def load(folder: Path, *, template: str | None) -> ChatTemplate:
+    """Return a tokenizer's chat template: the one typed (a built-in's name, or a file), else its folder's own.
+
+    Raises ConfigError if there is none, or a file cannot be read.
+    """
+    special = model_folder.special_tokens(folder)
+    source = _typed(template) if template is not None else model_folder.chat_template(folder)
+    if source is None:
+        raise ConfigError(
+            f"data.source.tokenizer={folder} has no chat template ({model_folder.CHAT_TEMPLATE}, or chat_template in "
+            f"{model_folder.TOKENIZER_CONFIG}). Type data.source.template={'|'.join(BUILT_IN)}, or a .jinja file."
+        )
+    if "eos_token" not in special and (file := folder / tokens.TOKENIZER_FILE).is_file():
+        loaded = load_tokenizer(file)
+        end = tokens.document_token(loaded)
+        special["eos_token"] = "" if end is None else str(loaded.id_to_token(end))
+    return ChatTemplate(source, special)
+
+
+def load_tokenizer(file: Path) -> Tokenizer:
+    """Return a tokenizer that reads special tokens in a text as such: templates write them so. Raises ConfigError."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"data.source.tokenizer={file}: {error_line(error)}. Name a folder with another.") from error
+
+
+def _typed(template: str) -> str:
+    if template in BUILT_IN:
+        return BUILT_IN[template]
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data.source.template={template} cannot be read ({error_line(error)}). Type {', '.join(BUILT_IN)}, or the "
+            "path of a .jinja file."
+        ) from error

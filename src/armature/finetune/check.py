@@ -1,0 +1,178 @@
+"""Fill a run's configuration from the folder of `model.pretrained`, and refuse what does not fit. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+
+from armature.checkpoint import resume
+from armature.errors import ConfigError
+from armature.finetune import architecture, folder
+from armature.models.decoder import names
+
+log = logging.getLogger(__name__)
+DECODER = "armature.models.decoder.model.Decoder"
+KEY = "model.pretrained"
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
+_TIED = {names.theirs(names.HEAD): names.theirs(names.EMBEDDING)}
+
+
+def fill(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with the sizes of `model.pretrained`; as it is, if the model names no folder.
+
+    Raises ConfigError with everything that is wrong with the folder, and every typed size that is not the folder's. A
+    run that resumes has a copy of the folder's small files, and its checkpoint holds the weights.
+    """
+    if (name := named_by(cfg)) is None:
+        return cfg
+    cfg = cfg.copy()
+    run_dir = _resumed(cfg)
+    path = _locate(cfg, name, run_dir)
+    config = folder.config(path)
+    args = architecture.arguments(config, name=name)
+    problems = _set_sizes(cfg, args, config)
+    problems += _tokenizer_problems(cfg, path, args["vocab_size"])
+    if run_dir is None:
+        problems += weight_problems(path, args)
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def named_by(cfg: DictConfig) -> str | None:
+    """Return the folder that a decoder's configuration names, or None."""
+    ours = OmegaConf.select(cfg, "model._target_") == DECODER
+    return OmegaConf.select(cfg, KEY) if ours else None
+
+
+def _resumed(cfg: DictConfig) -> Path | None:
+    """Return the run directory if this start resumes from a checkpoint in it, or None."""
+    if cfg.run.name is None or cfg.resume == "never":
+        return None
+    run_dir = Path(str(cfg.run.root)) / str(cfg.run.name)
+    has_copy = folder.kept_in(run_dir) is not None
+    return run_dir if has_copy and resume.last_checkpoint(run_dir, cfg) is not None else None
+
+
+def _locate(cfg: DictConfig, name: str, run_dir: Path | None) -> Path:
+    if run_dir is not None and relocate(cfg, run_dir):
+        return Path(cfg.model.pretrained)
+    path = folder.find(name)
+    if not Path(name).expanduser().is_dir():  # downloaded: all ranks and later starts read this very copy
+        _replace(cfg.data, name, str(path))
+        cfg.model.pretrained = str(path)
+    return path
+
+
+def relocate(cfg: DictConfig, run_dir: Path) -> bool:
+    """Let a configuration name the run's own copy of a folder that is gone, in place. Return whether it was."""
+    name, kept = named_by(cfg), folder.kept_in(run_dir)
+    if name is None or kept is None or Path(name).expanduser().is_dir():
+        return False
+    log.info("%s=%s is not there any more: the run's own copy of its settings and tokenizer is used.", KEY, name)
+    _replace(cfg.data, name, str(kept))
+    cfg.model.pretrained = str(kept)
+    return True
+
+
+def _replace(node: Any, old: str, new: str) -> None:
+    """Replace a path, also where it begins a longer one, in all texts of a configuration."""
+    for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
+        value = node[key]
+        if isinstance(value, DictConfig | ListConfig):
+            _replace(value, old, new)
+        elif isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
+            node[key] = new + value.removeprefix(old)
+
+
+def _set_sizes(cfg: DictConfig, args: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    name, found = cfg.model.pretrained, []
+    longest, context = architecture.longest_context(config), OmegaConf.select(cfg, "model.context")
+    if isinstance(context, int) and longest is not None and context > longest:
+        found.append(
+            f"model.context={context}, but {KEY}={name} is made for at most {longest} positions: type "
+            f"data.context={longest} or less."
+        )
+    with open_dict(cfg.model):
+        for key, value in args.items():
+            given = cfg.model.get(key)
+            given = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+            if given is None or key not in cfg.model:
+                cfg.model[key] = value
+            elif not _same(key, given, value, args):
+                found.append(
+                    f"model.{key}={given}, but {KEY}={name} has {value}. Leave model.{key} out: model=pretrained takes "
+                    "all sizes from the folder."
+                )
+    return found
+
+
+def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
+    """Return whether a typed size is the folder's. Tied matrices may be trained apart, as a pipeline needs."""
+    if key == "tied":
+        return given == value or value
+    if key == "head_dim":
+        value = value or args["width"] // args["heads"]
+    if key == "kv_heads":
+        value = value or args["heads"]
+    if key == "rope_scaling" and isinstance(given, Mapping):
+        given = {"kind": "llama3", **given}
+    return bool(given == value)
+
+
+def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int) -> list[str]:
+    own, found = path / folder.TOKENIZER, []
+    if not own.is_file():
+        return found
+    if (last := folder.largest_token(own)) >= vocab_size:
+        found.append(
+            f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
+            "do not belong together: download the folder again."
+        )
+    source = OmegaConf.select(cfg, "data.source")
+    if not isinstance(source, DictConfig) or "tokenizer" not in source:
+        return found
+    chosen, whole = source.tokenizer, "template" in source  # conversations name the folder, other text the file
+    remedy = f"Type data.source.tokenizer={path if whole else own}."
+    if chosen is None:
+        found.append(f"data.source.tokenizer=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")
+        return found
+    file = Path(chosen) / folder.TOKENIZER if Path(chosen).is_dir() else Path(chosen)
+    if file.is_file() and folder.vocabularies_differ(own, file):
+        found.append(f"data.source.tokenizer={chosen} gives other ids than {KEY} was trained with. {remedy}")
+    return found
+
+
+def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a folder's weights for the decoder of these arguments: files, names and shapes."""
+    weights = folder.weights(path)
+    if weights.problems:
+        return list(weights.problems)
+    needed = {names.theirs(name) or name: shape for name, shape in names.shapes(args).items()}
+    missing = sorted(name for name in needed if name not in weights.tensors)
+    surplus = sorted(
+        name
+        for name in weights.tensors
+        if name not in needed and not names.UNUSED.fullmatch(name) and not (args["tied"] and name in _TIED)
+    )
+    found = []
+    if missing:
+        found.append(f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download it again.")
+    if surplus:
+        found.append(
+            f"{path}: {folder.some(surplus)}: the decoder has no such tensors. {architecture.OTHERS}: type "
+            "model=huggingface."
+        )
+    shapes = {name: (weights.tensors[name].shape, needed[name]) for name in needed if name in weights.tensors}
+    if wrong := [f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here]:
+        found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
+    kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
+    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")]:
+        found.append(
+            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the original folder."
+        )
+    return found

@@ -1,0 +1,169 @@
+"""Write a run's decoder as a folder that transformers loads, and compare its logits with the run's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from armature import files
+from armature.checkpoint import convert, huggingface, state, storage
+from armature.errors import ConfigError
+from armature.finetune import architecture, check, folder
+from armature.loading import load_task
+from armature.models.decoder.check import ffn_hidden_of
+from armature.models.decoder.model import Decoder
+from armature.models.decoder.names import theirs
+from armature.parallel import initialization
+from armature.validation import signatures
+
+SHARD_BYTES = 5_000_000_000  # of one file, as transformers writes them
+DTYPES = ("float32", "bfloat16", "float16")
+_PROBES = 64  # tokens whose logits are compared
+_NEAR = 1e-5  # of the largest logit: the same weights in another process's order of sums
+
+
+def export(
+    cfg: DictConfig, checkpoint: Path, target: Path, *, dtype: str | None = None, average: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:  # fmt: skip
+    """Write the folder, of which nothing is left if its logits are not the run's. Return what was written, as a line.
+
+    Weights are read and written file by file. Only the comparison holds the whole model, in fp32.
+
+    Args:
+        dtype: of the weights, as torch names it; None: that of the folder that the run started from, else float32.
+        average: write the averaged weights of the EMA callback.
+        shard_bytes: of the largest file.
+
+    Raises:
+        ConfigError: the model is no decoder that Hugging Face's architectures compute, or its logits differ.
+    """
+    args = decoder_arguments(cfg)
+    kept = folder.kept_in(Path(cfg.run.dir))
+    base = folder.config(kept) if kept is not None else None
+    if dtype is None:
+        dtype = str((base or {}).get("dtype") or (base or {}).get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.")
+    config = architecture.config_of(args, dtype=dtype, base=base)
+    with files.folder_beside(target) as beside:
+        part = beside / target.name
+        part.mkdir()
+        files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
+        _write_tokenizer(kept, Path(cfg.run.dir), part)
+        source = _Source(checkpoint, average=average)
+        names = _write_weights(source, part, getattr(torch, dtype), shard_bytes)
+        far = _difference(cfg, source, args, part, getattr(torch, dtype))
+        if not far <= _NEAR:
+            raise ConfigError(
+                f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it was not written. "
+                "Please report this with the run's config.yaml."
+            )
+        part.replace(target)
+    count = len([*target.glob("*.safetensors")])
+    return f"{target}: {len(names)} tensors of {dtype} in {count} file{'s' * (count > 1)}; its logits are the run's"
+
+
+def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
+    """Return all arguments of a run's decoder. Raises ConfigError for another model."""
+    if cfg.model._target_ != check.DECODER:
+        raise ConfigError(
+            f"model._target_={cfg.model._target_}: only {check.DECODER} has Hugging Face's form. Name a file "
+            "(.safetensors, .ckpt, .onnx or .pt2) instead."
+        )
+    given = OmegaConf.to_container(cfg.model, resolve=True)
+    args = signatures.defaults_of(check.DECODER) | {k: v for k, v in given.items() if k[0] != "_"}  # pyright: ignore[reportAttributeAccessIssue, reportGeneralTypeIssues]
+    return args | {"ffn_hidden": args["ffn_hidden"] or ffn_hidden_of(args["width"])}
+
+
+class _Source:
+    """The weights of a checkpoint, under Hugging Face's names."""
+
+    def __init__(self, checkpoint: Path, *, average: bool) -> None:
+        self.checkpoint = checkpoint
+        try:
+            self.saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
+        except FileNotFoundError as error:
+            raise ConfigError(str(error)) from None
+        prefix = f"{state.EXTRA}.ema." if average else ""
+        if average and not any(name.startswith(prefix) for name in self.saved):
+            raise ConfigError(f"{checkpoint} holds no averaged weights: leave --average out.")
+        own = [name for name in self.saved if name.startswith(convert.MODEL)]
+        self.names = {}  # Hugging Face's → the checkpoint's
+        for name in own:
+            if (renamed := theirs(name.removeprefix(convert.MODEL))) is None:
+                raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
+            self.names[renamed] = prefix + name if prefix + name in self.saved else name
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        found = state.load_tensors(self.checkpoint, [self.names[name] for name in names], self.saved)
+        return {name: found[self.names[name]] for name in names}
+
+
+def _write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
+    if kept is not None:
+        for name in folder.SMALL_FILES:
+            if name != folder.CONFIG and (kept / name).is_file():
+                shutil.copyfile(kept / name, target / name)
+    elif (run_dir / folder.TOKENIZER).is_file():
+        shutil.copyfile(run_dir / folder.TOKENIZER, target / folder.TOKENIZER)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files.replace(target / folder.TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
+
+
+def _write_weights(source: _Source, target: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+    """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
+    config = folder.config(target)
+    names = [name for name in source.names if name != "lm_head.weight" or not config["tie_word_embeddings"]]
+    sizes = {name: source.saved[source.names[name]].size.numel() * dtype.itemsize for name in names}
+    shards: list[list[str]] = [[]]
+    for name in names:
+        if shards[-1] and sum(sizes[each] for each in shards[-1]) + sizes[name] > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    listed: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = folder.WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: value.to(dtype).contiguous() for name, value in source.read(shard).items()}
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        files.sync(target / file)
+        listed |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": listed}
+        files.replace(target / folder.INDEX, json.dumps(index, indent=2) + "\n")
+    return names
+
+
+@torch.no_grad()
+def _difference(cfg: DictConfig, source: _Source, args: Mapping[str, Any], target: Path, dtype: torch.dtype) -> float:
+    """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share of the largest."""
+    length = min(args["context"], _PROBES)
+    ids = torch.randint(args["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0))
+    model = load_task(cfg, source.checkpoint).get_submodule("model").float()
+    held = dict(model.named_parameters())
+    for name, param in held.items():
+        renamed = theirs(name)
+        assert renamed is not None
+        param.copy_(source.read([renamed])[renamed].to(dtype))
+    expected = model(ids)
+    del model, held
+    found = read_decoder(target, context=args["context"])(ids)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def read_decoder(path: Path, *, context: int) -> nn.Module:
+    """Return the decoder of a Hugging Face folder, in fp32 on the CPU and in evaluation mode, in one process."""
+    args = architecture.arguments(folder.config(path), name=str(path))
+    with torch.device("meta"):
+        model = Decoder(**args, context=context, pretrained=str(path))
+    initialization.materialize(model, device=torch.device("cpu"))
+    huggingface.read(model, huggingface.imported_names(model))
+    return model.eval()

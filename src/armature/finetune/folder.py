@@ -1,0 +1,277 @@
+"""A folder as Hugging Face writes it: config.json, tokenizer, chat template and safetensors. Torch-free.
+
+Only JSON and the headers of safetensors files are read here. Pickled weights (.bin) and a folder's own code are never
+loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+# what a model folder has besides its weights; a run keeps a copy
+SMALL_FILES = (
+    CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+KEPT = "pretrained"  # in a run directory: the small files of the folder that it started from
+FINGERPRINT = "fingerprint.txt"  # beside them
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor in a safetensors file. `dtype` is safetensors' name of it, as "BF16"."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a folder, by name, and what is wrong with its files."""
+
+    tensors: Mapping[str, SavedTensor]
+    problems: tuple[str, ...]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+
+def find(name: str) -> Path:
+    """Return the folder of this name, or download the model of this name from Hugging Face's hub.
+
+    Raises ConfigError for what is neither, and if the hub cannot be reached.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise ConfigError(
+                f"model.pretrained={name}: this folder is no model: it holds no {CONFIG}. Name a folder as "
+                "transformers' save_pretrained writes it."
+            )
+        return folder
+    if folder.exists():
+        raise ConfigError(f"model.pretrained={name}: this is a file. Name the folder that holds it and {CONFIG}.")
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"model.pretrained={name}: no such folder. Name a folder that holds {CONFIG}.")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    """Return the local copy of a hub's model, downloaded if it is not there yet; never its .bin files or code."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    patterns = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "*/*"]))
+    except Exception as error:  # the hub's client raises its own errors, those of its HTTP library, and OSError
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model.pretrained={name}: no such folder, and Hugging Face's hub did not give a model of this name "
+            f"({type(error).__name__}: {reason[:200]}). Download it where there is a network (hf download {name} "
+            "--local-dir FOLDER) and type model.pretrained=FOLDER; for a gated model put HF_TOKEN into .env."
+        ) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a JSON file's object. Raises ConfigError, by the file's name."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: it cannot be read ({error}).") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: must hold a JSON object. Got a {type(value).__name__}.")
+    return value
+
+
+def config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / CONFIG)
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the folder's Jinja template of a chat, or None: a file of its own, or in tokenizer_config.json (older)."""
+    if (folder / CHAT_TEMPLATE).is_file():
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    if not (folder / TOKENIZER_CONFIG).is_file():
+        return None
+    found = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(found, list):  # several, with names
+        found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+    return found
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token, pad_token and unk_token, as far as the tokenizer's settings name them.
+
+    A chat template refers to them by these names.
+    """
+    if not (folder / TOKENIZER_CONFIG).is_file():
+        return {}
+    settings = read_json(folder / TOKENIZER_CONFIG)
+    named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """Return the ids at which generation stops: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", CONFIG):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return list(found) if isinstance(found, list) else [found]
+    return []
+
+
+def token_ids(tokenizer_file: Path) -> dict[str, int]:
+    """Return the id of every token of a tokenizer.json."""
+    tokenizer = read_json(tokenizer_file)
+    vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
+    if not isinstance(vocabulary, dict):  # of a unigram model: pairs of a token and its score, in order
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in added}
+
+
+def largest_token(tokenizer_file: Path) -> int:
+    """Return the largest id that a tokenizer.json gives, -1 if none."""
+    return max(token_ids(tokenizer_file).values(), default=-1)
+
+
+def vocabularies_differ(first: Path, second: Path) -> bool:
+    """Return whether two tokenizer.json give a token different ids."""
+    return first.read_bytes() != second.read_bytes() and token_ids(first) != token_ids(second)
+
+
+# ---------------------------------------------------------------- weights
+def weights(folder: Path) -> Weights:
+    """Return the folder's tensors from the headers of its files, and every file that is missing, damaged or unnamed."""
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if (folder / INDEX).is_file():
+        try:
+            listed = read_json(folder / INDEX)["weight_map"]
+        except (ConfigError, KeyError) as error:
+            return Weights({}, (f"{folder / INDEX}: no index of weights ({error}).",))
+        files, extra = sorted(set(listed.values())), {name for name in present if _is_shard(name)}
+    elif WEIGHTS in present:
+        listed, files, extra = None, [WEIGHTS], {name for name in present if _SHARD.fullmatch(name)}
+    else:
+        return Weights({}, (_no_weights(folder, present),))
+    found, problems = dict[str, SavedTensor](), list[str]()
+    for name in files:
+        if name not in present:
+            problems.append(f"{folder / name}: this file is missing; {INDEX} names it. Download it again.")
+            continue
+        try:
+            found |= _header(folder / name)
+        except ConfigError as error:
+            problems += error.problems
+    problems += [
+        f"{folder / name}: no index names this file. Remove it, or restore the {INDEX} that it belongs to."
+        for name in sorted(extra - set(files))
+    ]
+    if listed is not None and not problems:
+        wrong = sorted(n for n in {*listed, *found} if n not in found or listed.get(n) != found[n].file)
+        problems += [
+            f"{folder / INDEX}: the files do not hold what it lists: {some(wrong)}. Download the folder again."
+        ] * bool(wrong)
+    return Weights(found, tuple(problems))
+
+
+def _is_shard(name: str) -> bool:
+    return name == WEIGHTS or _SHARD.fullmatch(name) is not None
+
+
+def _no_weights(folder: Path, present: set[str]) -> str:
+    if found := sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)):
+        return (
+            f"{folder}: its weights are pickled ({some(found)}), which can run code when they are loaded, and so they "
+            "never are. Convert them: transformers' save_pretrained writes safetensors."
+        )
+    if shards := sorted(name for name in present if _SHARD.fullmatch(name)):
+        return f"{folder / INDEX}: this file is missing, which says what is in {some(shards)}. Download it again."
+    if "adapter_model.safetensors" in present:
+        return f"{folder}: an adapter, not a model. Name the folder of its base model."
+    return f"{folder}: it holds no weights: no {WEIGHTS} and no {INDEX}. Download it again."
+
+
+def _header(file: Path) -> dict[str, SavedTensor]:
+    """Return the tensors of one file. Raises ConfigError for one that is damaged or not whole."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise ConfigError(f"{file}: truncated within its header, or no safetensors file. Download it again.")
+        try:
+            header = json.loads(opened.read(length))
+            tensors = {
+                name: (SavedTensor(file.name, str(entry["dtype"]), tuple(entry["shape"])), entry["data_offsets"][1])
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise ConfigError(f"{file}: its header cannot be read ({error}). Download it again.") from error
+    whole = 8 + length + max((end for _, end in tensors.values()), default=0)
+    if size != whole:
+        what = "truncated" if size < whole else "too long"
+        raise ConfigError(f"{file}: {what}: it has {size:,} bytes, and its header says {whole:,}. Download it again.")
+    return {name: tensor for name, (tensor, _) in tensors.items()}
+
+
+def some(names: list[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of config.json and of every tensor's name, type and shape: the same for every copy of a model."""
+    kept = folder / FINGERPRINT
+    if kept.is_file():  # a run's copy, which has no weights
+        return kept.read_text(encoding="utf-8").strip()
+    tensors = sorted((name, each.dtype, each.shape) for name, each in weights(folder).tensors.items())
+    digest = hashlib.sha256(json.dumps([config(folder), tensors], sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- a run's copy
+def keep(folder: Path, run_dir: Path) -> None:
+    """Copy the folder's small files into a run directory, so that the run can be resumed and exported without it."""
+    target = run_dir / KEPT
+    if target.exists() or folder == target:
+        return
+    target.mkdir(parents=True)
+    for name in SMALL_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    (target / FINGERPRINT).write_text(fingerprint(folder) + "\n", encoding="utf-8")
+
+
+def kept_in(run_dir: Path) -> Path | None:
+    """Return a run's copy of the folder that it started from, or None."""
+    folder = run_dir / KEPT
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def is_same(name: str, run_dir: Path) -> bool:
+    """Return whether the folder of this name is the model that a run started from."""
+    kept, path = kept_in(run_dir), Path(name).expanduser()
+    return kept is not None and (path / CONFIG).is_file() and fingerprint(kept) == fingerprint(path)

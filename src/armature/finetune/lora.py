@@ -1,0 +1,184 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): a frozen matrix W learns W + scale · B A, whose rank is small.
+
+An adapter is part of its Linear, whose weight keeps its name: plans, checkpoints and every strategy see the same model
+with two more parameters per Linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from armature.errors import ConfigError
+
+ADAPTERS = ("lora_A", "lora_B")
+
+
+class LoraLinear(nn.Linear):
+    """A Linear with an adapter: x (…, in) to W x + b + scale · B A x (…, out).
+
+    A is (rank, in) and random, B (out, rank) and zero at first, so training begins with the Linear's own output.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = scale, dropout
+        new = partial(torch.empty, dtype=torch.float32, device=base.weight.device)
+        self.lora_A = nn.Parameter(new(rank, base.in_features))
+        self.lora_B = nn.Parameter(new(base.out_features, rank))
+        if not self.lora_A.is_meta:
+            for name in ADAPTERS:
+                initialize(name, getattr(self, name), None)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        output = F.linear(input, self.weight, self.bias)
+        # fp32 adapters of 16-bit weights compute in the weights' type, as autocast does anyway
+        a, b = (adapter.to(input.dtype) for adapter in (self.lora_A, self.lora_B))
+        low = F.linear(F.dropout(input, self.dropout, self.training), a)
+        return output + self.scale * F.linear(low, b)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.lora_A.shape[0]}, scale={self.scale:g}"
+
+
+class Lora:
+    """Adds adapters to a model and freezes the rest.
+
+    Args:
+        rank: of the adapters.
+        alpha: the adapter's output is multiplied by alpha / rank; with `rslora` by alpha / sqrt(rank)
+            (arXiv:2312.03732), which keeps its size for any rank.
+        dropout: of the adapter's input.
+        targets: patterns of the Linears that get an adapter: their whole names, or the last part ("q", "blocks.0.*");
+            None: every Linear inside the model's blocks.
+        train: patterns of other parameters, or modules, that are trained as a whole ("embed", "*_norm.weight").
+    """
+
+    def __init__(
+        self, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.0, rslora: bool = False,
+        targets: Sequence[str] | None = None, train: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        problems = []
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            problems.append(f"task.adapter.rank={rank}: type a whole number of at least 1.")
+        if not alpha > 0 or not math.isfinite(alpha):
+            problems.append(f"task.adapter.alpha={alpha}: type a number above 0.")
+        if not 0 <= dropout < 1:
+            problems.append(f"task.adapter.dropout={dropout}: type a number from 0, below 1.")
+        if problems:
+            raise ConfigError(problems)
+        self.rank, self.alpha, self.dropout, self.rslora = rank, float(alpha), dropout, rslora
+        self.targets, self.train = None if targets is None else list(targets), list(train)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def add_to(self, model: nn.Module) -> None:
+        """Freeze all but adapters and what `train` names. Raises ConfigError for a pattern without a match."""
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        targets = self._chosen(linears)
+        extra = self._trained(model)
+        tied = [name for name, param in model.named_parameters(remove_duplicate=False) if name in extra]
+        if special := [name for name in targets if type(linears[name]) is not nn.Linear]:
+            raise ConfigError(
+                f"task.adapter.targets: {', '.join(special[:3])} is a {type(linears[special[0]]).__name__}, which "
+                f"takes no adapter. Train it as a whole: task.adapter.train=[{special[0]}]."
+            )
+        model.requires_grad_(False)
+        for name in tied:
+            model.get_parameter(name).requires_grad_(True)
+        for name in targets:
+            owner, _, last = name.rpartition(".")
+            adapted = LoraLinear(linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout)
+            setattr(model.get_submodule(owner), last, adapted)
+        if (own := getattr(model, "initialize_parameter", None)) is not None:
+            model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+    def _chosen(self, linears: dict[str, nn.Linear]) -> list[str]:
+        if self.targets is None:
+            inside = [name for name, module in linears.items() if type(module) is nn.Linear and _is_repeated(name)]
+            chosen = inside or [name for name, module in linears.items() if type(module) is nn.Linear]
+            if not chosen:
+                raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
+            return chosen
+        if missing := [each for each in self.targets if not any(_matches(name, each) for name in linears)]:
+            raise ConfigError(
+                f"task.adapter.targets={self.targets}: {', '.join(missing)} matches no Linear. There are: "
+                f"{_kinds(linears)}."
+            )
+        return [name for name in linears if any(_matches(name, each) for each in self.targets)]
+
+    def _trained(self, model: nn.Module) -> set[str]:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        found: set[str] = set()
+        for pattern in self.train:
+            matching = {name for name in names if _matches(name, pattern) or _matches(name.rpartition(".")[0], pattern)}
+            if not matching:
+                raise ConfigError(
+                    f"task.adapter.train={self.train}: {pattern} matches no parameter. There are: {_kinds(names)}."
+                )
+            found |= matching
+        return found
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Add each adapter to its weight, in place, and return the model with plain Linears. All parts must be whole."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLinear):
+            with torch.no_grad():
+                change = module.scale * (module.lora_B.float() @ module.lora_A.float())
+                module.weight.copy_((module.weight.float() + change).to(module.weight.dtype))
+            plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+            plain.weight, plain.bias = module.weight, module.bias
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, plain)
+    return model
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter."""
+    return name.rpartition(".")[2] in ADAPTERS
+
+
+def initialize(name: str, param: Tensor, generator: torch.Generator | None) -> None:
+    """Fill one adapter: B with zeros, A as torch fills a Linear's weight (and peft its A)."""
+    with torch.no_grad():
+        if name.endswith("lora_B"):
+            param.zero_()
+        else:
+            nn.init.kaiming_uniform_(param, a=math.sqrt(5), generator=generator)
+
+
+def _initialize(own: Any, name: str, param: Tensor, generator: torch.Generator) -> None:
+    (initialize if is_adapter(name) else own)(name, param, generator)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _is_repeated(name: str) -> bool:
+    """Return whether a module lies in a list or dict of blocks with numbers for names."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _kinds(names: Any) -> str:
+    """Return names with * in place of the blocks' numbers, each once."""
+    kinds = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return ", ".join(kinds) or "none"

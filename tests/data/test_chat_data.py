@@ -1,0 +1,340 @@
+"""Conversations: what is read, refused, cut and held out, how rows are packed, and that packed documents do not mix."""
+
+import contextlib
+import gzip
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armature import config
+from armature.checkpoint import state
+from armature.data.chat.conversations import parse
+from armature.data.chat.data import ChatData
+from armature.data.chat.packing import best_fit
+from armature.data.chat.source import Conversations
+from armature.errors import ConfigError
+from armature.models.decoder.model import Decoder
+from armature.models.loss import IGNORED
+from armature.validation import checks
+from tests.data.chat_parts import CHAT, folder, small_tokenizer, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def chat(i: int, answer: str = "fine") -> dict:
+    return {"messages": [{"role": "user", "content": f"how {i}"}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    return folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def source(tmp_path, tokenizer_folder):
+    def make(records: list, **settings) -> Conversations:
+        path = write(tmp_path / "chats.jsonl", records)
+        options = {"context": 64, "val_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
+        return Conversations(str(path), tokenizer=str(tokenizer_folder), **options)
+
+    return make
+
+
+def data(source: Conversations, **loader) -> ChatData:
+    return ChatData(source, context=source.context, **{"global_batch_size": 2, **loader})
+
+
+@given(st.lists(st.integers(1, 50), max_size=60))
+def test_best_fit_puts_each_index_into_one_row_that_has_room(lengths):
+    rows = best_fit(lengths, room=50)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= 50 for row in rows)
+    assert sum(2 * sum(lengths[i] for i in row) <= 50 for row in rows) <= 1  # two such rows would have been one
+    assert rows == sorted(rows)
+
+
+def test_targets_are_the_tokens_after_the_inputs_where_the_assistant_wrote(source):
+    rows = data(source([{"messages": CHAT}, chat(1)], context=96)).dataset("train")
+    batch = rows.batch([0])
+    assert len(rows) == 1
+    tokenizer = small_tokenizer()
+    learned = [t for t in batch["targets"][0].tolist() if t != IGNORED]
+    expected = "I am fine<|im_end|>thank you \n<|im_end|>fine<|im_end|>"
+    assert tokenizer.decode(learned, skip_special_tokens=False) == expected
+    inputs, targets, documents = (batch[name][0].tolist() for name in ("inputs", "targets", "documents"))
+    for i in range(95):
+        if targets[i] != IGNORED and documents[i + 1] == documents[i]:
+            assert inputs[i + 1] == targets[i]
+    assert documents[0] == 0
+    assert documents[-1] == 2  # the padding
+    assert {t for t, d in zip(targets, documents, strict=True) if d == 2} == {IGNORED}
+
+
+def test_without_packing_a_row_holds_one_conversation_and_no_documents(source):
+    rows = data(source([chat(i) for i in range(5)], packing=False)).dataset("train")
+    assert len(rows) == 5
+    batch = rows.batch([0, 3])
+    assert sorted(batch) == ["inputs", "targets"]
+    assert batch["inputs"].shape == batch["targets"].shape == (2, 64)
+
+
+def test_packed_rows_hold_every_conversation_once(source):
+    made = source([chat(i, "fine " * (i % 9 + 1)) for i in range(40)])
+    rows = data(made).dataset("train")
+    batch = rows.batch(list(range(len(rows))))
+    text = [small_tokenizer().decode(row.tolist(), skip_special_tokens=False) for row in batch["inputs"]]
+    assert sorted(i for i in range(40) for row in text if f"how {i}<" in row) == list(range(40))
+    counts = made.header["splits"]["train"]
+    assert counts["conversations"] == counts["read"] == 40
+    assert counts["targets"] == (batch["targets"] != IGNORED).sum()
+    assert len(rows) < 20
+
+
+def test_packed_documents_compute_what_each_computes_alone(source):
+    rows = data(source([chat(i, "fine " * (i % 5 + 1)) for i in range(8)])).dataset("train")
+    batch = rows.batch([0])
+    torch.manual_seed(0)
+    model = Decoder(vocab_size=320, context=64, width=32, layers=2, heads=4, kv_heads=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+        packed = model(batch["inputs"], documents=batch["documents"])[0]
+        numbers = batch["documents"][0]
+        for number in numbers.unique():
+            own = numbers == number
+            torch.testing.assert_close(packed[own], model(batch["inputs"][:, own])[0], atol=1e-4, rtol=1e-4)
+        changed = torch.where(batch["documents"] == 0, (batch["inputs"] + 1) % 320, batch["inputs"])
+        again = model(changed, documents=batch["documents"])[0]
+    assert not torch.equal(packed[numbers == 0], again[numbers == 0])
+    assert torch.equal(packed[numbers > 0], again[numbers > 0])
+
+
+def test_long_conversations_are_cut_or_dropped_and_counted(source):
+    records = [chat(0), chat(1, "fine " * 80), {"messages": [{"role": "user", "content": "how " * 90}, CHAT[1]]}]
+    cut = source(records).header["splits"]["train"]
+    assert (cut["conversations"], cut["cut"], cut["emptied"], cut["dropped"]) == (2, 1, 1, 0)
+    dropped = source(records, too_long="drop").header["splits"]["train"]
+    assert (dropped["conversations"], dropped["cut"], dropped["emptied"], dropped["dropped"]) == (1, 0, 0, 2)
+    assert (data(source(records)).dataset("train").batch([0])["targets"] != IGNORED).any()
+
+
+def test_a_context_that_leaves_nothing_to_learn_is_refused(source):
+    with pytest.raises(ConfigError, match=r"data\.context=4: each of the 3 conversations is longer"):
+        source([chat(i) for i in range(3)], context=4).prepare()
+
+
+def test_equal_conversations_are_held_out_together_and_stay_when_others_come(source, tmp_path):
+    first = source([chat(i % 30) for i in range(60)], val_fraction=0.3, test_fraction=0.2)
+    texts = {split: _texts(first, split) for split in ("train", "val", "test")}
+    assert all(texts[split] for split in texts)
+    assert not texts["train"] & (texts["val"] | texts["test"])
+    assert not texts["val"] & texts["test"]
+    more = source([chat(i) for i in range(100)], val_fraction=0.3, test_fraction=0.2)
+    assert texts["val"] <= _texts(more, "val")
+
+
+def _texts(source: Conversations, split: str) -> set[str]:
+    arrays = source.arrays(split)
+    parts = zip(arrays["starts"][:-1], arrays["starts"][1:], strict=True)
+    return {source.tokenizer.decode(arrays["ids"][a:b].tolist()) for a, b in parts}
+
+
+def test_prompt_and_completion_are_a_conversation_of_which_the_completion_is_learned():
+    plain = parse({"prompt": "a", "completion": "b"}, where="here")
+    assert plain.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert plain.learned == (1,)
+    assert parse({"prompt": CHAT, "completion": "b"}, where="here").learned == (4,)
+
+
+def test_messages_of_weight_zero_are_not_learned():
+    messages = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
+    found = parse({"messages": messages}, where="here")
+    assert found.learned == (3,)
+    assert all("weight" not in message for message in found.messages)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ([1], "a list, not an object"),
+        ({"text": "a"}, "neither messages, nor prompt and completion (there: text)"),
+        ({"messages": []}, "must be a list of messages"),
+        ({"messages": "hello"}, "must be a list of messages"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "messages[0] has no role and content"),
+        ({"messages": [{"role": "assistant", "content": 3}]}, "content must be text. Got 3"),
+        ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half a surrogate"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "Images and sound are not read"),
+        ({"messages": [CHAT[0]]}, "no message of the role assistant"),
+        ({"messages": CHAT, "tools": "add"}, "tools hold a str, not a list"),
+    ],
+)
+def test_a_record_that_is_no_conversation_is_refused(record, says):
+    with pytest.raises(ConfigError) as caught:
+        parse(record, where="chats.jsonl, line 7")
+    assert says in str(caught.value)
+    assert str(caught.value).startswith("chats.jsonl, line 7")
+
+
+def test_texts_in_parts_are_joined():
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse({"messages": [{"role": "assistant", "content": content}]}, where="x").messages[0]["content"] == "ab"
+
+
+def test_bad_lines_are_named_together(source):
+    with pytest.raises(ConfigError) as caught:
+        source([chat(0), {"text": "a"}, chat(1), {"messages": [CHAT[0]]}]).prepare()
+    assert len(caught.value.problems) == 2
+    assert "line 2: neither" in caught.value.problems[0]
+    assert "line 4: no message" in caught.value.problems[1]
+    with pytest.raises(ConfigError, match="There may be more"):
+        source([{}] * 30).prepare()
+
+
+def test_a_line_that_the_template_refuses_is_named(source):
+    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    path = Path(source([{"messages": [{"role": "system", "content": "a"}, *CHAT]}]).path).with_name("refusing.jinja")
+    path.write_text(refusing + "{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"line 1: .*no system.*data\.source\.template"):
+        source([{"messages": [{"role": "system", "content": "a"}, *CHAT]}], template=str(path)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"too_long": "trim"}, "type cut or drop"),
+        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together at most 0.9"),
+        ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
+        ({"vocab_size": 200}, "Name the tokenizer of the model, or type data.source.vocab_size="),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(source, settings, says):
+    with pytest.raises(ConfigError) as caught:
+        source([{"messages": CHAT}], **settings).prepare()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "nowhere"])
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "chats.jsonl", [chat(0)])
+    with pytest.raises(ConfigError, match=r"data\.source\.tokenizer="):
+        Conversations(str(path), tokenizer=tokenizer, context=64).check()
+
+
+def test_files_of_another_form_are_refused_and_packed_ones_read(tmp_path, tokenizer_folder):
+    text = tmp_path / "chats.txt"
+    text.write_text("hello")
+    with pytest.raises(ConfigError, match=r"chats\.txt is no \.jsonl file"):
+        Conversations(str(text), tokenizer=str(tokenizer_folder), context=64).check()
+    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
+        file.write(json.dumps(chat(0)) + "\n")
+    made = Conversations(
+        str(tmp_path / "chats.jsonl.gz"), tokenizer=str(tokenizer_folder), context=64, val_fraction=0.0,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    assert made.header["splits"]["train"]["conversations"] == 1
+
+
+def test_the_run_directory_gets_what_reading_the_same_chats_needs(source, tmp_path):
+    made = source([chat(i) for i in range(4)])
+    run = tmp_path / "run"
+    run.mkdir()
+    data(made).save_assets(run)
+    again = Conversations(
+        made.path, tokenizer=str(run), context=64, val_fraction=0.0, cache_dir=str(tmp_path / "cache")
+    )
+    assert again.template == made.template
+    assert np.array_equal(again.arrays("train")["ids"], made.arrays("train")["ids"])
+
+
+def test_a_checkpoint_of_other_chats_is_refused(source):
+    state = data(source([chat(i) for i in range(4)])).state_dict()
+    data(source([chat(i) for i in range(4)])).load_state_dict(state)
+    with pytest.raises(ConfigError, match="other tokens"):
+        data(source([chat(i) for i in range(5)])).load_state_dict(state)
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    def run(name: str, *words: str) -> str:
+        spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        GlobalHydra.instance().clear()
+        with contextlib.suppress(SystemExit):
+            module.main()
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    return run
+
+
+@pytest.fixture
+def chat_run(tmp_path, tokenizer_folder) -> list[str]:
+    path = write(tmp_path / "chats.jsonl", [chat(i, f"fine {i}") for i in range(30)])
+    return [
+        "data=chat", f"data.path={path}", f"data.source.tokenizer={tokenizer_folder}", "data.context=32",
+        f"data.source.cache_dir={tmp_path / 'cache'}", "data.global_batch_size=4", "trainer.accelerator=cpu",
+    ]  # fmt: skip
+
+
+def test_a_batch_is_shown_with_what_is_learned(script, chat_run):
+    shown = script("show_batch", *chat_run, "strategy=fsdp", "trainer.devices=8", "--rows", "1")
+    assert "documents: (4, 32) int32" in " ".join(shown.split())
+    assert re.search(r"<\|im_start\|>assistant\n⟦fine \d+<\|im_end\|>⟧", shown)
+    assert "--step -1" in script("show_batch", *chat_run, "--step", "-1")
+
+
+def test_a_batch_of_other_data_is_shown_by_its_shapes(script):
+    words = ["data=digits", "task=image_classification", "model=vit_tiny", "trainer.accelerator=cpu"]
+    assert "inputs: (64, 1, 8, 8) float32" in " ".join(script("show_batch", *words).split())
+
+
+def test_packed_rows_are_refused_in_a_pipeline(script, chat_run, monkeypatch):
+    config.register()
+    GlobalHydra.instance().clear()
+    pipeline = ["strategy=pipeline", "trainer.devices=2", "model.tied=false"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        cfg = compose("train", overrides=[*chat_run, *pipeline])
+        with pytest.raises(ConfigError, match=r"Type data\.source\.packing=false"):
+            checks.check(cfg, prepare=False)
+        cfg.data.source.packing = False
+        checks.check(cfg, prepare=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
+    size = ["model.width=32", "model.layers=2", "model.heads=2", "callbacks=none"]
+    words = [*chat_run, *size, "trainer.max_steps=12", "trainer.val_every_n_steps=6", f"run.root={tmp_path}"]
+    for name in ("straight", "stopped"):
+        limits = ["trainer.max_steps=6"] if name == "stopped" else []
+        train(*words, f"run.name={name}", "scheduler=constant", *limits)
+    train(*words, "run.name=stopped", "scheduler=constant")
+    straight, stopped = (
+        state.read_whole(sorted((tmp_path / name / "checkpoints").glob("step=*"))[-1])["state_dict"]
+        for name in ("straight", "stopped")
+    )
+    assert all(torch.equal(straight[name], stopped[name]) for name in straight)
+    answer = script("generate", str(tmp_path / "straight"), "--chat", "--prompt", "how 3", "--tokens", "8")
+    assert "<|im_" not in answer
+    assert "how 3" not in answer
+
+
+def train(*words: str) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]

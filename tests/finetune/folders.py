@@ -1,0 +1,47 @@
+"""A tiny Hugging Face folder, written without torch and transformers: the weights are zeros."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from armature.finetune import architecture, folder
+from armature.models.decoder import names
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write_shard(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
+
+
+def write_model(path: Path, **changes: Any) -> Path:
+    """Write config.json and two shards with their index. `changes` of config.json; None removes a key."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    (path / folder.CONFIG).write_text(json.dumps(config))
+    sound = CONFIG | {key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG}
+    shapes = names.shapes(architecture.arguments(sound, name="tiny"))
+    named = {str(names.theirs(name)): shape for name, shape in shapes.items()}
+    listed = {}
+    for number, part in enumerate((list(named)[::2], list(named)[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        write_shard(path / file, {name: named[name] for name in part})
+        listed |= dict.fromkeys(part, file)
+    (path / folder.INDEX).write_text(json.dumps({"weight_map": listed}))
+    return path
+
+
+def write_tokenizer(path: Path, tokens: int) -> None:
+    vocabulary = {f"t{i}": i for i in range(tokens)}
+    (path / folder.TOKENIZER).write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))

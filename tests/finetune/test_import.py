@@ -1,0 +1,209 @@
+"""Folders of Hugging Face in and out: the same logits as transformers, the same tensors, under every layout."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from armature.finetune import architecture, check, folder
+from armature.finetune.export import read_decoder
+from armature.models.decoder import names
+from armature.models.decoder.model import Decoder
+from tests import forked, running
+from tests.finetune.folders import write_model
+from tests.finetune.reference import FAMILIES, ids
+
+EXTRA_PYTHON = running.ROOT / ".venv-extras" / "bin" / "python"
+NEAR = 2e-5
+pytestmark = pytest.mark.slow
+
+
+def transformers(*words: str) -> None:
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    command = [str(EXTRA_PYTHON), str(Path(__file__).with_name("reference.py")), *words]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folders")
+    transformers("make", str(root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return load_file(folders / "logits.safetensors")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_dialects_of_the_configuration_are_one_model(folders, expected, name):
+    found = architecture.arguments(folder.config(folders / name), name=name)
+    old = json.loads((folders / name / "old_config.json").read_text())
+    assert architecture.arguments(old, name=name) == found
+    assert check.weight_problems(folders / name, found) == []
+    with torch.device("meta"):
+        model = Decoder(**found, context=8)
+    assert {name: tuple(param.shape) for name, param in model.named_parameters()} == names.shapes(found)
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, [""]), (2, ["shard=2", "tensor=2"]), (4, ["shard=2,tensor=2"])])
+def test_logits_are_transformers_own_under_every_layout(folders, expected, tmp_path, ranks, layouts):
+    out = tmp_path / "logits.safetensors"
+    script = Path(__file__).with_name("read_under_layouts.py")
+    command = [sys.executable, str(script), str(folders), str(out), *layouts]
+    result = forked.shared().run(command, cwd=running.ROOT, env=running.environment(), timeout=200, ranks=ranks)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = load_file(out)
+    assert len(found) == len(layouts) * len(FAMILIES)
+    far = {key: float((logits - expected[key.split()[0]]).abs().max()) for key, logits in found.items()}
+    assert max(far.values()) <= NEAR, far
+
+
+def test_a_head_apart_from_a_tied_folder_starts_as_the_embedding(folders, expected):
+    path = folders / "qwen3"
+    args = architecture.arguments(folder.config(path), name="qwen3") | {"tied": False}
+    from armature.checkpoint import huggingface
+    from armature.parallel import initialization
+
+    with torch.device("meta"):
+        model = Decoder(**args, context=48, pretrained=str(path))
+    initialization.materialize(model, device=torch.device("cpu"))
+    huggingface.read(model, huggingface.imported_names(model))
+    with torch.no_grad():
+        assert float((model.eval()(ids()) - expected["qwen3"]).abs().max()) <= NEAR
+    assert model.head.weight is not model.embed.weight
+
+
+def test_a_cache_of_windows_continues_as_the_whole_text_would(folders):
+    from armature.models.decoder.model import KeyValueCache
+
+    model, cache = read_decoder(folders / "qwen2", context=64), KeyValueCache()
+    with torch.no_grad():
+        pieces = [model(piece, cache=cache) for piece in ids().split([17, 1, 1, 9, 1, 19], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids()), rtol=1e-4, atol=2e-5)
+    assert cache.layers["3"].shape[3] < 48  # the last block's window is 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return running.write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a tokenizer of the 256 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:255]
+    vocabulary = {"<|endoftext|>": 0, **{token: i + 1 for i, token in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / folder.TOKENIZER))
+
+
+TRAIN = (
+    "experiment=finetune", "data=text", "data.context=32", "data.global_batch_size=4", "data.micro_batch_size=2",
+    "data.eval_batch_size=4", "data.source.vocab_size=256", "optimizer.lr=1e-4", "optimizer.eps=1e-6",
+    "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.log_every_n_steps=1",
+    "trainer.limit_val_batches=1", "trainer.test_at_end=false", "launch.max_restarts=0", "logger=none",
+)  # fmt: skip
+
+
+def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
+    words = [sys.executable, str(running.ROOT / "train.py"), *TRAIN, f"data.path={corpus}", f"model.pretrained={path}",
+             f"data.source.tokenizer={path}/tokenizer.json", f"data.source.cache_dir={cwd}/cache", *more]  # fmt: skip
+    return running.run(words, cwd=cwd, env=running.environment(), ranks=ranks)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(folders, corpus, tmp_path, name):
+    """Exported before any step, the tensors are the folder's bits; trained, transformers has the run's logits."""
+    base = tmp_path / "base"
+    shutil.copytree(folders / name, base)
+    write_tokenizer(base)
+    (base / folder.CHAT_TEMPLATE).write_text("{{ messages }}")
+    losses = {}
+    for run, ranks, more in (
+        ("single", 1, ["strategy=single"]),
+        ("fsdp", 2, ["strategy=fsdp", "trainer.devices=2"]),
+        ("tensor", 2, ["strategy=tensor", "trainer.devices=2"]),
+    ):
+        result = train(base, corpus, tmp_path, "trainer.max_steps=2", f"run.name={run}", *more, ranks=ranks)
+        assert result.returncode == 0, result.stderr[-4000:]
+        losses[run] = [float(row["train/loss"]) for row in running.rows(tmp_path / "outputs" / run)]
+    assert losses["fsdp"] == pytest.approx(losses["single"], abs=1e-5)
+    assert losses["tensor"] == pytest.approx(losses["single"], abs=1e-5)
+    base.rename(tmp_path / "moved")
+    more = ["trainer.max_steps=3", "run.name=single", "strategy=single"]
+    result = train(base, corpus, tmp_path, *more)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "is not there any more" in result.stderr
+    out = tmp_path / "exported"
+    convert = [sys.executable, str(running.ROOT / "scripts/convert.py"), "outputs/single", str(out)]
+    result = running.run(convert, cwd=tmp_path, env=running.environment())
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "its logits are the run's" in result.stdout
+    assert (out / folder.CHAT_TEMPLATE).read_text() == "{{ messages }}"
+    assert (out / folder.TOKENIZER).read_bytes() == (tmp_path / "moved" / folder.TOKENIZER).read_bytes()
+    transformers("logits", str(out), str(tmp_path / "theirs.safetensors"))
+    with torch.no_grad():
+        ours = read_decoder(out, context=48)(ids())
+    assert float((ours - load_file(tmp_path / "theirs.safetensors")["logits"]).abs().max()) <= NEAR
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_path, name):
+    """Through a run's checkpoint, in several files with an index."""
+    from omegaconf import OmegaConf
+
+    from armature.checkpoint import convert
+    from armature.checkpoint.writer import CheckpointWriter
+    from armature.finetune import export
+
+    source, run = folders / name, tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    folder.keep(source, run)
+    model = read_decoder(source, context=48)
+    weights = {f"{convert.MODEL}{key}": value.detach() for key, value in model.named_parameters()}
+    meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
+    checkpoint = run / "checkpoints" / "step=000000"
+    CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": "none"})
+    args = architecture.arguments(folder.config(source), name=name) | {"context": 48}
+    factories = {"_target_": check.DECODER, "_partial_": True, **args}
+    task = {"_target_": "armature.tasks.language_modeling.LanguageModeling"}
+    optimizer = {"_target_": "armature.optim.adamw.adamw", "_partial_": True}
+    cfg = OmegaConf.create(
+        {"model": factories, "task": task, "optimizer": optimizer, "scheduler": None, "run": {"dir": str(run)}}
+    )
+    line = export.export(cfg, checkpoint, tmp_path / "out", shard_bytes=200_000)
+    assert "its logits are the run's" in line
+    found, there = (
+        {key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()}
+        for path in (tmp_path / "out", source)
+    )
+    assert found.keys() == there.keys()
+    assert all(torch.equal(found[key], there[key]) for key in there)
+    assert folder.weights(tmp_path / "out").problems == ()
+    assert (tmp_path / "out" / folder.INDEX).is_file()
+    assert {**folder.config(tmp_path / "out"), "torch_dtype": 0, "dtype": 0} == {
+        **folder.config(source), "torch_dtype": 0, "dtype": 0,
+    }  # fmt: skip
+
+
+def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path):
+    path = write_model(
+        tmp_path / "big", vocab_size=60_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4
+    )
+    script = Path(__file__).with_name("read_in_little_memory.py")
+    result = running.run(
+        [sys.executable, str(script), str(path)], cwd=running.ROOT, env=running.environment(), ranks=2, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert max(map(float, result.stdout.split())) < 1.2, result.stdout

@@ -1,0 +1,137 @@
+"""Adapters: what is trained, what stays as it was, and that every layout trains them as one process does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from armature.errors import ConfigError
+from armature.finetune.lora import Lora, LoraLinear, is_adapter, merge
+from armature.models.decoder.model import Decoder
+from armature.optim.groups import parameter_groups
+from benchmarks.parity.harness import DECODER, LAYOUTS, Job, Run, difference, fit
+
+ADAPTER = {"rank": 4, "alpha": 8.0}
+
+
+def adapted(**options) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(**DECODER)
+    Lora(**{**ADAPTER, **options}).add_to(model)
+    return model
+
+
+def trained(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if param.requires_grad}
+
+
+def test_only_adapters_of_the_blocks_are_trained_and_weights_keep_their_names():
+    model = adapted()
+    assert all(is_adapter(name) and name.startswith("blocks.") for name in trained(model))
+    assert len(trained(model)) == 2 * 7 * DECODER["layers"]
+    assert set(Decoder(**DECODER).state_dict()) == {name for name in model.state_dict() if not is_adapter(name)}
+
+
+def test_an_adapted_model_begins_as_the_model_itself():
+    torch.manual_seed(0)
+    plain, tokens = Decoder(**DECODER), torch.arange(12)[None]
+    model = copy.deepcopy(plain)
+    Lora(**ADAPTER).add_to(model)
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_weights_compute_what_the_adapters_did(rslora):
+    model, tokens = adapted(rslora=rslora), torch.arange(12)[None]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("lora_B"):
+                param.normal_()
+        before = model(tokens)
+        merged = merge(copy.deepcopy(model))
+        assert not any(isinstance(module, LoraLinear) for module in merged.modules())
+        torch.testing.assert_close(merged(tokens), before, atol=1e-4, rtol=1e-4)
+    assert model.get_submodule("blocks.0.attention.q").scale == (4.0 if rslora else 2.0)  # 8 / sqrt(4), 8 / 4
+
+
+def test_targets_and_parts_to_train_are_chosen_by_pattern():
+    model = adapted(targets=["q", "blocks.1.ffn.*"], train=["embed", "*_norm.weight"])
+    names = trained(model)
+    assert "embed.weight" in names
+    assert "blocks.3.ffn_norm.weight" in names
+    assert {name.rpartition(".lora")[0] for name in names if is_adapter(name)} == {
+        *(f"blocks.{i}.attention.q" for i in range(4)), *(f"blocks.1.ffn.{part}" for part in ("gate", "up", "down"))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"targets": ["query"]}, "query matches no Linear. There are: blocks.*.attention.q"),
+        ({"targets": ["head"]}, r"head is a Head, which takes no adapter"),
+        ({"train": ["wte"]}, "wte matches no parameter. There are: embed.weight"),
+        ({"rank": 0}, "task.adapter.rank=0"),
+        ({"alpha": float("inf")}, "task.adapter.alpha=inf"),
+        ({"dropout": 1.0}, "task.adapter.dropout=1.0"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(options, says):
+    with pytest.raises(ConfigError) as caught:
+        adapted(**options)
+    assert says in " ".join(str(caught.value).split())
+
+
+def test_adapters_are_no_hidden_matrices_for_muon():
+    [group] = parameter_groups(adapted())
+    assert group["hidden"] is False
+
+
+def test_an_adapted_model_can_be_copied_and_pickled():
+    model = adapted()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert trained(other) == trained(model)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
+    model = nn.Sequential()
+    model.add_module("a", nn.Linear(4, 8))
+    model.add_module("b", nn.Linear(8, 2))
+    Lora(rank=2).add_to(model)
+    assert trained(model) == {"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B"}
+    with pytest.raises(ConfigError, match=r"no torch\.nn\.Linear"):
+        Lora(rank=2).add_to(nn.Conv1d(3, 3, 3))
+
+
+_runs: dict[str, Run] = {}
+
+
+def run_of(job: Job) -> Run:
+    key = repr(job)
+    if key not in _runs:
+        _runs[key] = fit(job)
+    return _runs[key]
+
+
+LAYOUTS_TRIED = [
+    "ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b",
+    "pipeline 2, zero bubble", "fsdp 2 × tensor 2", "2×2×2", "deepspeed 2 at 2", "deepspeed 3 at 2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS_TRIED)
+def test_layouts_train_adapters_as_one_process_does(name):
+    job = replace(LAYOUTS[name], adapter=ADAPTER, steps=6)
+    single = run_of(replace(LAYOUTS["single"], adapter=ADAPTER, steps=6))
+    run = run_of(job)
+    far = difference(run, single)
+    assert max(far.values()) <= 1e-5, far
+    if name == "ddp 2":
+        start = fit(replace(LAYOUTS["single"], adapter=ADAPTER, steps=0)).weights
+        assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(filter(is_adapter, start))

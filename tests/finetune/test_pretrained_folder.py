@@ -1,0 +1,132 @@
+import json
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from armature.errors import ConfigError
+from armature.finetune import folder
+
+SHARDS = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]}
+
+
+def write_shard(file: Path, names: list[str]) -> None:
+    entries = {
+        name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, name in enumerate(names)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(24 * len(names)))
+
+
+@pytest.fixture
+def model(tmp_path):
+    for file, names in SHARDS.items():
+        write_shard(tmp_path / file, names)
+    index = {"weight_map": {name: file for file, names in SHARDS.items() for name in names}}
+    (tmp_path / folder.INDEX).write_text(json.dumps(index))
+    (tmp_path / folder.CONFIG).write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
+    return tmp_path
+
+
+def test_headers_name_every_tensor(model):
+    found = folder.weights(model)
+    assert not found.problems
+    assert found.tensors["b"] == folder.SavedTensor("model-00002-of-00002.safetensors", "F32", (2, 3))
+    assert found.files == sorted(SHARDS)
+
+
+def test_mistrals_second_copy_of_its_weights_is_not_read(model):
+    write_shard(model / "consolidated.safetensors", ["other"])
+    assert folder.weights(model).files == sorted(SHARDS)
+
+
+def test_all_damage_is_named_at_once(model):
+    first, second = (model / name for name in SHARDS)
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    write_shard(model / "model-00003-of-00002.safetensors", ["c"])
+    missing, truncated, extra = folder.weights(model).problems
+    assert first.name in missing
+    assert "missing" in missing
+    assert f"{second.name}: truncated" in truncated
+    assert "model-00003-of-00002.safetensors: no index names" in extra
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, struct.pack("<Q", 4) + b"[1]]", struct.pack("<Q", 2) + b"{}x"])
+def test_a_file_that_is_no_safetensors_is_named(model, content):
+    name = next(iter(SHARDS))
+    (model / name).write_bytes(content)
+    assert name in " ".join(folder.weights(model).problems)
+
+
+def test_an_index_that_lists_something_else_is_named(model):
+    first, second = SHARDS
+    (model / folder.INDEX).write_text(json.dumps({"weight_map": {"a": first, "b": first, "c": second}}))
+    assert "do not hold what it lists: b, c" in " ".join(folder.weights(model).problems)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "pickled (pytorch_model.bin)" in folder.weights(tmp_path).problems[0]
+
+
+def test_shards_without_their_index_are_refused(model):
+    (model / folder.INDEX).unlink()
+    assert f"{folder.INDEX}: this file is missing" in folder.weights(model).problems[0]
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no model: it holds no config\.json"):
+        folder.find(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no such folder\. Name a folder"):
+        folder.find(str(tmp_path / "none"))
+
+
+def test_a_hub_name_without_a_network_is_one_message(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "create_connection", offline)
+    monkeypatch.setattr(socket, "getaddrinfo", offline)
+    with pytest.raises(ConfigError, match=r"hf download some/model --local-dir FOLDER") as error:
+        folder.find("some/model")
+    assert len(error.value.problems) == 1
+
+
+def test_a_chat_template_is_found_in_either_place(tmp_path):
+    assert folder.chat_template(tmp_path) is None
+    (tmp_path / folder.TOKENIZER_CONFIG).write_text(
+        json.dumps({"chat_template": "old", "eos_token": {"content": "</s>"}})
+    )
+    assert folder.chat_template(tmp_path) == "old"
+    assert folder.special_tokens(tmp_path) == {"eos_token": "</s>"}
+    (tmp_path / folder.CHAT_TEMPLATE).write_text("new")
+    assert folder.chat_template(tmp_path) == "new"
+
+
+def test_ends_of_generation_come_from_its_own_file_first(model):
+    assert folder.end_tokens(model) == [2]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert folder.end_tokens(model) == [5, 6]
+
+
+def test_the_largest_token_counts_added_ones(tmp_path):
+    file = tmp_path / folder.TOKENIZER
+    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<s>"}]}))
+    assert folder.largest_token(file) == 9
+
+
+def test_a_run_keeps_the_small_files_and_knows_its_base(model, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    folder.keep(model, run)
+    kept = folder.kept_in(run)
+    assert kept is not None
+    assert folder.config(kept) == folder.config(model)
+    assert not [*kept.glob("*.safetensors")]
+    assert folder.fingerprint(kept) == folder.fingerprint(model)
+    write_shard(model / next(iter(SHARDS)), ["z"])
+    assert folder.fingerprint(kept) != folder.fingerprint(model)
