@@ -1,5 +1,7 @@
 """Measure training on this machine, compared with a bare PyTorch loop and with alternatives.
 
+    python -m benchmarks --quick                           five minutes, one table
+    python -m benchmarks --trend                           earlier results of --quick, and which became slower
     python -m benchmarks                                   the default model: one process, and every strategy
     python -m benchmarks model=gpt2_124m data.context=1024 strategy.compile=block     overrides as for train.py
     python -m benchmarks --overhead --startup --loss       overhead per step, time to the first step, the loss
@@ -20,16 +22,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from armature.errors import ConfigError
-from benchmarks import report, sections
+from benchmarks import history, quick, report, sections
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    if args.trend:
+        return trend()
     say = (lambda line: None) if args.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
     file = args.out or ROOT / "outputs" / "benchmarks" / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     try:
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            bench = sections.Benchmark(args, Path(args.keep or folder), say=say)
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+            folder = Path(args.keep or temporary)
+            if args.quick:
+                return quick.run(args, folder, say=say)
+            bench = sections.Benchmark(args, folder, say=say)
             results = bench.run(lambda results: report.save(results, file))
     except ConfigError as error:
         print("\n".join(error.problems), file=sys.stderr)
@@ -51,9 +58,18 @@ def main() -> int:
     return 1 if failed else 0
 
 
+def trend() -> int:
+    """Print all results of --quick by machine and row. Return 1 if the newest of a row is slower than before."""
+    results, problems = history.read(quick.files())
+    print("\n".join([*problems, *history.trend(results)] or ["no results yet. Type make bench ARGS=--quick"]))
+    return 1 if any(found.slower for found in history.verdicts(results)) else 0
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as for train.py; they apply to every contender")
+    parser.add_argument("--quick", action="store_true", help="five minutes, one table; --write adds it to the history")
+    parser.add_argument("--trend", action="store_true", help="the history of --quick, and which rows became slower")
     parser.add_argument("--training", action="store_true", help="one process: bare loop, ours, alternatives")
     parser.add_argument("--strategies", action="store_true", help="ours and raw torch on several ranks")
     parser.add_argument("--overhead", action="store_true", help="time that a training loop adds to a step of 130 µs")
@@ -66,15 +82,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every section; --scale only if it is given")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name contains one of these words")
     parser.add_argument("--ranks", type=int, help="for --strategies; default: all GPUs, or two CPU ranks")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, help="default: 7; --quick: as many as fit into its time")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
     parser.add_argument("--alone", action="store_true", help="one contender in memory at a time; slower")
     parser.add_argument("--python", default=str(report.rivals_python(ROOT)), help="that has transformers, accelerate")
     parser.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
     parser.add_argument("--out", type=Path, help="the JSON file; default: outputs/benchmarks/DATE.json")
     parser.add_argument("--keep", metavar="FOLDER", help="keep run directories and logs here; default: delete them")
-    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     args = parser.parse_args(arguments)
+    args.rounds = args.rounds or (None if args.quick else 7)
+    if args.quick and (unused := [name for name in ("alone", "out", "ranks", "scale") if getattr(args, name)]):
+        parser.error(f"--quick is one fixed comparison. Leave out --{unused[0]}")
     chosen = [name for name in sections.NAMES if getattr(args, name)]
     args.sections = list(sections.NAMES) if args.all else chosen or ([] if args.scale else ["training", "strategies"])
     try:

@@ -1,5 +1,6 @@
 """Interleaved blocks of steps: A B C, C B A, … so that disturbances of the machine affect all contenders alike."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.contender import Contender, ContenderFailed, Running
+
+FEWEST = 3  # rounds that have quartiles worth the name
 
 T = TypeVar("T")
 
@@ -87,12 +90,19 @@ class Rounds:
         self._running: dict[str, Running] = {}
         self._steps: dict[str, int] = {}
 
-    def together(self, rounds: int) -> list[Record]:
-        """Measure contenders that are all alive at once and take turns."""
+    def together(self, rounds: int, *, end: float = math.inf) -> list[Record]:
+        """Measure contenders that are all alive at once and take turns.
+
+        After FEWEST rounds, the last one is the one after which another would last beyond `end`, in time.monotonic().
+        """
         try:
             for contender in self.contenders:
                 self._start(contender)
+            begin = time.monotonic()
             for number in range(rounds):
+                now = time.monotonic()
+                if number >= FEWEST and now + (now - begin) / number > end:
+                    break
                 for name in _turn(list(self._running), number):
                     self._measure(name)
                 took = (f"{name} {self.records[name].seconds[-1] * 1e3:.4g}" for name in self._running)

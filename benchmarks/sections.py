@@ -27,7 +27,7 @@ STRATEGIES = {  # by displayed name: overrides, and the minimum number of ranks
     "tensor": (("strategy=tensor",), 2),
     "pipeline (untied)": (("strategy=pipeline", "model.tied=false"), 2),
     "fsdp × tensor": (("strategy=fsdp_tensor", "strategy.tensor=2"), 4),
-    "deepspeed (AdamW)": (("strategy=deepspeed",), 2),
+    "deepspeed (AdamW)": (("strategy=deepspeed", "optimizer=adamw_bench"), 2),
 }
 LOSS = {"tokens": 4096, "width": 256, "vocabulary": 32000}
 TINY_MULTIPLE = 200

@@ -163,25 +163,25 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
     code = tmp_path / "code"
     code.mkdir()
     monkeypatch.setattr(run_dir.config, "CONFIGS", code / "configs")
-    run_dir._git.cache_clear()  # an earlier test has asked
+    run_dir.git.cache_clear()  # an earlier test has asked
     cfg = run_dir.decide(config(tmp_path), label="x", trial="lr/3")
     run = OmegaConf.load(run_dir.write(cfg, []) / "config.yaml").run
     assert run.git is None  # not a repository
-    run_dir._git.cache_clear()
+    run_dir.git.cache_clear()
     assert run.group == "lr"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (code / "file").write_text("before")
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "Begin"]):
         subprocess.run([*git, *command], cwd=code, check=True)
-    state = run_dir._git()
+    state = run_dir.git()
     assert state is not None
     assert len(state["commit"]) == 40
     assert state["dirty"] is False
     (code / "file").write_text("after")
-    assert run_dir._git() == state  # asked once
-    run_dir._git.cache_clear()
-    assert run_dir._git() == {**state, "dirty": True}
-    run_dir._git.cache_clear()
+    assert run_dir.git() == state  # asked once
+    run_dir.git.cache_clear()
+    assert run_dir.git() == {**state, "dirty": True}
+    run_dir.git.cache_clear()
 
 
 def test_a_refused_command_leaves_a_folder_of_the_user_s(tmp_path):

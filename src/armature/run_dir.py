@@ -121,7 +121,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     files.clear_parts(run_dir)
     if (base := pretrained.named_by(cfg)) is not None:
         folders.keep(folders.find(base), run_dir)
-    cfg.run.id, cfg.run.git = _id(run_dir), _git()
+    cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
     typed = run_dir / "overrides.txt"
@@ -138,12 +138,14 @@ def _id(run_dir: Path) -> str:
 
 
 @functools.cache
-def _git() -> dict[str, Any] | None:
+def git(*, ignored: str | None = None) -> dict[str, Any] | None:
     """Return the commit of the code, and whether a tracked file was changed since; None outside of a repository.
 
-    Asked once: a sweep's later trials run the code that this process has imported.
+    Asked once: a sweep's later trials run the code that this process has imported. Changes of the file `ignored`, a
+    path in the repository, do not count.
     """
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    command += ["--", ".", f":!{ignored}"] if ignored else []
     try:
         text = subprocess.run(command, cwd=config.CONFIGS.parent, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

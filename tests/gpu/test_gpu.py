@@ -125,11 +125,12 @@ def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
     _, source = reference
     file = tmp_path / "r.json"
     command = [
-        sys.executable, str(running.ROOT / "scripts" / "benchmark.py"), "--training", *running.TINY,
+        sys.executable, "-m", "benchmarks", "--training", *running.TINY,
         f"data.path={source}", f"trainer.accelerator={ACCELERATOR}", "trainer.precision=bf16-mixed",
         "strategy.compile=block", "--only", "ours", "--rounds", "1", "--seconds", "0.05", "--out", str(file),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=running.environment(), capture_output=True, text=True)
+    environment = running.environment(PYTHONPATH=str(running.ROOT))
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     results = report.load(file)
     bare, ours = results["sections"]["training"]["records"]

@@ -1,0 +1,164 @@
+"""The comparison of five minutes: one table that needs no knowledge, and a line of history for each of its rows."""
+
+import math
+import platform
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from armature import hardware, run_dir
+from armature.launcher import heap
+from benchmarks import history
+from benchmarks.contender import ROOT, Contender
+from benchmarks.job import Workload, bare, compose, ours, rival
+from benchmarks.rounds import Record, Rounds, ratios, spread
+
+SECONDS = 260  # from the command to the last round, if --rounds does not say how many
+OPTIMIZER = "optimizer=adamw_bench"  # with Muon, raw ddp would do the work of each rank twice, and ours would not
+HISTORY = "benchmarks/history.jsonl"  # of the machines that we refer to; --write adds to it
+OWN_HISTORY = "outputs/benchmarks/history.jsonl"  # of this machine
+RIVALS = ("accelerate", "transformers", "lightning")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours and the program that it is compared with, on the same number of processes."""
+
+    shown: str
+    ranks: int
+    ours: Record
+    other: Record
+
+    @property
+    def problem(self) -> str:
+        """Return why there is nothing to compare, or an empty string."""
+        return self.other.note or (f"ours {self.ours.note}" if self.ours.note else "")
+
+
+def run(args: Namespace, folder: Path, *, say: Callable[[str], None]) -> int:
+    """Measure, print the table and the history's verdicts, and return 1 if a program failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end = math.inf if args.rounds else time.monotonic() + SECONDS
+    workload = replace(compose([OPTIMIZER, *args.overrides]), ranks=1)
+    rows = measure(workload, folder, python=args.python, rounds=args.rounds, end=end, only=args.only, say=say)
+    print("\n".join(table(rows, workload)))
+    new = results(rows, workload)
+    history.append(ROOT / OWN_HISTORY, new)
+    if args.write:
+        history.append(ROOT / HISTORY, new)
+    series = {result.series for result in new}
+    known, problems = history.read(files())
+    lines = history.trend([result for result in known if result.series in series])
+    print(
+        "\n".join([*problems, "", "Compared with earlier results (all of them: python -m benchmarks --trend):", *lines])
+    )
+    return 1 if any(row.problem.startswith(("failed", "ours failed")) for row in rows) else 0
+
+
+def files() -> list[Path]:
+    return [ROOT / HISTORY, ROOT / OWN_HISTORY]
+
+
+def measure(
+    workload: Workload, folder: Path, *, python: str, rounds: int | None, end: float, only: list[str] | None,
+    say: Callable[[str], None],
+) -> list[Row]:  # fmt: skip
+    """Return the rows; only those that contain one of the words `only`. All programs take turns in the same rounds."""
+    compared = pairs(workload, folder, python=python)
+    if only:
+        compared = [pair for pair in compared if any(word in pair[1].name for word in only)]
+    contenders = list({contender.name: contender for pair in compared for contender in pair}.values())
+    records = Rounds(
+        contenders, folder, block_seconds=2.0, multiple=workload.job.log_every_n_steps, say=say
+    ).together(rounds or 1000, end=end)  # fmt: skip
+    by_name = {record.name: record for record in records}
+    return [Row(other.name, mine.ranks, by_name[mine.name], by_name[other.name]) for mine, other in compared]
+
+
+def pairs(workload: Workload, folder: Path, *, python: str) -> list[tuple[Contender, Contender]]:
+    """Return ours and the other program of each row: in one process, then on two or more."""
+    job_file = workload.job.save(folder / "job.json")
+    one = ours(workload, folder)
+    found = [(one, bare(job_file, name="a bare PyTorch loop"))]
+    found += [(one, rival(name, job_file, folder, python=python)) for name in RIVALS]
+    ranks = hardware.gpu_count() if workload.accelerator == "gpu" else 2
+    if ranks < 2 or workload.job.global_batch_size % ranks:
+        return found
+    for port, name in enumerate(("ddp", "fsdp"), start=29627):
+        mine = ours(workload, folder, f"strategy={name}", name=f"ours, {name}", ranks=ranks)
+        found.append((mine, bare(job_file, name, name=f"PyTorch's own {name}", ranks=ranks, port=port)))
+    return found
+
+
+def table(rows: list[Row], workload: Workload) -> list[str]:
+    """Return the comparison as a table with all that is needed to read it."""
+    job = workload.job
+    rounds = max((len(row.other.seconds) for row in rows), default=0)
+    same = (
+        " All keep the memory that they free, as Armature does by itself (the heap)."
+        if heap.variables(job.device)
+        else ""
+    )
+    lines = [
+        f"Armature's training speed compared with other programs: {machine(workload)}, torch {version('torch')}, "
+        f"Python {platform.python_version()}.",
+        f"All train the same model ({workload.model_name}) with the same optimizer (AdamW), precision "
+        f"({job.precision}) and {job.global_batch_size} × {job.context} tokens per step, and take turns of about two "
+        f"seconds.{same}",
+        "A speed of 1.05 means: Armature makes 105 steps while the other program makes 100. It is the median of "
+        f"{rounds} turn{'s' * (rounds != 1)}; half of the turns lie in the range beside it.",
+        "",
+        "| compared with | processes | Armature's speed | range | in words | memory: Armature | the other |",
+        "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
+    ]
+    for row in rows:
+        if row.problem:
+            lines.append(f"| {row.shown} | {row.ranks} | – | | {short(row.problem)} | | |")
+            continue
+        found = spread(ratios(row.ours, row.other))
+        lines.append(
+            f"| {row.shown} | {row.ranks} | {found.median:.2f} | {found.low:.2f}–{found.high:.2f} | "
+            f"{in_words(found.low, found.high)} | {memory(row.ours)} | {memory(row.other)} |"
+        )
+    return [*lines, "", "Memory is the peak of one process. What is measured, and how: docs/benchmarks.md"]
+
+
+def machine(workload: Workload) -> str:
+    if workload.accelerator != "gpu":
+        return hardware.cpu_name()
+    return f"{hardware.gpu_count()} × {hardware.gpu_name()}"
+
+
+def in_words(low: float, high: float) -> str:
+    return "faster" if low > 1.0 else "slower" if high < 1.0 else "no clear difference"
+
+
+def memory(record: Record) -> str:
+    return f"{record.peak / 2**20:,.0f} MiB"
+
+
+def short(problem: str) -> str:
+    return problem.split(" (/")[0].replace("|", "/")[:80]
+
+
+def results(rows: list[Row], workload: Workload) -> list[history.Result]:
+    """Return the lines of history of all rows that were measured."""
+    git: dict[str, Any] = run_dir.git(ignored=HISTORY) or {"commit": "", "dirty": False}
+    common: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **git, "machine": machine(workload),
+        "torch": version("torch"), "work": history.fingerprint(workload.job),
+    }  # fmt: skip
+    found = []
+    for row in rows:
+        if row.problem:
+            continue
+        ratio = spread(ratios(row.ours, row.other))
+        median, low, high = (round(value, 4) for value in (ratio.median, ratio.low, ratio.high))
+        name = row.shown if row.ranks == 1 else f"{row.shown}, {row.ranks} processes"
+        rounds = len(row.other.seconds)
+        found.append(history.Result(**common, row=name, ratio=median, low=low, high=high, rounds=rounds))
+    return found
