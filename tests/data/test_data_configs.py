@@ -4,7 +4,7 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-ELSEWHERE = {"hf", "image_folder", "mixture", "table", "tokens"}  # built in test_people_data.py
+ELSEWHERE = {"chat", "hf", "image_folder", "mixture", "table", "tokens"}  # built in test_chat_data, test_people_data
 FILES = (Path(__file__).parents[2] / "configs" / "data").glob("*.yaml")
 CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 

@@ -81,8 +81,8 @@ def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
             f"model._target_={cfg.model._target_}: only {check.DECODER} has Hugging Face's form. Name a file "
             "(.safetensors, .ckpt, .onnx or .pt2) instead."
         )
-    given = OmegaConf.to_container(cfg.model, resolve=True)
-    args = signatures.defaults_of(check.DECODER) | {k: v for k, v in given.items() if k[0] != "_"}  # pyright: ignore[reportAttributeAccessIssue, reportGeneralTypeIssues]
+    given: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    args = signatures.defaults_of(check.DECODER) | {k: v for k, v in given.items() if k[0] != "_"}
     return args | {"ffn_hidden": args["ffn_hidden"] or ffn_hidden_of(args["width"])}
 
 
