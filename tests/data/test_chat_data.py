@@ -130,7 +130,7 @@ def test_long_conversations_are_cut_or_dropped_and_counted(source):
 
 
 def test_a_context_that_leaves_nothing_to_learn_is_refused(source):
-    with pytest.raises(ConfigError, match=r"data\.context=4: each of the 3 conversations is longer"):
+    with pytest.raises(ConfigError, match=r"data\.context=4: of the 3 conversations nothing"):
         source([chat(i) for i in range(3)], context=4).prepare()
 
 
@@ -184,6 +184,12 @@ def test_a_record_that_is_no_conversation_is_refused(record, says):
         parse(record, where="chats.jsonl, line 7")
     assert says in str(caught.value)
     assert str(caught.value).startswith("chats.jsonl, line 7")
+
+
+def test_optional_keys_of_null_are_none():
+    found = parse({"messages": [CHAT[0], {**CHAT[1], "weight": None, "tool_calls": None, "name": None}]}, where="x")
+    assert found.learned == (1,)
+    assert found.messages[1] == CHAT[1]
 
 
 def test_texts_in_parts_are_joined():

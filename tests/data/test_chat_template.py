@@ -76,17 +76,54 @@ def test_thoughts_of_the_last_turn_are_learned_and_those_of_earlier_ones_left_ou
     assert text.endswith("assistant\n⟦<think>\nhm\n</think>\n\nfine<|im_end|>⟧\n")
 
 
-def test_a_tool_call_is_learned_as_the_template_writes_it():
-    call = {"name": "add", "arguments": {"a": 1}}
-    chat = [
-        CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}, CHAT[1]
-    ]  # fmt: skip
-    plain = THINKING.replace("loop.index0 > ns.last", "false")
-    assert marked(plain, chat) == (
-        "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦\n<tool_call>\n"
-        '{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n<|im_start|>tool\n2<|im_end|>\n'
-        "<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
+CALL = {"name": "add", "arguments": {"a": 1}}
+CALLING = [
+    CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, CHAT[1]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [THINKING, THINKING.replace("loop.index0 > ns.last", "false")])
+def test_a_tool_call_is_learned_as_the_template_writes_it(source):
+    source = source.replace("m.content.split", "(m.content or '').split").replace(
+        "in m.content", "in (m.content or '')"
     )
+    thought = "<think>\n\n</think>\n\n" if source.count("ns.last %}") else ""
+    text = marked(source, CALLING)
+    assert "⟧\n<|im_start|>tool\n2<|im_end|>\n" in text
+    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧'
+    assert call in text
+    assert text.endswith(f"<|im_start|>assistant\n{thought}⟦I am fine<|im_end|>⟧\n")
+
+
+@pytest.mark.parametrize("content", ["", None, "wait"])
+def test_a_tool_call_that_the_template_does_not_write_is_refused(content):
+    chat = [CHAT[0], {"role": "assistant", "content": content, "tool_calls": [CALL]}]
+    with pytest.raises(NotRenderable):
+        marked(CHATML, chat)
+
+
+def test_thoughts_beside_the_content_are_learned():
+    source = CHATML.replace("+ m['content']", "+ (m.reasoning_content or '') + m['content']")
+    chat = [CHAT[0], {**CHAT[1], "reasoning_content": "hm. "}]
+    assert marked(source, chat).endswith("assistant\n⟦hm. I am fine<|im_end|>⟧\n")
+
+
+def test_characters_of_private_use_stay():
+    assert "\ue002 \ue000" in marked(CHATML, [{"role": "user", "content": "\ue002 \ue000"}, CHAT[1]])
+
+
+def test_truncation_and_padding_that_were_saved_are_forgotten(tmp_path):
+    tokenizer = small_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = template.load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.encode("hello world how are you").ids == small_tokenizer().encode("hello world how are you").ids
+    assert len(loaded.encode("h").ids) == 1
+
+
+def test_a_template_that_needs_a_system_message_has_no_known_end():
+    assert ChatTemplate("{{ raise_exception('no') if messages[0].role != 'system' }}").end_of_turn is None
 
 
 def test_generation_tags_help_where_marks_cannot():

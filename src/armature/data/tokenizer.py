@@ -42,7 +42,14 @@ def load(path: Path) -> Tokenizer:
 
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.encode_special_tokens = True  # END_OF_TEXT within a text is plain characters; not saved
+    forget_lengths(tokenizer)
     return tokenizer
+
+
+def forget_lengths(tokenizer: Tokenizer) -> None:
+    """Forget truncation and padding: transformers saves those of its last call with a tokenizer."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
 
 def document_token(tokenizer: Tokenizer) -> int | None:

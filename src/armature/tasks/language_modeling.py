@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.finetune.lora import Lora
 from armature.models.decoder.generation import generate
 from armature.tasks.base import Batch, Task, inputs_and_targets
@@ -40,6 +42,11 @@ class LanguageModeling(Task):
         """Return the loss. A batch with "documents" (B, T) packs several, which do not attend to each other."""
         assert self.model is not None
         packed = {"documents": batch["documents"]} if "documents" in batch else {}
+        if packed and "documents" not in inspect.signature(type(self.model).forward).parameters:
+            raise ConfigError(
+                f"{type(self.model).__name__}.forward takes no documents (B, T): packed conversations would be mixed. "
+                "Type data.source.packing=false."
+            )
         return self.model(*inputs_and_targets(batch), **packed)
 
     @override

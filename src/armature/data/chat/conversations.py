@@ -99,11 +99,13 @@ def _messages(value: object, key: str, *, where: str, role: str | None = None) -
 def _message(value: object, *, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise ConfigError(f"{where} has no role and content. Got {_short(value)}. Write {FORM}.")
+    # an optional key of null is none: tables that were made into JSON lines have such ones
+    value = {key: each for key, each in value.items() if each is not None or key == "content"}
     content = value.get("content")
     if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
         content = "".join(str(each.get("text", "")) for each in content)
-    if content is None and value.get("tool_calls"):
-        content = ""
+    if content is None and value["role"] == "assistant" and value.get("tool_calls"):
+        return value  # templates may ask whether it is none
     if not isinstance(content, str):
         raise ConfigError(f"{where}: content must be text. Got {_short(content)}. Images and sound are not read.")
     try:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from armature import files
 from armature.data.base import Batch, Split
 from armature.data.chat.source import Conversations
 from armature.data.text import TokenData
@@ -75,5 +76,5 @@ class ChatData(TokenData):
     def save_assets(self, run_dir: Path) -> None:
         super().save_assets(run_dir)
         template = self.source.template
-        (run_dir / CHAT_TEMPLATE).write_text(template.source, encoding="utf-8")
-        (run_dir / TOKENIZER_CONFIG).write_text(json.dumps(dict(template.special), indent=2) + "\n", encoding="utf-8")
+        files.replace(run_dir / CHAT_TEMPLATE, template.source)
+        files.replace(run_dir / TOKENIZER_CONFIG, json.dumps(dict(template.special), indent=2) + "\n")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 1  # layout of the cache
+_VERSION = 2  # layout of the cache
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -144,6 +144,7 @@ class Conversations:
         files = self.check()
         folder = cache.root(self.cache_dir) / f"chat-{self._key(files)}"
         header = cache.open_or_build(folder, lambda part: self._build(part, files))
+        self._report(header)
         if self.vocab_size is not None and header["largest_id"] >= self.vocab_size:
             size = self.tokenizer.get_vocab_size()
             raise ConfigError(
@@ -152,6 +153,16 @@ class Conversations:
                 f"data.source.vocab_size={size}."
             )
         return folder, header
+
+    def _report(self, header: dict[str, Any]) -> None:
+        for split, counts in header["splits"].items():
+            if counts["read"]:
+                log.info("%s: %s", split, _described(counts, context=self.context))
+        if self.template.end_of_turn is None:
+            log.warning(
+                "The chat template marks no end of the assistant's messages, or none could be found: the model may not "
+                "learn to stop. Name another with data.source.template."
+            )
 
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
@@ -174,14 +185,6 @@ class Conversations:
         statistics = {split: w.pack(room=self.context, packing=self.packing) for split, w in writers.items()}
         if not statistics["train"]["conversations"]:
             raise ConfigError(self._nothing_left(statistics["train"]))
-        for split, counts in statistics.items():
-            if counts["read"]:
-                log.info("%s: %s", split, _described(counts, context=self.context))
-        if self.template.end_of_turn is None:
-            log.warning(
-                "The chat template writes nothing after the assistant's messages: the model will not learn to stop. "
-                "Name another with data.source.template."
-            )
         largest = max(writer.largest for writer in writers.values())
         return {"version": _VERSION, "dtype": dtype.str, "splits": statistics, "largest_id": largest}
 
@@ -204,8 +207,9 @@ class Conversations:
                 f"data.source.val_fraction={self.val_fraction}."
             )
         return (
-            f"data.context={self.context}: each of the {counts['read']:,} conversations is longer, and nothing that "
-            f"the assistant wrote is left of it (data.source.too_long={self.too_long}). Type a longer data.context."
+            f"data.context={self.context}: of the {counts['read']:,} conversations nothing that the assistant wrote is "
+            f"left: they are longer (data.source.too_long={self.too_long}), or its answers are empty. Type a longer "
+            "data.context."
         )
 
 
@@ -227,14 +231,15 @@ def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Toke
     for each in some:
         try:
             rendered.append(template.assistant_spans(each.messages, tools=each.tools))
-        except NotRenderable as error:
+            rendered[-1][0].encode()
+        except (NotRenderable, UnicodeEncodeError) as error:
             raise ConfigError(f"{each.where}: {error}. Mend the line, or name another data.source.template.") from error
     encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
     for conversation, (_, spans), encoding in zip(some, rendered, encodings, strict=True):
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         learned = np.zeros(len(offsets), np.bool_)
         for start, end in (spans[i] for i in conversation.learned):
-            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start) & (offsets[:, 0] < offsets[:, 1])
+            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)  # trimmed spaces have no length
         yield Encoded(conversation, encoding.ids, learned)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
@@ -31,8 +32,9 @@ BUILT_IN = {
 }
 # Templates that write the date get this one: with the day's, the same data would be other tokens tomorrow
 DATE = date(2024, 7, 26)
-_MARK = "\ue000"  # characters that no text has: private use
-_BEGIN, _END = "\ue002", "\ue003"
+_MARK, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2"  # no characters, by Unicode: for a program's own use
+_ALSO_WRITTEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # by the model, beside the content
+_ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)  # usual names of the last token of a text
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 
 Message = dict[str, Any]
@@ -105,13 +107,19 @@ class ChatTemplate:
             spans = dict(zip(turns, _tagged(marked), strict=False)) if len(_tagged(marked)) == len(turns) else spans
         if lost := [i + 1 for i, span in spans.items() if span is None]:
             raise NotRenderable(f"the chat template does not let message {lost[0]} be found in its text")
-        return text, {i: self._with_end(text, span) for i, span in spans.items() if span is not None}
+        found = {i: span for i, span in spans.items() if span is not None}
+        for i, (start, end) in found.items():
+            for call in messages[i].get("tool_calls") or []:
+                function = call.get("function", call) if isinstance(call, dict) else {}
+                if str(function.get("name", "")) not in text[start:end]:
+                    raise NotRenderable(f"the chat template does not write the tool call of message {i + 1}")
+        return text, {i: self._with_end(text, span) for i, span in found.items()}
 
     def _by_marks(
         self, text: str, messages: Sequence[Message], turns: list[int], tools: list[Any] | None
     ) -> dict[int, Span | None] | None:
         """Return the spans of all turns if the template writes each message as it is, or stripped."""
-        if any(messages[i].get("tool_calls") for i in turns):
+        if any(messages[i].get(key) for i in turns for key in _ALSO_WRITTEN):
             return None
         marks = {i: f"{_MARK}{i}{_MARK}" for i in turns}
         hidden = [{**message, "content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
@@ -135,24 +143,20 @@ class ChatTemplate:
 
     def _alone(self, text: str, messages: Sequence[Message], index: int, tools: list[Any] | None) -> Span | None:
         """Return the span of one turn, by a mark in its place or by the text before and after the turn."""
-        message = messages[index]
-        try:
-            if not message.get("tool_calls"):
-                shadow = self.render(
-                    [*messages[:index], {**message, "content": _MARK}, *messages[index + 1 :]], tools=tools
-                )
-                before, mark, after = shadow.partition(_MARK)
-                room = len(text) - len(before) - len(after)
-                if mark and room >= 0 and _MARK not in after and text.startswith(before) and text.endswith(after):
-                    return len(before), len(text) - len(after)
+        bare = {k: v for k, v in messages[index].items() if k not in _ALSO_WRITTEN} | {"content": _MARK}
+        with suppress(NotRenderable):
+            shadow = self.render([*messages[:index], bare, *messages[index + 1 :]], tools=tools)
+            before, mark, after = shadow.partition(_MARK)
+            room = len(text) - len(before) - len(after)
+            if mark and room >= 0 and _MARK not in after and text.startswith(before) and text.endswith(after):
+                return len(before), len(text) - len(after)
+        with suppress(NotRenderable):
             start = self.render(messages[:index], tools=tools, add_generation_prompt=True)
             end = self.render(messages[: index + 1], tools=tools)
-        except NotRenderable:
-            return None
-        if not (text.startswith(end) and end.startswith(start)):
-            return None
-        closed = re.search(rf"({self._ends.pattern})\s*$", end)
-        return len(start), closed.start() if closed and closed.start() >= len(start) else len(end)
+            if text.startswith(end) and end.startswith(start):
+                closed = re.search(rf"({self._ends.pattern})\s*$", end)
+                return len(start), closed.start() if closed and closed.start() >= len(start) else len(end)
+        return None
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
@@ -166,9 +170,12 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """What the template writes after an assistant's message for the model to stop at; None: nothing."""
+        """What the template writes after an assistant's message for the model to stop at; None: nothing is found."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        text, spans = self.assistant_spans(messages)
+        try:
+            text, spans = self.assistant_spans(messages)
+        except NotRenderable:
+            return None
         start, end = spans[1]
         closed = self._ends.search(text[start:end])
         return closed.group() if closed else None
@@ -228,8 +235,7 @@ def load(folder: Path, *, template: str | None) -> ChatTemplate:
         )
     if "eos_token" not in special and (file := folder / tokens.TOKENIZER_FILE).is_file():
         loaded = load_tokenizer(file)
-        end = tokens.document_token(loaded)
-        special["eos_token"] = "" if end is None else str(loaded.id_to_token(end))
+        special["eos_token"] = next((each for each in _ENDS if loaded.token_to_id(each) is not None), "")
     return ChatTemplate(source, special)
 
 
@@ -238,9 +244,11 @@ def load_tokenizer(file: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"data.source.tokenizer={file}: {error_line(error)}. Name a folder with another.") from error
+    tokens.forget_lengths(tokenizer)
+    return tokenizer
 
 
 def _typed(template: str) -> str:
