@@ -45,7 +45,8 @@ class StepSum:
         numbers are added.
         """
         wish, zero = self._own_wish(squares.device), self._zero_on(squares.device)
-        self._sum, self._work = torch.stack([squares, zero if targets is None else targets, wish]), None
+        counted = zero if targets is None else targets.to(squares.device)
+        self._sum, self._work = torch.stack([squares, counted, wish]), None
         dist.all_reduce(self._sum)
         self._has_targets = targets is not None
         return self._sum[0]

@@ -220,8 +220,12 @@ class CheckpointMixin(LayoutMixin):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.restore_gradients()
+
+    def restore_gradients(self) -> None:
+        """Put pending gradients in place, once. Not before the loops run: Lightning sets them to None before."""
         gradients, self._gradients = self._gradients or {}, None
-        for param, gradient in gradients.items():  # not earlier: Lightning sets them to None before it trains
+        for param, gradient in gradients.items():
             param.grad = gradient.detach()
 
     def load_initial_weights(self, path: Path) -> None:

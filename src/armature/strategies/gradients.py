@@ -136,6 +136,9 @@ class GradientMixin(LayoutMixin):
             self._frozen = [param for param in self._frozen if not param.requires_grad]
         weights = self.target_weights
         if self._weighs_targets and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
+            first = self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+            if first and not self.handles_gradient_accumulation:
+                weights.reset()  # an epoch may have been left within a step, and a closure may be called twice
             weights.count_batch(args[0])
             self.gradients_are_scaled = False
         elif weights.batch_targets is not None:  # accumulation has ended

@@ -114,6 +114,7 @@ class Checkpointing(Checkpoint):
             random_state = StrategyMixin.of(trainer).random_state
             random_state.restore()
             self.step_log.resume(trainer)
+            StrategyMixin.of(trainer).restore_gradients()  # validation frees them, unless the module keeps them
             trainer.fit_loop.epoch_loop.validate()
             random_state.hold()
 
