@@ -35,7 +35,7 @@ def test_a_rank_that_never_came_is_named_with_where_it_is():
 def test_a_sharded_weight_that_only_some_ranks_use_is_named_with_what_to_type():
     use = {"sharded": "mine.py:12 training_step"}
     records = {0: record(call(2, done=False)) | use, 1: record(call(1), call(2, name="broadcast", done=False))}
-    told = "Rank 0 computes with a sharded weight at mine.py:12 training_step, which gathers it from all ranks. Compute"
+    told = "Rank 0 computes with a sharded weight at mine.py:12 training_step, which gathers it from all ranks. If"
     assert told in hang.verdict(records, ranks=range(2))
     assert "sharded" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
 

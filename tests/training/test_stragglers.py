@@ -98,12 +98,27 @@ def test_stages_of_a_pipeline_are_not_compared():
 def test_nccls_own_times_count_where_there_are_some():
     begun = np.arange(30.0)  # the host is ahead of the device
     records = [
-        Record("a", 0, 0.0, 4.0, 10.0, {"0~": Calls(begun, begun // 3, begun, np.full(30, seconds), overlaps=True)})
+        Record("a", 0, 0.0, 4.0, 10.0, {"7": Calls(begun, begun // 3, begun, np.full(30, seconds), overlaps=False)})
         for seconds in (0.07, 0.07, 0.003)
     ]
     found = slowest(records, stage=one_stage)
     assert found is not None
     assert (found.rank, found.ratio) == (2, pytest.approx(4.0 / (4.0 - 30 * 0.067)))
+
+
+def test_nccls_calls_are_not_mixed_with_gloos_of_the_same_group(monkeypatch):
+    def call(name: str, number: int, took: float | None) -> dict:
+        return {
+            "profiling_name": name, "process_group": ["0", "default_pg"], "collective_seq_id": number,
+            "time_created_ns": int((100 + number / 10) * 1e9), "duration_ms": took,
+        }  # fmt: skip
+
+    gloo = [call("gloo:all_reduce", number, None) for number in range(31, 40)]
+    nccl = [call("nccl:all_reduce", number, 5.0 if number < 23 else None) for number in range(15, 25)]
+    monkeypatch.setattr(stragglers.blocked, "recorded", lambda: gloo + nccl)
+    own = stragglers.own_record([101.0, 102.0, 103.0, 104.0, 105.0], met=105.0, ranks=2)
+    assert own.groups["0~"].numbers.tolist() == list(range(15, 23))
+    assert stragglers.seconds_waited([own, own], stage=one_stage) == [0.0, 0.0]
 
 
 def test_ranks_that_take_turns_in_coming_last_and_short_steps_name_nobody():

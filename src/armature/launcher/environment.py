@@ -119,10 +119,10 @@ def is_restarted() -> bool:
 def record_collectives() -> None:
     """Let torch remember this process's last collectives, for the report about a hang and to find a straggler.
 
-    Call it before the first. NCCL's then note how long they take on the device.
+    Call it before the first. NCCL's note how long they take on the device only with TORCH_NCCL_ENABLE_TIMING=1: torch
+    warns that its events make a hang of its own watchdog likelier, so that is the user's to set.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
-    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
 
 
 def error_file() -> Path | None:

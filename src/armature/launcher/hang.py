@@ -51,8 +51,8 @@ def _remedy(records: Records, *, ranks: Sequence[int]) -> str:
         return ""
     does, verb = (named([*here]).capitalize(), "computes" if len(here) == 1 else "compute")
     return (
-        f"{does} {verb} with a sharded weight at {next(iter(here.values()))}, which gathers it from all ranks. Compute "
-        "it on all ranks, outside of any `if self.trainer.is_global_zero:`, and only use the result on one: "
+        f"{does} {verb} with a sharded weight at {next(iter(here.values()))}, which gathers it from all ranks. If "
+        "this is inside `if self.trainer.is_global_zero:`, compute it on all ranks and only use the result on one: "
         '`norm = self.net.weight.norm()`, then `self.log("norm", norm, rank_zero_only=True)`.'
     )
 

@@ -81,7 +81,8 @@ def collectives() -> list[dict[str, Any]]:
     """Return the newest collectives, oldest first: group, its description, number in it, name, sizes, done."""
     return [
         {
-            "group": entry["process_group"][0],
+            # each backend of a group counts its calls on its own
+            "group": " ".join([entry["process_group"][0], entry["profiling_name"].partition(":")[0]]),
             "description": entry["process_group"][1],
             "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
             "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
@@ -89,5 +90,15 @@ def collectives() -> list[dict[str, Any]]:
             "done": entry["retired"] or entry["state"] == "completed",
             "pairwise": entry["is_p2p"],
         }
-        for entry in recorded()[-REPORTED:]
+        for entry in _newest(recorded())
     ]
+
+
+def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest of each backend, and all since its first that is not done."""
+    found = []
+    for backend in dict.fromkeys(each["profiling_name"].partition(":")[0] for each in entries):
+        own = [each for each in entries if each["profiling_name"].partition(":")[0] == backend]
+        pending = (i for i, each in enumerate(own) if not (each["retired"] or each["state"] == "completed"))
+        found += own[min(next(pending, len(own)), max(0, len(own) - REPORTED)) :]
+    return found

@@ -23,7 +23,7 @@ from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.progress import completed_batches
-from armature.training.stragglers import StragglerWatch
+from armature.training.stragglers import LEAST_STEPS, StragglerWatch
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -220,7 +220,8 @@ class StepLog(Callback):
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
-        self.stragglers.restart()
+        if due[0] or len(rows) >= LEAST_STEPS:  # with fewer steps per write, a comparison spans several writes
+            self.stragglers.restart()
 
     def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
         """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank."""

@@ -147,6 +147,9 @@ def own_record(ends: list[float], *, met: float, ranks: int) -> Record:
     """Return what this rank has to tell about its steps between the first and the last of `ends`."""
     host, node = socket.gethostname(), environment.node_rank()
     calls = [call for call in blocked.recorded() if any(word in call["profiling_name"] for word in MEETINGS)]
+    nccl = [call for call in calls if call["profiling_name"].startswith("nccl:")]
+    if nccl:  # gloo counts the same group's calls on its own, and the host's times say nothing about the device
+        calls = [call for call in nccl if call.get("duration_ms") is not None]
     calls = calls[-max(64, MOST_CALLS // ranks) :]
     if len(ends) < LEAST_STEPS or not calls:
         return Record(host, node, met, 0.0, 0.0)
@@ -155,7 +158,8 @@ def own_record(ends: list[float], *, met: float, ranks: int) -> Record:
     for call in calls:
         if since <= (begun := call["time_created_ns"] / 1e9) <= ends[-1]:
             name, description = call["process_group"][:2]
-            overlaps = "all_reduce" in call["profiling_name"] and not description.endswith("tensor")
+            # of calls that overlap with compute, most of the time in one is no wait
+            overlaps = ("all_reduce" in call["profiling_name"] or bool(nccl)) and not description.endswith("tensor")
             took = call.get("duration_ms")
             seconds = np.nan if took is None else took / 1e3
             by_group[f"{name}{'~' * overlaps}"].append((call["collective_seq_id"], begun, seconds))
@@ -211,7 +215,7 @@ def seconds_waited(records: list[Record], *, stage: Callable[[int], int]) -> lis
         measured = seconds - np.where(known, seconds, 0.0).min(axis=0, initial=np.inf)
         waits = np.where(known, measured, begun.max(axis=0, initial=-np.inf) - begun)
         for rank, each, place, wait in zip(ranks, calls, places, waits, strict=True):
-            if not each.overlaps or known.any():  # NCCL runs the collectives of a group one after another
+            if not each.overlaps:
                 waited[rank] += float(wait.sum())
             else:
                 longest: dict[int, float] = defaultdict(float)
