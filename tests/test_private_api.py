@@ -141,6 +141,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_device_mesh", None, "strategies/mesh.py"),
     (MODULE, "_device_mesh", None, "strategies/mesh.py"),
     (LIGHTNINGS_DEEPSPEED, "_init_deepspeed_distributed", ("self",), "strategies/deepspeed.py"),
+    (LIGHTNINGS_DEEPSPEED, "_format_config", ("self",), "strategies/deepspeed.py"),
     (LIGHTNINGS_DEEPSPEED, "_init_optimizers", ("self",), "strategies/deepspeed.py"),
     # ---------------------------------------------------------------- torch
     ("torch", "_foreach_norm", None, "parallel/gradients.py"),

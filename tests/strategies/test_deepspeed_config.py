@@ -4,16 +4,22 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
+from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
 from armature.config import CONFIGS
+from armature.layout import Layout
+from armature.validation import parallelism
 
 
 @pytest.mark.slow  # imports DeepSpeed
 def test_typed_entries_are_merged_into_ours():
     config.register()
     GlobalHydra.instance().clear()
-    typed = ["+strategy.config.zero_optimization.stage3_max_reuse_distance=0", "+strategy.config.gradient_clipping=2.0"]
+    typed = [
+        "+strategy.config.zero_optimization.stage3_max_reuse_distance=0",
+        "+strategy.config.wall_clock_breakdown=true",
+    ]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         cfg = compose("train", ["strategy=deepspeed_zero3", "seed=3", *typed])
     entries = instantiate(cfg.strategy, seed=3).config
@@ -21,4 +27,33 @@ def test_typed_entries_are_merged_into_ours():
     assert entries["zero_optimization"]["stage3_max_reuse_distance"] == 0
     assert entries["zero_optimization"]["stage"] == 3
     assert entries["zero_force_ds_cpu_optimizer"] is False
-    assert entries["gradient_clipping"] == 2.0
+    assert entries["wall_clock_breakdown"] is True
+
+
+@pytest.mark.slow  # imports DeepSpeed
+def test_typed_entries_of_16_bits_leave_them_on():
+    from armature.strategies.deepspeed import DeepSpeed
+
+    strategy = DeepSpeed(config={"bf16": {"check_grad_overflow": True}})
+    strategy.precision_plugin = DeepSpeedPrecision("bf16-mixed")
+    strategy._format_config()
+    assert strategy.config["bf16"] == {"enabled": True, "check_grad_overflow": True}
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        (
+            {"gradient_clipping": 2.0},
+            "strategy.config.gradient_clipping: an option of armature's decides it. Type",
+        ),
+        ({"zero_optimization": {"stage": 3}}, "strategy.config.zero_optimization.stage: an option of armature's"),
+        ({"optimizer": {"type": "Adam"}}, "Type optimizer="),
+    ],
+)
+def test_entries_that_our_options_decide_are_refused(entries, says):
+    layout = Layout(kind="deepspeed", options={"config": entries}, world_size=2, data_ranks=2, axes={}, plan=None)
+    [problem] = parallelism._deepspeed_entries({}, layout)
+    assert says in problem
+    fine = Layout(kind="deepspeed", options={"config": None}, world_size=2, data_ranks=2, axes={}, plan=None)
+    assert parallelism._deepspeed_entries({}, fine) == []

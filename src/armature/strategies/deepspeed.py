@@ -57,6 +57,14 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict)  # Lightning leaves 16 bits off where any entry of theirs was typed
+        typed = {key: self.config.pop(key) for key in ("fp16", "bf16") if key in self.config}
+        super()._format_config()
+        for key, entries in typed.items():
+            self.config[key] = {**self.config.get(key, {}), **entries}
+
+    @override
     def setup_environment(self) -> None:
         DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's refuses a CPU, on which the engine works
         torch.manual_seed(self.seed)

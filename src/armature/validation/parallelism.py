@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from armature import hardware
+from armature.finetune.check import DECODER
 from armature.layout import Layout
 from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
@@ -49,7 +50,8 @@ REFUSED: dict[tuple[str, str], str] = {
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
-        if (cfg.get("model") or {}).get("pretrained") is None:
+        model = cfg.get("model") or {}
+        if model.get("_target_", DECODER) != DECODER or model.get("pretrained") is None:
             return []
         what = f"strategy._target_={cfg['strategy']['_target_']}"
         return [f"{what}: only armature's own strategies read model.pretrained. Type strategy=ddp, or strategy=fsdp."]
@@ -260,6 +262,28 @@ def _shard(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     return []
 
 
+DEEPSPEED_ENTRIES = {  # entries of strategy.config that options of ours decide → what to type instead
+    "optimizer": "optimizer=…", "scheduler": "scheduler=…", "gradient_clipping": "trainer.gradient_clip_val=…",
+    "train_batch_size": "data.global_batch_size=…", "train_micro_batch_size_per_gpu": "data.micro_batch_size=…",
+    "gradient_accumulation_steps": "data.micro_batch_size=…", "gradient_allreduce_op": "optimizer.lr=…",
+    "managed_gradient_accumulation": "data.micro_batch_size=…", "fp16.enabled": "trainer.precision=…",
+    "bf16.enabled": "trainer.precision=…", "torch_autocast": "trainer.precision=…",
+    "zero_optimization.stage": "strategy.stage=…", "zero_optimization.compute_grad_norm": "trainer.on_nan=ignore",
+}  # fmt: skip
+
+
+def _deepspeed_entries(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    found = []
+    for key, instead in DEEPSPEED_ENTRIES.items():
+        *above, last = key.split(".")
+        node = (layout.options.get("config") or {}) if layout.kind == "deepspeed" else {}
+        for word in above:
+            node = node.get(word) or {}
+        if last in node:
+            found.append(f"strategy.config.{key}: an option of armature's decides it. Type {instead}")
+    return found
+
+
 RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
-    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _pipeline, _shard,
+    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _pipeline, _shard, _deepspeed_entries,
 )  # fmt: skip
