@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from armature import cli
 from armature.data import batching
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.planner import budget, devices, layouts, ranking, refine, seconds, text
 from armature.planner.setup import cost_of
 from armature.simulation import settings
@@ -98,7 +99,7 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     if name is None:
         raise ConfigError(f"hardware: a value is required. Type hardware=… with one of {', '.join(devices.names())}.")
     device = devices.named(name)
-    cfg = prefer_typed(cli.compose(overrides), overrides)
+    cfg = prefer_typed(pretrained.fill(cli.compose(overrides)), overrides)
     cfg.trainer.accelerator = device.accelerator
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = device.precision

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from armature import cli, hardware, simulation
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.planner import auto, devices
 from armature.simulation import settings
@@ -82,7 +83,7 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     name, overrides = devices.take_name(typed)
     default = devices.THIS if hardware.gpu_count() else DEFAULT
     device = devices.named(default if name is None else name)
-    cfg = cli.compose(overrides)
+    cfg = pretrained.fill(cli.compose(overrides))
     for key in ("devices", "num_nodes"):
         cfg.trainer[key] = cli.whole_number(f"trainer.{key}", str(cfg.trainer[key])) or 1
     return cfg, device

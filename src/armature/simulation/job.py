@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from armature import worker
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.planner import memory
 from armature.planner.devices import Device
@@ -63,6 +64,7 @@ def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: 
     fake_cuda.present(
         fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
     )
+    cfg = pretrained.fill(cfg)
     notes = settings.simplify(cfg, root=str(folder))
     (folder / cfg.run.name / "logs").mkdir(parents=True)
     cfg = checks.check(cfg)

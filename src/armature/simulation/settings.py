@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import hardware
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.planner.devices import Device
 from armature.validation import checks
 
@@ -22,7 +23,10 @@ def capability(device: Device) -> tuple[int, int]:
 
 def problems(cfg: DictConfig, device: Device) -> list[str]:
     """Return what train.py would refuse on a machine with this device, the data apart; [] if nothing."""
-    cfg = cfg.copy()
+    try:
+        cfg = pretrained.fill(cfg.copy())
+    except ConfigError as error:
+        return error.problems
     simplify(cfg, root=tempfile.gettempdir())
     cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
     too_many = device.too_many(count) if isinstance(count, int) else None
@@ -39,6 +43,7 @@ def simplify(cfg: DictConfig, *, root: str) -> list[str]:
     """Leave out what has no part in a step; return what of it changes the result. `root`: of the run directory."""
     cfg.run.root, cfg.run.name, cfg.resume = root, "run", "never"
     if OmegaConf.select(cfg, "model.pretrained") is not None:
+        cfg.data = OmegaConf.create(OmegaConf.to_container(cfg.data, resolve=True))  # it may name the folder
         cfg.model.pretrained = None  # its sizes are in the configuration, and weights have no part in a step's cost
     cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
     notes = []
