@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -164,3 +165,10 @@ def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
     train("run.name=warm")
     assert sorted((tmp_path / "cache" / "inductor").rglob("*")) == kept
     assert running.losses(tmp_path / "outputs" / "warm") == running.losses(tmp_path / "outputs" / "cold")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_forward_keeps_its_signature():
+    module = nn.Linear(2, 2)
+    blocks.compile_forward([module])
+    assert list(inspect.signature(module.forward).parameters) == ["input"]

@@ -1,6 +1,7 @@
 """`trainer.on_nan`: what a run does about a loss or a gradient that is not finite."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 from armature.training import memory, not_finite, replay
+from armature.training.finite import kind_of
 from tests import running
 from tests.test_resume import BASE, CONFIGS
 
@@ -465,3 +467,9 @@ def test_only_an_iterable_dataset_is_read_from_its_start():
     for dataset, expected in ((Stream(), True), (torch.utils.data.TensorDataset(torch.zeros(8, 1)), False)):
         data.dataset, data._datasets = lambda split, dataset=dataset: dataset, {}
         assert data.reads_from_start is expected
+
+
+def test_complex_weights_are_looked_at():
+    assert kind_of(torch.zeros(3, dtype=torch.complex64)) is None
+    assert kind_of(torch.tensor([1 + 2j, complex(0, math.inf)])) == "infinite"
+    assert kind_of(torch.tensor([complex(0, math.nan)]).conj()) == "NaN"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -83,6 +84,7 @@ class CompiledForward:
     def __init__(self, forward: Callable[..., Any], mode: str) -> None:
         self._compiled = torch.compile(forward, mode=mode)
         self._forward, self._mode = forward, mode
+        functools.update_wrapper(self, forward, updated=())  # its signature: others look for names of arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)

@@ -146,6 +146,7 @@ class FiniteWatch:
 def kind_of(tensor: Tensor) -> str | None:
     """Return NaN or infinite if some values are; None if all are finite."""
     local = local_part(tensor).detach()
+    local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
     if not local.numel():
         return None
     # the extremes keep NaN and infinity, and need no memory; isfinite would make copies of an activation
