@@ -52,7 +52,7 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 
 # transformers in .venv would slow down every start of Lightning: it and alternatives have their own environment, which sees .venv
 .venv-extras/.installed: requirements-extras.txt requirements-finetune.txt $(VENV)/.installed
-	$(BIN)/python -m venv .venv-extras
+	$(BIN)/python -m venv --clear .venv-extras
 	@echo '*' > .venv-extras/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"

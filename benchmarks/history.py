@@ -68,7 +68,8 @@ def append(file: Path, results: Iterable[Result]) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
-        os.write(descriptor, text)
+        while text:
+            text = text[os.write(descriptor, text) :]
     finally:
         os.close(descriptor)
 
@@ -85,7 +86,7 @@ def read(files: Iterable[Path]) -> tuple[list[Result], list[str]]:
                 continue
             try:
                 results[_parsed(line)] = None
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 problems.append(f"{file}:{number} is damaged and left out: {error}")
     return sorted(results, key=lambda result: result.date), problems
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import re
 import shutil
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -191,12 +192,12 @@ def test_what_was_measured_becomes_lines_of_history(tokens):
 
 def test_rounds_end_in_time_but_not_before_there_are_quartiles(tmp_path):
     nap = "import time; from benchmarks.gate import Gate; gate = Gate()\nwhile True:\n    time.sleep(0.01); gate.step()"
-    contender = Contender("nap", ["python3", "-c", nap])
+    contender = Contender("nap", [sys.executable, "-c", nap])
     begin = time.monotonic()
     late = Rounds([contender], tmp_path, block_seconds=0.02, multiple=2).together(1000, end=begin)
     assert len(late[0].seconds) == 3
-    timed = Rounds([contender], tmp_path, block_seconds=0.02, multiple=2).together(1000, end=time.monotonic() + 1.0)
-    assert 3 < len(timed[0].seconds) < 100
+    timed = Rounds([contender], tmp_path, block_seconds=0.02, multiple=2).together(1000, end=time.monotonic() + 5.0)
+    assert 3 < len(timed[0].seconds) < 1000
 
 
 def test_what_the_quick_comparison_would_ignore_is_refused(capsys):
