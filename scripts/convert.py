@@ -82,7 +82,8 @@ def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
     if args.target.suffix not in PROGRAMS:
         typed |= {"--input": args.input is not None, **dict.fromkeys(args.overrides, True)}
     if from_file or args.target.suffix in FILES + PROGRAMS:
-        typed |= {"--dtype": args.dtype is not None, "--adapter": args.adapter}
+        own = vars(args)
+        typed |= {"--dtype": own.get("dtype") is not None, "--adapter": own.get("adapter", False)}
     if unused := [option for option, is_typed in typed.items() if is_typed]:
         raise ConfigError(
             f"{args.source} → {args.target}: {', '.join(unused)} would change nothing here. Leave it out."

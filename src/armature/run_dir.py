@@ -120,7 +120,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
     files.clear_parts(run_dir)
     if (base := pretrained.named_by(cfg)) is not None:
-        folders.keep(folders.find(base), run_dir)
+        folders.keep(folders.find(base), run_dir, anew=checkpoint is None)
     cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))

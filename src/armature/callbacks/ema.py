@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from armature.finetune.lora import Lora
 from armature.training.progress import completed_batches
 from armature.training.strategy_access import StrategyAccess, strategy_of
 
@@ -62,7 +63,7 @@ class EMA(L.Callback):
         self._seen_step = completed_batches(trainer)
 
     def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
-        adapted = getattr(module, "adapter", None) is not None  # its other weights are frozen for good
+        adapted = isinstance(getattr(module, "adapter", None), Lora)  # its other weights are frozen for good
         tensors: dict[str, Tensor] = {
             name: weight for name, weight in self._strategy.weights().items() if weight.requires_grad or not adapted
         }

@@ -82,13 +82,15 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     saved = config.load(trained_in / "config.yaml")
     config.require_groups(saved, trained_in / "config.yaml")
     found = []
-    for group in ("model",) if directory.is_file(checkpoint) else ("model", "task._target_", "optimizer._target_"):
+    whole = ("model", "task._target_", "task.adapter", "optimizer._target_")
+    for group in ("model",) if directory.is_file(checkpoint) else whole:
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
             if key == "model.pretrained" and now is not None and pretrained.is_same(now, trained_in):  # it has moved
                 continue
-            if then != now and not isinstance(now, float):  # rates may change, sizes may not
+            # rates may change, sizes may not; of an adapter, alpha is part of what the weights compute
+            if then != now and (not isinstance(now, float) or key == "task.adapter.alpha"):
                 found.append(
                     f"{key}={now}, but {checkpoint} was trained with {key}={then}. "
                     f"Type {key}={then}, or another run.name to start from step 0."

@@ -55,6 +55,14 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         found.append("quantization_config: its weights are quantized. Name the folder of the original weights")
     if missing := [theirs for theirs in SIZES.values() if config.get(theirs) is None]:
         found.append(f"it lacks {', '.join(missing)}")
+    numbers = {key: config.get(key) for key in (*SIZES.values(), "num_key_value_heads", "head_dim")}
+    wrong = [
+        f"{key}={value!r}"
+        for key, value in numbers.items()
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
+    ]
+    if wrong:
+        raise ConfigError(f"model.pretrained={name}: config.json: {', '.join(wrong)}: no size.")
     rope, theta = _rope(config, found)
     found += [
         f"{key}={config[key]} is not in the decoder (only {usual})"
@@ -77,6 +85,7 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any] | None, float]:
     """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to `problems`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope if isinstance(rope, Mapping) else {"rope_type": str(rope)}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     names = ROPE.get(kind, {})
@@ -151,6 +160,8 @@ def config_of(args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | 
         names = ROPE[scaling.get("kind", "llama3")]
         numbers = {names[ours]: value for ours, value in scaling.items() if ours != "kind"}
         config["rope_scaling"] = {"rope_type": scaling.get("kind", "llama3"), **numbers}
+    if len(set(filter(None, windows))) > 1:
+        raise ConfigError("model.windows of different widths: no architecture of Hugging Face's has them.")
     if any(windows):
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
         config |= {"sliding_window": max(filter(None, windows)), "layer_types": kinds, "use_sliding_window": True}

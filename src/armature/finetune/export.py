@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from armature import files
 from armature.checkpoint import convert, huggingface, state, storage
+from armature.data.chat import template
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder
 from armature.finetune.lora import Lora, is_adapter, merge
@@ -127,7 +128,7 @@ class Source:
         weights = {name: found[self.names[name]] for name in names}
         for name in weights.keys() & self.adapters.keys():
             a, b = self.read_adapter(name)
-            weights[name] = (weights[name].float() + self.scale * (b.float() @ a.float())).to(weights[name].dtype)
+            weights[name] = weights[name].float() + self.scale * (b.float() @ a.float())
         return weights
 
     def read_adapter(self, name: str) -> tuple[Tensor, Tensor]:
@@ -149,6 +150,23 @@ def _write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
         shutil.copyfile(run_dir / folder.TOKENIZER, target / folder.TOKENIZER)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         files.replace(target / folder.TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
+    if (run_dir / folder.CHAT_TEMPLATE).is_file():
+        _write_chat_template(run_dir, target)
+
+
+def _write_chat_template(run_dir: Path, target: Path) -> None:
+    """Write the template that the run was trained with, and let generation stop where its turns end."""
+    shutil.copyfile(run_dir / folder.CHAT_TEMPLATE, target / folder.CHAT_TEMPLATE)
+    file = target / folder.TOKENIZER_CONFIG
+    settings = folder.special_tokens(run_dir) | (folder.read_json(file) if file.is_file() else {})
+    settings.pop("chat_template", None)
+    files.replace(file, json.dumps(settings, indent=2) + "\n")
+    mark = template.load(run_dir, template=None).end_of_turn
+    end, ends = folder.token_ids(run_dir / folder.TOKENIZER).get(mark or ""), folder.end_tokens(target)
+    if end is not None and end not in ends:
+        file = target / "generation_config.json"
+        made = folder.read_json(file) if file.is_file() else {}
+        files.replace(file, json.dumps(made | {"eos_token_id": [*ends, end]}, indent=2) + "\n")
 
 
 def _write_weights(source: Source, target: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
@@ -184,7 +202,8 @@ def _difference(
     task = load_task(cfg, source.checkpoint)
     if average:
         task.load_state_dict(convert.weights_of(source.checkpoint, average=True), strict=False)
-    model = merge(task.get_submodule("model").float())
+    model: Any = merge(task.get_submodule("model").float())
+    model.document_token = None  # it may be among the ids, and only this model would mask by it
     for param in model.parameters():
         param.copy_(param.to(dtype))
     expected = model(ids)

@@ -125,9 +125,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
     A chat template refers to them by these names.
     """
-    if not (folder / TOKENIZER_CONFIG).is_file():
-        return {}
-    settings = read_json(folder / TOKENIZER_CONFIG)
+    settings: dict[str, Any] = {}
+    for file in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
+        settings |= read_json(file) if file.is_file() else {}
     named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -168,9 +168,10 @@ def weights(folder: Path) -> Weights:
     if (folder / INDEX).is_file():
         try:
             listed = read_json(folder / INDEX)["weight_map"]
-        except (ConfigError, KeyError) as error:
+            files = sorted(set(listed.values()))
+        except (ConfigError, KeyError, AttributeError, TypeError) as error:
             return Weights({}, (f"{folder / INDEX}: no index of weights ({error}).",))
-        files, extra = sorted(set(listed.values())), {name for name in present if _is_shard(name)}
+        extra = {name for name in present if _is_shard(name)}
     elif WEIGHTS in present:
         listed, files, extra = None, [WEIGHTS], {name for name in present if _SHARD.fullmatch(name)}
     else:
@@ -227,9 +228,9 @@ def _header(file: Path) -> dict[str, SavedTensor]:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
+            whole = 8 + length + max((end for _, end in tensors.values()), default=0)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise ConfigError(f"{file}: its header cannot be read ({error}). Download it again.") from error
-    whole = 8 + length + max((end for _, end in tensors.values()), default=0)
     if size != whole:
         what = "truncated" if size < whole else "too long"
         raise ConfigError(f"{file}: {what}: it has {size:,} bytes, and its header says {whole:,}. Download it again.")
@@ -253,16 +254,21 @@ def fingerprint(folder: Path) -> str:
 
 
 # ---------------------------------------------------------------- a run's copy
-def keep(folder: Path, run_dir: Path) -> None:
-    """Copy the folder's small files into a run directory, so that the run can be resumed and exported without it."""
+def keep(folder: Path, run_dir: Path, *, anew: bool = False) -> None:
+    """Copy the folder's small files into a run directory, so that the run can be resumed and exported without it.
+
+    Args:
+        anew: the run has no checkpoint yet: it may have been started from another folder before.
+    """
     target = run_dir / KEPT
-    if target.exists() or folder == target:
+    if folder.resolve() == target.resolve() or (not anew and (target / FINGERPRINT).is_file()):
         return
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in SMALL_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
-    (target / FINGERPRINT).write_text(fingerprint(folder) + "\n", encoding="utf-8")
+    (target / FINGERPRINT).write_text(fingerprint(folder) + "\n", encoding="utf-8")  # last: the copy is whole
 
 
 def kept_in(run_dir: Path) -> Path | None:

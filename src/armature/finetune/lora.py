@@ -48,8 +48,17 @@ class LoraLinear(nn.Linear):
         output = F.linear(input, self.weight, self.bias)
         # fp32 adapters of 16-bit weights compute in the weights' type, as autocast does anyway
         a, b = (adapter.to(input.dtype) for adapter in (self.lora_A, self.lora_B))
-        low = F.linear(F.dropout(input, self.dropout, self.training), a)
-        return output + self.scale * F.linear(low, b)
+        return output + self.scale * F.linear(F.linear(self._dropped(input), a), b)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout) or not hasattr(x, "to_local"):
+            return F.dropout(x, self.dropout, self.training)
+        # a DTensor's own dropout would set the generators of all ranks to those of the first
+        local: Any = x
+        mask = F.dropout(torch.ones_like(local.to_local().detach()), self.dropout)
+        return x * type(local).from_local(
+            mask, local.device_mesh, local.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
 
     @override
     def extra_repr(self) -> str:
@@ -95,6 +104,11 @@ class Lora:
         targets = self._chosen(linears)
         extra = self._trained(model)
         tied = [name for name, param in model.named_parameters(remove_duplicate=False) if name in extra]
+        if hooked := [name for name in targets if linears[name]._forward_hooks or linears[name]._forward_pre_hooks]:
+            raise ConfigError(
+                f"task.adapter.targets: {', '.join(hooked[:3])} has hooks (as weight_norm), which an adapter loses. "
+                "Leave it out of task.adapter.targets."
+            )
         if special := [name for name in targets if type(linears[name]) is not nn.Linear]:
             raise ConfigError(
                 f"task.adapter.targets: {', '.join(special[:3])} is a {type(linears[special[0]]).__name__}, which "
@@ -107,6 +121,8 @@ class Lora:
             owner, _, last = name.rpartition(".")
             adapted = LoraLinear(linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout)
             setattr(model.get_submodule(owner), last, adapted)
+        if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+            torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the Linears' forward
         if (own := getattr(model, "initialize_parameter", None)) is not None:
             model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 

@@ -135,7 +135,7 @@ def watch_frozen_weights(model: nn.Module) -> None:
         nonlocal forwards_left
         if before:
             forwards_left -= 1
-            changed = [name for name, value in sums().items() if not torch.equal(value, before[name])]
+            changed = [n for n, value in sums().items() if n in before and not torch.equal(value, before[n])]
             before.clear()
             if changed:
                 raise ValueError(

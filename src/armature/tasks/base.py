@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.finetune.lora import Lora
 from armature.models.loss import IGNORED
 from armature.optim.groups import parameter_groups
@@ -103,7 +104,7 @@ class Task(L.LightningModule):
         model_class = getattr(self._make_model, "func", self._make_model)
         with torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext():
             self.model = self._make_model()
-            if self.adapter is not None:
+            if isinstance(self.adapter, Lora):
                 self.adapter.add_to(self.model)
 
     @override
@@ -128,6 +129,11 @@ class Task(L.LightningModule):
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the model's loss of a batch: the mean over its targets."""
         assert self.model is not None
+        if isinstance(batch, dict) and "documents" in batch:
+            raise ConfigError(
+                f"{type(self).__name__} does not read the documents of packed rows, which would be mixed. Type "
+                "data.source.packing=false, or override loss_of as armature.tasks.language_modeling does."
+            )
         return self.model(*inputs_and_targets(batch))
 
     def metrics(self) -> dict[str, Metric]:

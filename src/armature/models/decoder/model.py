@@ -99,17 +99,17 @@ class Attention(nn.Module):
     """Causal self-attention with possibly fewer key-value heads than query heads (GQA, arXiv:2305.13245)."""
 
     def __init__(
-        self, width: int, *, heads: int, kv_heads: int, head_dim: int, bias: bool, qk_norm: bool | str, norm_eps: float,
-        window: int | None,
+        self, width: int, *, heads: int, kv_heads: int, qk_norm: bool | str, norm_eps: float,
+        head_dim: int | None = None, bias: bool = False, window: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.head_dim, self.window = head_dim, window
+        self.head_dim, self.window = head_dim or width // heads, window
         self.qk_norm, self.norm_eps = qk_norm, norm_eps
         self.q = nn.Linear(width, heads * self.head_dim, bias=bias)
         self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         if qk_norm == "weighted":
-            self.q_norm, self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps), nn.RMSNorm(head_dim, eps=norm_eps)
+            self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=norm_eps) for _ in range(2))
         self.o = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(
@@ -166,8 +166,8 @@ class Block(nn.Module):
     """Pre-norm residual block."""
 
     def __init__(
-        self, width: int, *, heads: int, kv_heads: int, head_dim: int, bias: bool, ffn_hidden: int, norm_eps: float,
-        qk_norm: bool | str, dropout: float, window: int | None,
+        self, width: int, *, heads: int, kv_heads: int, ffn_hidden: int, norm_eps: float, qk_norm: bool | str,
+        dropout: float, head_dim: int | None = None, bias: bool = False, window: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dropout = dropout
