@@ -86,28 +86,40 @@ def test_a_store_that_never_answers_ends_the_run(make):
     assert "the process or the machine of rank 0 hangs, or the network is cut. Rank 1 is at" in make.ended[0][1]
 
 
-@pytest.mark.slow
-def test_ranks_that_another_launcher_started_report_a_hang(corpus):
-    forks = forked.shared()
-    ended = forks.train(
+def hang(corpus, name: str, callback: str, *overrides: str) -> str:
+    """Return what a run of two ranks prints that another launcher started, and that a callback lets hang."""
+    ended = forked.shared().train(
         *running.TINY,
         f"data.path={corpus}",
-        "strategy=ddp",
         "trainer.devices=2",
-        "run.name=hanging",
+        f"run.name={name}",
         "launch.hang_timeout=2",
         "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
-        "+callbacks.sleeps={_target_:tests.launcher.hanging.Sleeps,step:2}",
+        f"+callbacks.hangs={{_target_:tests.launcher.hanging.{callback}}}",
+        *overrides,
         ranks=2,
         expect=1,
         seconds=60,
     )
     assert ended.codes == [1, 1]
+    return ended.output
+
+
+@pytest.mark.slow
+def test_ranks_that_another_launcher_started_report_a_hang(corpus):
+    output = hang(corpus, "hanging", "Sleeps,step:2", "strategy=ddp")
     came = (
         r"No step was made for \d s. Rank 0 waits in all_reduce.*, collective \d+ of all ranks; rank 1 never came "
         r"\(rank 1 is at \S+hanging.py"
     )
-    assert re.search(came, ended.output), ended.output
-    logs = forks.cwd / "outputs" / "hanging" / "logs"
+    assert re.search(came, output), output
+    logs = forked.shared().cwd / "outputs" / "hanging" / "logs"
     assert re.search(r"rank 1: train after step \d; its last finished", (logs / "hang.txt").read_text())
     assert "hanging.py" in (logs / "rank_0001.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_sharded_weight_that_one_rank_uses_is_named_with_what_to_type(corpus):
+    output = hang(corpus, "uses_weights", "UsesWeights", "strategy=fsdp")
+    told = r"Rank 0 computes with a sharded weight at \S+hanging.py:\d+ on_train_batch_start, .* If this is inside"
+    assert re.search(told, output), output
