@@ -25,7 +25,7 @@ $(VENV)/.installed-dev: requirements-dev.txt requirements-data.txt $(VENV)/.inst
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS=data adds the packages of requirements-data.txt
+setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
 	@$(if $(EXTRAS),$(BIN)/pip install --quiet $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
 
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
@@ -51,7 +51,7 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
 
 # transformers in .venv would slow down every start of Lightning: it and alternatives have their own environment, which sees .venv
-.venv-extras/.installed: requirements-extras.txt requirements-finetune.txt $(VENV)/.installed
+.venv-extras/.installed: requirements-extras.txt requirements-finetune.txt requirements-export.txt $(VENV)/.installed
 	$(BIN)/python -m venv --clear .venv-extras
 	@echo '*' > .venv-extras/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \

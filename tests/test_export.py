@@ -1,6 +1,7 @@
 """Programs that scripts/convert.py writes: they compute what the model computes, for any number of samples."""
 
 import importlib.util
+import subprocess
 
 import lightning.pytorch as L
 import pytest
@@ -11,8 +12,10 @@ from armature.checkpoint import convert
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
+from tests.running import ROOT
 
-ONNX = "make setup EXTRAS=export"
+ONNX = "runs in .venv-extras, through the test above"
+EXTRA_PYTHON = ROOT / ".venv-extras" / "bin" / "python"
 
 
 class Module(L.LightningModule):
@@ -39,6 +42,31 @@ def tokens() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_onnx_files_in_the_environment_that_has_its_packages():
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("onnx is not in .venv-extras: make .venv-extras/.installed")
+    if importlib.util.find_spec("onnx") is not None:
+        pytest.skip("the tests below run in this environment")
+    command = [
+        str(EXTRA_PYTHON),
+        "-m",
+        "pytest",
+        __file__,
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "an_onnx_file",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "skipped" not in result.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [images, patches, tokens])
 def test_an_onnx_file_computes_the_models_outputs(make, tmp_path):
     onnx = pytest.importorskip("onnx", reason=ONNX)
@@ -57,5 +85,5 @@ def test_an_onnx_file_computes_the_models_outputs(make, tmp_path):
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"a.onnx: writing ONNX needs onnx and onnxscript. Type make setup EXTRAS=ex"):
+    with pytest.raises(ConfigError, match=r"a.onnx: writing ONNX needs onnx and onnxscript: type make setup EXTRAS=ex"):
         convert.to_program(Module(nn.Linear(1, 1)), tmp_path / "a.onnx", torch.ones(2, 1))

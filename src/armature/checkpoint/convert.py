@@ -147,7 +147,10 @@ def _export_pt2(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) 
 
 def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
     if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"{file}: writing ONNX needs {' and '.join(missing)}. Type make setup EXTRAS=export.")
+        raise ConfigError(
+            f"{file}: writing ONNX needs {' and '.join(missing)}: type make setup EXTRAS=export, or "
+            "pip install onnx onnxscript."
+        )
     dynamic = tuple(map(_any_batch, arguments))
     program: Any = torch.onnx.export(model, arguments, dynamic_shapes=dynamic, dynamo=True, verbose=False)
     file.parent.mkdir(parents=True, exist_ok=True)
