@@ -51,6 +51,11 @@ def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict
         ) from error
 
 
+def fingerprint(header: dict[str, Any]) -> str:
+    """Return a hash that is the same for the same files, wherever and whenever they were prepared."""
+    return hashlib.sha256(json.dumps(header["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     part = folder.with_name(f"{folder.name}.part")
     if part.exists():

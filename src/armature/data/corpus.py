@@ -129,7 +129,7 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Hash that is the same for the same tokens and tokenizer, wherever and whenever they were prepared."""
-        return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
+        return cache.fingerprint(self.header)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -146,8 +146,7 @@ class Corpus:
         key = hashlib.sha256(json.dumps(settings).encode())
         if self.tokenizer_path is not None:
             key.update(Path(self.tokenizer_path).read_bytes())
-        for file in files:
-            key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
+        key.update(sources.stamp(files))
         return key.hexdigest()[:16]
 
     def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:

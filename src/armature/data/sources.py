@@ -76,6 +76,11 @@ def find(path: str | list[str]) -> list[SourceFile]:
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
 
 
+def stamp(files: list[SourceFile]) -> bytes:
+    """Return every file's name, size and time, for the key of what is made of them."""
+    return "".join(f"{file.name}\0{file.size}\0{file.mtime_ns}\n" for file in files).encode()
+
+
 def _source(path: Path, root: Path) -> SourceFile:
     try:
         stat = path.stat()
@@ -252,4 +257,4 @@ class Splitter:
 
 def hash_place(name: str) -> float:
     """Return a number in [0, 1) that depends on the name alone, on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "big") / 2**64

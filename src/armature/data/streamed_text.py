@@ -87,8 +87,7 @@ class Shards:
         """All windows of each file. Raises ConfigError for files that are not text, or too little text."""
         files = self.check()
         key = hashlib.sha256(json.dumps([_VERSION, self.field, self.context]).encode())
-        for file in files:
-            key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
+        key.update(sources.stamp(files))
         folder = cache.root(self.cache_dir) / f"index-{key.hexdigest()[:16]}"
         counts = cache.open_or_build(folder, lambda part: self._count(files))["windows"]
         if sum(counts) <= 2 * self.held_out:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,9 +33,7 @@ class Conversation:
     @property
     def place(self) -> float:
         """A number in [0, 1) that depends on the content alone: equal conversations are never in two splits."""
-        content = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
-        digest = hashlib.sha256(content.encode(errors="surrogatepass")).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
+        return sources.hash_place(json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False))
 
 
 def read(files: list[SourceFile]) -> Iterator[Conversation]:

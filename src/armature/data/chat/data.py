@@ -63,6 +63,10 @@ class ChatData(TokenData):
     source: Conversations
 
     @override
+    def prepare_data(self) -> None:
+        _ = self.source.header  # what is in it was said before the launch
+
+    @override
     def dataset(self, split: Split) -> Rows | None:
         if split == "predict" or (split != "train" and not self.source.header["splits"][split]["rows"]):
             return None

@@ -86,11 +86,12 @@ class Conversations:
         return files
 
     def prepare(self) -> None:
-        """Open the cache, and build it first if it is absent or damaged. Several processes may call this at once.
+        """Open the cache, and build it first if it is absent or damaged, and say what is in it.
 
-        Raises ConfigError for files that are no conversations, or of which nothing is left to learn.
+        Several processes may call this at once. Raises ConfigError for files that are no conversations, or of which
+        nothing is left to learn.
         """
-        _ = self._opened
+        self._report(self.header)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -122,7 +123,7 @@ class Conversations:
     @property
     def fingerprint(self) -> str:
         """Hash that is the same for the same rows, wherever and whenever they were prepared."""
-        return hashlib.sha256(json.dumps(self.header["files"], sort_keys=True).encode()).hexdigest()[:16]
+        return cache.fingerprint(self.header)
 
     def arrays(self, split: str) -> dict[str, NDArray[Any]]:
         """Return the arrays of a split, memory-mapped.
@@ -144,7 +145,6 @@ class Conversations:
         files = self.check()
         folder = cache.root(self.cache_dir) / f"chat-{self._key(files)}"
         header = cache.open_or_build(folder, lambda part: self._build(part, files))
-        self._report(header)
         if self.vocab_size is not None and header["largest_id"] >= self.vocab_size:
             size = self.tokenizer.get_vocab_size()
             raise ConfigError(
@@ -171,8 +171,7 @@ class Conversations:
         ]  # fmt: skip
         key = hashlib.sha256(json.dumps(settings).encode())
         key.update(self.tokenizer_file.read_bytes())
-        for file in files:
-            key.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\n".encode())
+        key.update(sources.stamp(files))
         return key.hexdigest()[:16]
 
     def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
