@@ -14,7 +14,7 @@ from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear, is_adapter, merge
 from armature.models.decoder.model import Decoder
 from armature.optim.groups import parameter_groups
-from benchmarks.parity.harness import DECODER, LAYOUTS, Job, Run, difference, fit
+from benchmarks.parity.harness import DECODER, LAYOUTS, difference, fit, fit_once
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 
@@ -108,16 +108,6 @@ def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
         Lora(rank=2).add_to(nn.Conv1d(3, 3, 3))
 
 
-_runs: dict[str, Run] = {}
-
-
-def run_of(job: Job) -> Run:
-    key = repr(job)
-    if key not in _runs:
-        _runs[key] = fit(job)
-    return _runs[key]
-
-
 LAYOUTS_TRIED = [
     "ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b",
     "pipeline 2, zero bubble", "fsdp 2 × tensor 2", "2×2×2", "deepspeed 2 at 2", "deepspeed 3 at 2",
@@ -128,8 +118,8 @@ LAYOUTS_TRIED = [
 @pytest.mark.parametrize("name", LAYOUTS_TRIED)
 def test_layouts_train_adapters_as_one_process_does(name):
     job = replace(LAYOUTS[name], adapter=ADAPTER, steps=6)
-    single = run_of(replace(LAYOUTS["single"], adapter=ADAPTER, steps=6))
-    run = run_of(job)
+    single = fit_once(replace(LAYOUTS["single"], adapter=ADAPTER, steps=6))
+    run = fit_once(job)
     far = difference(run, single)
     assert max(far.values()) <= 1e-5, far
     if name == "ddp 2":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, mesh
+from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, fit_once, mesh
 
 TOLERANCE = 1e-5
 VIT = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10, "width": 32, "layers": 4, "heads": 4}
@@ -17,24 +17,14 @@ DEEPSPEED = "deepspeed 3 at 2"
 
 
 def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
-    run = _fit_once(job)
+    run = fit_once(job)
     far = difference(run, _reference(job))
     assert max(far.values()) <= tolerance, far
     return run
 
 
-_runs: dict[str, Run] = {}
-
-
-def _fit_once(job: Job) -> Run:
-    key = repr(job)
-    if key not in _runs:
-        _runs[key] = fit(job)
-    return _runs[key]
-
-
 def _reference(job: Job) -> Run:
-    return _fit_once(replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None))
+    return fit_once(replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None))
 
 
 @pytest.mark.slow
@@ -201,4 +191,4 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_optimizer_state(name: s
     job = LAYOUTS[name]
     share = (job.options.get("tensor") or 1) * 2  # each axis has two ranks
     whole = _reference(job).facts["bytes"]
-    assert _fit_once(job).facts["bytes"] == pytest.approx(whole / share, rel=0.1)
+    assert fit_once(job).facts["bytes"] == pytest.approx(whole / share, rel=0.1)
