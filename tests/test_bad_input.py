@@ -1,5 +1,6 @@
 """A mistake gets one clear message and exit code 2, with no traceback, before any process starts."""
 
+import itertools
 import json
 import os
 import shutil
@@ -168,6 +169,16 @@ def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch
     monkeypatch.setattr(module, "_sweep", elsewhere)
     assert module.explain_sweep(overrides, ROOT / "configs", check) == []
     assert module.explain_sweep(["seed=0,no"], ROOT / "configs", check)
+
+
+def test_a_machine_that_stands_still_skips_no_value(monkeypatch):
+    from armature.validation import compose as module
+
+    clock = itertools.count(step=1000.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    config.register()
+    problems = module.explain_sweep(["optimizer.lr=1,-1"], ROOT / "configs", check)
+    assert problems == ["optimizer.lr=-1: must be positive and finite."]
 
 
 def test_several_mistakes_are_told_together(folder):
