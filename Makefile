@@ -59,6 +59,9 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 	.venv-extras/bin/pip install --quiet --requirement requirements-extras.txt "$(TORCH)"
 	@touch $@
 
+runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size
+	@$(BIN)/python scripts/runs.py $(ARGS)
+
 # the tools that build the pages have their own environment
 .venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv --clear .venv-docs
@@ -116,4 +119,4 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast test-gpu parity simulate-check habits resume-proof docs docs-check bench faults checks format clean
+.PHONY: help setup train test test-fast test-gpu parity simulate-check habits resume-proof runs docs docs-check bench faults checks format clean
