@@ -28,6 +28,9 @@ help: ## List the targets
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
 	@$(if $(EXTRAS),$(BIN)/pip install --quiet $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
 
+setup-finetune: ## The same as make setup EXTRAS=finetune
+	@$(MAKE) setup EXTRAS=finetune
+
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
@@ -119,4 +122,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast test-gpu parity simulate-check habits resume-proof runs docs docs-check bench faults checks format clean
+.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits resume-proof runs docs docs-check bench faults \
+	checks format clean
