@@ -178,6 +178,15 @@ def test_code_parses_and_excerpts_are_in_the_file_that_they_name(name):
             assert "\n".join(line.strip() for line in rest.splitlines()) in "\n".join(lines), f"{name}: {head}"
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_lists_and_tables_begin_after_an_empty_line(name):
+    """Else the site shows them as a part of the paragraph above."""
+    lines = prose(TEXTS[name]).splitlines()
+    for above, line in zip(lines, lines[1:], strict=False):
+        begins = line.startswith(("- ", "| ", "1. ")) and not above.startswith((line[0], " ", "#", "<!--"))
+        assert not begins or not above.strip(), f"{name}: {line}"
+
+
 def excerpt(body: str) -> str:
     """A part of a function as a whole one, so that it parses."""
     return "def excerpt():\n" + "\n".join(f"    {line}" for line in body.splitlines())
