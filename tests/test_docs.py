@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import shlex
 import shutil
@@ -182,7 +183,7 @@ def test_code_parses_and_excerpts_are_in_the_file_that_they_name(name):
 def test_lists_and_tables_begin_after_an_empty_line(name):
     """Else the site shows them as a part of the paragraph above."""
     lines = prose(TEXTS[name]).splitlines()
-    for above, line in zip(lines, lines[1:], strict=False):
+    for above, line in itertools.pairwise(lines):
         begins = line.startswith(("- ", "| ", "1. ")) and not above.startswith((line[0], " ", "#", "<!--"))
         assert not begins or not above.strip(), f"{name}: {line}"
 
