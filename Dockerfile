@@ -8,6 +8,7 @@
 FROM python:3.12-slim-bookworm
 
 # DeepSpeed and torch.compile build code while a run starts
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git make ninja-build \
     && rm -rf /var/lib/apt/lists/*

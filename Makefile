@@ -84,6 +84,7 @@ docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site witho
 	.venv-docs/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	.venv-docs/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	.venv-docs/bin/pre-commit validate-config
+	.venv-docs/bin/hadolint Dockerfile
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
 bench: $(VENV)/.installed .venv-extras/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
