@@ -88,21 +88,30 @@ def overrides_of(command: str) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-COMPOSED = sorted(
-    {found: name for name, text in TEXTS.items() for each in commands(text) if (found := overrides_of(each))}.items()
+COMPOSED = sorted(  # those of README.md: tests/test_readme.py
+    {found for name in TEXTS if name != "README.md" for each in commands(TEXTS[name]) if (found := overrides_of(each))}
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [found for found, _ in COMPOSED], ids=" ".join)
+@pytest.mark.parametrize("overrides", COMPOSED, ids=" ".join)
 def test_every_command_composes(overrides):
     """A user's own experiment stands for the example that it is copied from."""
     typed = [re.sub(r"^experiment=(mine|points)$", "experiment=example", word) for word in overrides]
     assert cli.compose(typed).model._target_
 
 
+@pytest.mark.slow
+def test_every_row_of_the_table_that_chooses_a_strategy_composes():
+    table = TEXTS["docs/strategies.md"].partition("## All strategies")[0]
+    rows = re.findall(r"`(strategy=[^`]+)`", table.partition("| your case |")[2])
+    assert len(rows) > 8
+    for row in rows:
+        assert cli.compose(row.split()).strategy._target_, row
+
+
 def test_many_commands_are_found():
-    assert len(COMPOSED) > 60
+    assert len(COMPOSED) > 50
     assert overrides_of("python train.py -m seed=range(3,5) 'a=choice(x,y)' run.name=…") == ("seed=3", "a=x")
     assert overrides_of("python scripts/evaluate.py outputs/mine data.path=x") is None
 
