@@ -73,6 +73,6 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
         else:
             reason = ""
     return [
-        f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the conversations of a row "
-        f"apart{reason}. Type data.source.packing=false."
+        f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the conversations of a "
+        f"row apart{reason}. Type data.source.packing=false."
     ]

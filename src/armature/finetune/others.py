@@ -42,10 +42,10 @@ def vocab_size(config: Mapping[str, Any]) -> int | None:
 
 def require_transformers(what: str) -> None:
     """Raise ConfigError if transformers is missing or too old. It is not imported, which takes seconds."""
+    needed = f"{what}: this model needs transformers {'.'.join(map(str, OLDEST))} or newer"
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"{what}: model=huggingface needs transformers, which is not installed. {_INSTALL}.") from None
+        raise ConfigError(f"{needed}, which is not installed. {_INSTALL}.") from None
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        raise ConfigError(f"{what}: model=huggingface needs transformers {needed}, and this is {version}. {_INSTALL}.")
+        raise ConfigError(f"{needed}, and this is {version}. {_INSTALL}.")

@@ -49,7 +49,9 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         except ConfigError as error:
             return found + error.problems
         if not styles:
-            found.append(f"strategy.tensor={sizes['tensor']}: no plan of {name} names tensor styles. Type strategy=fsdp.")
+            found.append(
+                f"strategy.tensor={sizes['tensor']}: no plan of {name} names tensor styles. Type strategy=fsdp."
+            )
         found += _indivisible(model, styles, tensor=sizes["tensor"])
         counts = {each: getattr(model, each, None) for each in plan.divided}
         found += [

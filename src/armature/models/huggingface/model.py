@@ -72,8 +72,8 @@ class PretrainedModel(nn.Module):
         kind = content.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(
-                f"model.pretrained={self.pretrained}: transformers {transformers.__version__} has no model_type={kind}. "
-                "Install a newer version, or another model: a folder's own code is never run"
+                f"model.pretrained={self.pretrained}: transformers {transformers.__version__} has no "
+                f"model_type={kind}. Install a newer version: code in a folder is never run"
             )
         config = config_of.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False)
         if type(config) not in auto._model_mapping:
