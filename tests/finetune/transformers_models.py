@@ -70,7 +70,7 @@ def logits(root: Path) -> dict[str, float]:
     return found
 
 
-def fit(root: Path, kind: str, layouts: list[str], *, adapter: bool) -> dict[str, dict[str, float]]:
+def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
     from benchmarks.parity import harness
 
     harness.PRELOAD.append(f"transformers.models.{kind}.modeling_{kind}")
@@ -79,12 +79,13 @@ def fit(root: Path, kind: str, layouts: list[str], *, adapter: bool) -> dict[str
         model_args={"pretrained": str(root / kind), "context": 32, "vocab_size": 320},
         adapter={"rank": 4, "alpha": 8.0} if adapter else None, optimizer_args={"lr": 1e-3, "eps": 1e-6},
     )  # fmt: skip
-    single, found = harness.fit(chosen), {}
+    single = harness.fit(chosen)
+    found: dict[str, Any] = {"single": single.losses}
     for name in layouts:
         layout = harness.LAYOUTS[name]
         run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
         found[name] = harness.difference(run, single)
-    return {"single": dict(enumerate(single.losses)), **found}
+        out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
@@ -95,5 +96,5 @@ if __name__ == "__main__":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
     else:
         kind, out, *names = rest
-        result = fit(Path(folder), kind, [n for n in names if n != "--adapter"], adapter="--adapter" in names)
-        Path(out).write_text(json.dumps(result, indent=1))
+        layouts = [name for name in names if name != "--adapter"]
+        fit(Path(folder), kind, layouts, Path(out), adapter="--adapter" in names)

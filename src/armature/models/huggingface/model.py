@@ -51,7 +51,8 @@ class PretrainedModel(nn.Module):
     unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
         "pipeline": "transformers' forward needs all of the model's parts. Type strategy=fsdp"
     }
-    auto_class: ClassVar[str]  # of transformers
+    auto_class: ClassVar[str]  # of transformers; `mapping` names the configurations that it knows
+    mapping: ClassVar[str]
     parts: ClassVar[str]  # what a model of this class ends in, for messages
 
     def __init__(self, *, pretrained: str, context: int, attention: str | None, **settings: Any) -> None:
@@ -67,7 +68,7 @@ class PretrainedModel(nn.Module):
 
     def _build(self, attention: str | None, settings: dict[str, Any]) -> nn.Module:
         transformers = _transformers()
-        config_of, auto = transformers.AutoConfig, getattr(transformers, self.auto_class)
+        known = getattr(transformers, self.mapping)
         content, _ = transformers.PreTrainedConfig.get_config_dict(self.pretrained, local_files_only=True)
         kind = content.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
@@ -75,8 +76,10 @@ class PretrainedModel(nn.Module):
                 f"model.pretrained={self.pretrained}: transformers {transformers.__version__} has no "
                 f"model_type={kind}. Install a newer version: code in a folder is never run"
             )
-        config = config_of.from_pretrained(self.pretrained, local_files_only=True, trust_remote_code=False)
-        if type(config) not in auto._model_mapping:
+        config = transformers.AutoConfig.from_pretrained(
+            self.pretrained, local_files_only=True, trust_remote_code=False
+        )
+        if type(config) not in known:
             raise ValueError(
                 f"model.pretrained={self.pretrained}: transformers has no {self.parts} of model_type={kind}"
             )
@@ -84,7 +87,8 @@ class PretrainedModel(nn.Module):
             setattr(config, key, value)
         options = {} if attention is None else {"attn_implementation": attention}
         with _weights_on(torch.get_default_device()):
-            return auto.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+            built = getattr(transformers, self.auto_class)
+            return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
 
     @cached_property
     def plan(self) -> Plan:
@@ -129,7 +133,8 @@ class CausalLM(PretrainedModel):
         vocab_size: rows for tokens; the check before launch takes it from the folder.
     """
 
-    auto_class, parts = "AutoModelForCausalLM", "causal language model"
+    auto_class, mapping = "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"
+    parts = "causal language model"
 
     def __init__(
         self, *, pretrained: str, context: int, attention: str | None = None, vocab_size: int | None = None
