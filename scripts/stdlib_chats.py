@@ -21,8 +21,10 @@ from armature.data import sources
 
 LINES, CHARACTERS = 8, 320  # of a function that is shown
 QUESTIONS = {
-    "name": "What is this function called?", "arguments": "Which arguments does it take?", "purpose": "What does it do?",
-}  # fmt: skip
+    "name": "What is this function called?",
+    "arguments": "Which arguments does it take?",
+    "purpose": "What does it do?",
+}
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def conversations(code: str) -> Iterator[dict[str, str]]:
 
 def shown(node: ast.FunctionDef) -> str:
     """Return the first lines of a function, without its docstring."""
-    bare = ast.FunctionDef(**{name: value for name, value in ast.iter_fields(node)})
+    bare = ast.FunctionDef(**dict(ast.iter_fields(node)))
     bare.body, bare.decorator_list = node.body[1:] or [ast.Pass()], []
     lines = ast.unparse(ast.fix_missing_locations(bare)).splitlines()[:LINES]
     return "\n".join(lines)[:CHARACTERS]

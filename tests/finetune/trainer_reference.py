@@ -3,8 +3,9 @@
 trainer_reference.py make FOLDER   a tiny Llama and a tiny Qwen3 in FOLDER
 trainer_reference.py train JOB …   train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
 
-A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all micro-batches, in order), micro_batch,
-accumulate, lr, eps, clip, lora (arguments of peft's LoraConfig, or null), start (safetensors of A and B) and out.
+A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all micro-batches, in order),
+micro_batch, accumulate, lr, eps, clip, lora (arguments of peft's LoraConfig, or null), start (safetensors of A and B)
+and out.
 """
 
 import json
@@ -34,7 +35,7 @@ def make(root: Path) -> None:
 
 
 def rows(batches: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return rows with one more token: transformers shifts the labels itself, and takes the labels' number from them."""
+    """Return rows with one more token: transformers shifts the labels itself."""
     found = []
     for i, (inputs, targets) in enumerate(zip(batches["inputs"], batches["targets"], strict=True)):
         ids = torch.cat([inputs, targets[-1:].clamp(min=0)])
