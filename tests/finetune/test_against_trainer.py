@@ -16,6 +16,7 @@ from armature.models.decoder.names import theirs
 from armature.parallel import initialization
 from tests import running
 from tests.data import chat_parts
+from tests.finetune.folders import write_random_model
 from tests.finetune.test_import import EXTRA_PYTHON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -26,6 +27,14 @@ JOBS = {  # experiment, model, packed rows
     "adapters, qwen3, packed": ("finetune_lora", "qwen3", True),
     "all weights, llama, packed": ("finetune", "llama", True),
     "all weights, qwen3": ("finetune", "qwen3", False),
+}
+SIZES = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": {},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
 }
 RATES = {"finetune_lora": 1e-2, "finetune": 1e-3}
 
@@ -42,15 +51,15 @@ def runs(tmp_path_factory):
     if not EXTRA_PYTHON.exists():
         pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
     root = tmp_path_factory.mktemp("trainer")
-    reference("make", root)
-    for name in ("llama", "qwen3"):
+    for name, changes in MODELS.items():
+        write_random_model(root / name, **SIZES, **changes)
         chat_parts.folder(root / name)
     chats = [
         {"prompt": "how are " * (i % 4 + 1) + str(i), "completion": "I am fine " * (i % 5 + 1)} for i in range(200)
     ]
     chat_parts.write(root / "chats.jsonl", chats)
     found = {name: train(root, *job) for name, job in JOBS.items()}
-    reference("train", *(write_job(run, packed=JOBS[name][2]) for name, run in found.items()))
+    reference(*(write_job(run, packed=JOBS[name][2]) for name, run in found.items()))
     return found
 
 

@@ -11,27 +11,21 @@ import torch
 from safetensors.torch import save_file
 
 from armature.errors import ConfigError
-from armature.finetune import architecture, folder, inference, peft
+from armature.finetune import inference, peft
+from armature.finetune.export import read_decoder
 from armature.finetune.lora import LoraLinear
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import theirs
 from tests.data import chat_parts
-from tests.finetune.folders import CONFIG
+from tests.finetune.folders import write_random_model
 
 IDS = torch.arange(12)[None]
 
 
 def write_base(path: Path, **changes) -> Decoder:
-    """Write a folder with random weights, and return its decoder."""
-    path.mkdir()
-    config = {**CONFIG, "vocab_size": 64, **changes}
-    (path / folder.CONFIG).write_text(json.dumps(config))
-    torch.manual_seed(0)
-    model = Decoder(**architecture.arguments(config, name="base"), context=32)
-    tensors = {str(theirs(name)): param.detach() for name, param in model.named_parameters()}
-    save_file(tensors, path / folder.WEIGHTS)
+    """Write a folder with random weights and a tokenizer, and return its decoder."""
+    write_random_model(path, vocab_size=64, **changes)
     chat_parts.folder(path)
-    return model.eval()
+    return read_decoder(path, context=32)  # pyright: ignore[reportReturnType]
 
 
 def write_adapter(path: Path, model: Decoder, **changes) -> None:

@@ -103,14 +103,13 @@ def test_the_run_its_adapter_and_the_merged_folder_answer_alike(trained):
     words = ["--temperature", "0", "--tokens", "40", "--accelerator", "cpu"]
     words += [word for i in range(3) for word in ("--prompt", f"how are {i}")]
     base = ["--base", trained / "moved"]
-    for chat in ([], ["--chat"]):
-        found = [
-            command(generate, trained / name, *words, *chat, *more)
-            for name, more in (("run", []), ("merged", []), ("adapter", base))
-        ]
-        assert found[0] == found[1] == found[2]
-        assert found[0].count("-" * 40) == 3
-        assert "<|im_" not in found[0] or not chat
+    found = [
+        command(generate, trained / name, *words, "--chat", *more)
+        for name, more in (("run", []), ("merged", []), ("adapter", base))
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0].count("-" * 40) == 3
+    assert "<|im_" not in found[0]
     result = running.run(
         [sys.executable, str(generate), str(trained / "adapter")], cwd=trained, env=running.environment()
     )

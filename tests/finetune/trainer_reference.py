@@ -1,7 +1,6 @@
 """The training of transformers' Trainer, and of peft. Runs in the environment .venv-extras, in a process of its own.
 
-trainer_reference.py make FOLDER   a tiny Llama and a tiny Qwen3 in FOLDER
-trainer_reference.py train JOB …   train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
+trainer_reference.py JOB …   train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
 
 A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all micro-batches, in order),
 micro_batch, accumulate, lr, eps, clip, lora (arguments of peft's LoraConfig, or null), start (safetensors of A and B)
@@ -13,25 +12,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
-
-SIZES = {
-    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.2,
-}  # fmt: skip
-MODELS = {"llama": {"tie_word_embeddings": False}, "qwen3": {"tie_word_embeddings": True}}
-
-
-def make(root: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    for kind, more in MODELS.items():
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
-        for value in model.parameters():
-            if value.ndim == 1:
-                nn.init.normal_(value, 1.0, 0.2)
-        model.save_pretrained(root / kind)
 
 
 def rows(batches: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -91,8 +71,5 @@ def train(job: dict) -> list[float]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "make":
-        make(Path(sys.argv[2]))
-    else:
-        for job in (json.loads(Path(each).read_text()) for each in sys.argv[2:]):
-            Path(job["out"]).write_text(json.dumps(train(job)))
+    for job in (json.loads(Path(each).read_text()) for each in sys.argv[1:]):
+        Path(job["out"]).write_text(json.dumps(train(job)))
