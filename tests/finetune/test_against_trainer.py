@@ -78,6 +78,7 @@ def train(root: Path, experiment: str, model: str, packed: bool) -> Path:
     command = [sys.executable, str(running.ROOT / "train.py"), *words]
     result = running.run(command, cwd=root, env=running.environment())
     assert result.returncode == 0, result.stderr[-4000:]
+    assert f"next: python scripts/generate.py {root / name} --chat" in result.stdout
     return root / name
 
 
