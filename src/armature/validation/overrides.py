@@ -47,7 +47,8 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
             OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
         if not referring and not missing:
             _update_copies(cfg, key, before)
-    if empty := sorted(OmegaConf.missing_keys(cfg)):
+    nodes = {group: cfg[group] for group in ("model", "data", "task") if isinstance(cfg.get(group), DictConfig)}
+    if empty := [f"{group}.{key}" for group, node in nodes.items() for key in node if OmegaConf.is_missing(node, key)]:
         raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
     tokenizer = run_dir / TOKENIZER_FILE
     changed = _source(cfg)
