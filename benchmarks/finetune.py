@@ -36,7 +36,7 @@ def main() -> None:
         names = [f"{experiment}-{seed}" for seed in range(args.seeds)]
         for seed, name in enumerate(names):
             words = [f"experiment={experiment}", f"model.pretrained={root}/model", *chats, "data.global_batch_size=16"]
-            train(root, name, *words, *overrides, "trainer.max_epochs=2", f"seed={seed}")
+            train(root, name, *words, *overrides, "trainer.max_epochs=1", f"seed={seed}")
         rows[experiment] = [measured(root / name, root, chat=()) for name in names]
     print(table(rows))
 
