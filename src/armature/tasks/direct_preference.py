@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -117,8 +118,8 @@ class DirectPreference(LanguageModeling):
 
     def reference_of(self, batch: Batch) -> Tensor:
         """Return each answer's log-probability (B, 2) under the reference."""
-        assert self.model is not None
         if self.reference == "adapters_off":
+            assert self.model is not None
             with torch.no_grad(), without_adapters(self.model), evaluating(self.model):
                 return self.log_probabilities(batch)
         if "reference" not in batch:
@@ -225,7 +226,7 @@ class DirectPreference(LanguageModeling):
             found[split][of_ranks["at"].flatten().cpu()] = of_ranks["is"].reshape(-1, 2).cpu()
         data.set_reference(found)
         if self.trainer.is_global_zero:
-            data.write_reference(self.trainer.default_root_dir)
+            data.write_reference(Path(self.trainer.default_root_dir))
             seconds = time.monotonic() - started
             log.info("Computed the reference of %s pairs in %.0f s.", f"{sum(sizes.values()):,}", seconds)
 

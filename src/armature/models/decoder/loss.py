@@ -20,6 +20,10 @@ from typing_extensions import TypeIs, override
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import IGNORED, VocabularyShard
 
+# 32 (CPU) or 512 MiB of fp32 logits per chunk: with fewer rows, accumulating the weight's gradient costs more than
+# computing it
+CHUNK_LOGITS, OTHER_CHUNK_LOGITS = {"cpu": 2**23}, 2**27
+
 
 class Head(nn.Linear):
     """A bias-free Linear that returns the logits of x (..., D), or with targets their loss, without the logits.
@@ -184,9 +188,7 @@ class _Chunk(NamedTuple):
 
 def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None) -> Iterator[_Chunk]:
     device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
-    # 32 (CPU) or 512 MiB of fp32 logits: with fewer rows, accumulating the weight's gradient costs more than
-    # computing it
-    rows = min(tokens, max(1, (2**23 if device.type == "cpu" else 2**27) // vocabulary))
+    rows = min(tokens, max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary))
     # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
     logits_all, p_all = (torch.empty(rows, vocabulary, dtype=d, device=device) for d in (x_ND.dtype, torch.float32))
     softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
