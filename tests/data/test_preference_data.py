@@ -1,9 +1,5 @@
 """Preferences: the forms that are read, what is refused or left out, batches of whole pairs, the reference's values."""
 
-import json
-import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +12,6 @@ from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from tests.data.chat_parts import folder, small_tokenizer, write
 
-ROOT = Path(__file__).parents[2]
 USER, GOOD, BAD = (
     {"role": role, "content": content}
     for role, content in (("user", "how are you"), ("assistant", "I am fine"), ("assistant", "world"))
@@ -215,21 +210,16 @@ def test_the_reference_comes_with_the_batch_and_outlives_the_run(source, tmp_pat
         loaded.load_assets(tmp_path)
 
 
-@pytest.mark.slow
-def test_show_batch_shows_both_sides_of_a_pair(tmp_path, tokenizer_folder):
-    draw = random.Random(0)
-    path = write(tmp_path / "pairs.jsonl", [record(i, "I am fine" + " you" * draw.randint(0, 5)) for i in range(20)])
-    words = [
-        "data=preference", "task=dpo", "task.adapter=null", f"data.path={path}", "data.global_batch_size=4",
+def test_show_batch_shows_both_sides_of_a_pair(script, tmp_path, tokenizer_folder):
+    path = write(tmp_path / "pairs.jsonl", [record(i) for i in range(20)])
+    shown = script(
+        "show_batch", "data=preference", "task=dpo", f"data.path={path}", "data.global_batch_size=4",
         f"data.source.tokenizer={tokenizer_folder}", "data.source.vocab_size=320", "data.context=64",
-        f"data.source.cache_dir={tmp_path / 'cache'}", "--rows", "1",
-    ]  # fmt: skip
-    script = [sys.executable, str(ROOT / "scripts" / "show_batch.py")]
-    shown = subprocess.run([*script, *words], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert "{inputs: (4, 2, 64) int64, targets: (4, 2, 64) int64}" in " ".join(shown.stdout.split())
-    assert "pair 0, chosen: " in shown.stdout
-    assert "pair 0, rejected: " in shown.stdout
-    assert "pair 1" not in shown.stdout
-    assert "⟦world<|im_end|>⟧" in shown.stdout
-    assert json.dumps(shown.stdout).count("⟦I am fine") == 1
+        f"data.source.cache_dir={tmp_path / 'cache'}", "trainer.accelerator=cpu", "--rows", "1",
+    )  # fmt: skip
+    assert "{inputs: (4, 2, 64) int64, targets: (4, 2, 64) int64}" in " ".join(shown.split())
+    chosen, rejected = shown.split("pair 0, rejected")
+    assert "pair 0, chosen" in chosen
+    assert "⟦I am fine<|im_end|>⟧" in chosen
+    assert "⟦world<|im_end|>⟧" in rejected
+    assert "pair 1" not in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,6 +184,22 @@ def test_pairs_without_a_reference_and_batches_that_are_no_pairs_are_refused(pai
     one = {name: value[:, 0] for name, value in batch_of(pairs).items()}
     with pytest.raises(TypeError, match="data=preference"):
         ready(adapter=ADAPTER).training_step(one, 0)
+
+
+def test_a_run_that_begins_with_trained_adapters_and_one_without_its_reference_are_refused(pairs):
+    task = ready(adapter=ADAPTER)
+    trainer = SimpleNamespace(callbacks=[], strategy=SimpleNamespace(initial_weights="step=000003"), datamodule=None)
+    task.trainer = trainer
+    with pytest.raises(ConfigError, match=r"Type task\.reference=cached"):
+        task.on_train_start()
+    task, trainer.datamodule = ready(), data_of(pairs)
+    task.trainer = trainer
+    trainer.datamodule.samples_seen = 8
+    with pytest.raises(ConfigError, match="the checkpoint has no log-probabilities of the reference"):
+        task.on_train_start()
+    trainer.datamodule = object()
+    with pytest.raises(ConfigError, match="object cannot keep the reference"):
+        task.on_train_start()
 
 
 # ------------------------------------------------------------ layouts

@@ -69,7 +69,7 @@ class PreferenceData(ChatData):
     """
 
     gives = "pairs"  # read from the source before launch
-    source: Preferences
+    source: Preferences  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, source: Preferences, *, context: int, multiple: int | None = 64, **loader: Any) -> None:
         super().__init__(source, context=context, **loader)
@@ -85,9 +85,9 @@ class PreferenceData(ChatData):
         return Pairs(self.source, split, multiple=self.multiple, reference=known)
 
     # ------------------------------------------------------------ reference log-probabilities
-    def splits(self) -> dict[Split, int]:
+    def splits(self) -> dict[str, int]:
         """Return the splits that have pairs, and how many."""
-        sizes = {split: self.source.header["splits"][split]["rows"] for split in SPLITS}
+        sizes: dict[str, int] = {split: self.source.header["splits"][split]["rows"] for split in SPLITS}
         return {split: size for split, size in sizes.items() if size}
 
     def share(self, split: Split) -> Iterator[tuple[list[int], Batch]]:
