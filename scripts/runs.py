@@ -200,8 +200,8 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 
