@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from armature import files
 from armature.errors import ConfigError
 from armature.finetune import folder
-from armature.finetune.export import Source, adapter_of, decoder_arguments, write_tokenizer
+from armature.finetune.export import Source, adapter_of, form_of, write_tokenizer
 from armature.models.decoder.names import theirs
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,8 +40,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             f"{cfg.run.dir}: the run trained task.adapter.train={adapter.train} as well, which an adapter's folder "
             "does not hold. Leave --adapter out: the whole model is written."
         )
-    decoder_arguments(cfg)
-    source = Source(checkpoint, average=average, adapter=adapter)
+    source = Source(checkpoint, form_of(cfg).module_name, average=average, adapter=adapter)
     tensors: dict[str, Tensor] = {}
     for name in source.adapters:
         module = name.removesuffix(".weight")
