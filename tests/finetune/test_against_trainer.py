@@ -79,7 +79,7 @@ def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ran
     command = [sys.executable, str(running.ROOT / "train.py"), *words]
     result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert ranks > 1 or f"next: python scripts/generate.py {root / name} --chat" in result.stdout
+    assert ranks > 1 or f"next: python scripts/generate.py {root / name} --chat" in result.stderr
     return root / name
 
 
