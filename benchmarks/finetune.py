@@ -6,6 +6,7 @@ Runs the tutorial's commands, those whose results are there left out, and prints
 """
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 METHODS = {  # overrides of each experiment
     "finetune": ("optimizer.lr=1e-3",),
     "finetune_lora": ("task.adapter.rank=4", "task.adapter.alpha=8", "optimizer.lr=1e-2"),
@@ -67,11 +69,16 @@ def command(script: str, *words: str | Path) -> str:
 
 def measured(run: Path, root: Path, *, chat: Sequence[str]) -> dict[str, float]:
     """Return held-out losses, of answers and of the library's source, and the share of right answers."""
+    file = root / f"{run.name}.json"
+    if file.exists():
+        return json.loads(file.read_text())
     found = {}
     for name, words in (("instruction loss", chat), ("base loss", () if chat else ("data=stdlib",))):
         printed = command("scripts/evaluate.py", run, *words, "--split", "val")
         found[name] = float(re.findall(r"val/loss +([\d.]+)", printed)[0])
-    return found | {"right answers": right_answers(run, root / "chats.jsonl")}
+    found["right answers"] = right_answers(run, root / "chats.jsonl")
+    file.write_text(json.dumps(found))
+    return found
 
 
 def right_answers(run: Path, file: Path) -> float:

@@ -30,7 +30,7 @@ QUESTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--most", type=int, default=6000, help="conversations, chosen by a hash of the prompt")
+    parser.add_argument("--most", type=int, default=4000, help="conversations, chosen by a hash of the prompt")
     args = parser.parse_args()
     found = [chat for file in training_files() for chat in conversations(file.read_text(encoding="utf-8"))]
     chosen = sorted(found, key=lambda chat: sources.hash_place(chat["prompt"]))[: args.most]

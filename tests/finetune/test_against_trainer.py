@@ -63,7 +63,7 @@ def runs(tmp_path_factory):
     return found
 
 
-def train(root: Path, experiment: str, model: str, packed: bool) -> Path:
+def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ranks: int = 1) -> Path:
     """Train, and return the run directory."""
     name = f"{experiment}-{model}"
     words = [
@@ -73,12 +73,13 @@ def train(root: Path, experiment: str, model: str, packed: bool) -> Path:
         f"optimizer.lr={RATES[experiment]}", "optimizer.eps=1e-6", "scheduler=constant",
         "scheduler.warmup=0", f"trainer.max_steps={STEPS}",
         "trainer.max_epochs=null", "trainer.test_at_end=false", "trainer.accelerator=cpu", "trainer.precision=32-true",
-        "trainer.gradient_clip_val=1.0", f"run.root={root}", f"run.name={name}", "logger=none", "strategy=single",
+        "trainer.gradient_clip_val=1.0", f"run.root={root}", f"run.name={name}", "logger=none",
+        *(more or ["strategy=single"]),
     ]  # fmt: skip
     command = [sys.executable, str(running.ROOT / "train.py"), *words]
-    result = running.run(command, cwd=root, env=running.environment())
+    result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert f"next: python scripts/generate.py {root / name} --chat" in result.stdout
+    assert ranks > 1 or f"next: python scripts/generate.py {root / name} --chat" in result.stderr
     return root / name
 
 
@@ -130,3 +131,13 @@ def test_each_step_has_the_loss_of_transformers_trainer(runs, name):
     assert len(losses) == STEPS
     assert losses[0] - losses[-1] > 0.1, losses
     assert losses == pytest.approx(expected, abs=NEAR, rel=0)
+
+
+def test_zero_3_that_resumes_has_these_losses_too(runs):
+    """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again halfway."""
+    root = runs["adapters, llama"].parent
+    more = ("strategy=deepspeed_zero3", "trainer.devices=2", "run.name=zero3")
+    for steps in (STEPS // 2, STEPS):
+        train(root, *JOBS["adapters, llama"], *more, f"trainer.max_steps={steps}", ranks=2)
+    expected = json.loads((runs["adapters, llama"] / "losses.json").read_text())
+    assert running.losses(root / "zero3") == pytest.approx(expected, abs=NEAR, rel=0)
