@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from armature.finetune.lora import is_adapter
+from armature.models.plan import Plan
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -19,7 +20,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     layout. Adapters are matrices of no such kind: Muon would take their small rank for that of the change.
     """
     hidden, matrices, vectors = [], [], []
-    blocks = getattr(getattr(model, "plan", None), "blocks", "blocks")  # of a model that makes its own plan
+    plan = getattr(model, "plan", None)
+    blocks = plan.blocks if isinstance(plan, Plan) else "blocks"
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue

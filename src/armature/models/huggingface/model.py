@@ -91,8 +91,8 @@ class PretrainedModel(nn.Module):
             return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
 
     @cached_property
-    def plan(self) -> Plan:
-        """How this model may be sharded. ValueError: not at all, or not over a tensor axis."""
+    def plan(self) -> Plan | None:
+        """How this model may be sharded; None: as one unit."""
         return sharding.plan_of(self.inner, prefix="inner")
 
     def names_in(self, saved: Collection[str]) -> dict[str, str]:
