@@ -60,7 +60,9 @@ def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
     found = json.loads(out.read_text())
     assert found["single"][0] != found["single"][3]
     assert [*found] == ["single", *layouts]
-    assert max(far for name in layouts for far in found[name].values()) <= 1e-5, found
+    for name in layouts:
+        assert max(found[name]["loss"], found[name]["weights"]) <= 1e-5, found
+        assert found[name]["grad_norm"] <= 1e-4, found  # Gemma 2 caps its logits: 2e-5 with a tensor axis
 
 
 def train(root: Path, *more: str, code: int = 0) -> str:

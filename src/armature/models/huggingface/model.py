@@ -192,7 +192,7 @@ def _weights_on(device: torch.device) -> Iterator[None]:
             return None
         return nn.Parameter(param.to(device), requires_grad=param.requires_grad)
 
-    hook = register_module_parameter_registration_hook(move)
+    hook = register_module_parameter_registration_hook(move)  # pyright: ignore[reportArgumentType]
     try:
         with torch.device("cpu"):
             yield
