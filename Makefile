@@ -50,6 +50,9 @@ simulate-check: $(VENV)/.installed ## Compare simulated ranks with real processe
 habits: $(VENV)/.installed-dev .venv-extras/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
 	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
 
+huggingface-check: $(VENV)/.installed-dev .venv-extras/.installed ## Train every kind of model of transformers under every layout
+	$(BIN)/python -m pytest tests/finetune/test_huggingface_runs.py --all-models $(ARGS)
+
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
 
@@ -123,5 +126,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits resume-proof runs docs docs-check bench faults \
-	checks format clean
+.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs \
+	docs-check bench faults checks format clean

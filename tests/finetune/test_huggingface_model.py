@@ -13,6 +13,7 @@ from armature.finetune import check, folder, others
 from armature.layout import Layout
 from armature.models.huggingface.model import PretrainedModel, positions_within
 from armature.models.huggingface.sharding import plan_of
+from armature.optim.groups import parameter_groups
 from armature.parallel import plan_check
 from armature.validation import checks, parallelism
 from tests.finetune.folders import write_model
@@ -148,29 +149,46 @@ def test_an_embedding_that_a_shard_computes_otherwise_stays_whole(options):
     assert styles(tied=True)["inner.embed"] == "vocabulary"
 
 
-def test_styles_that_are_not_here_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"layers\.\*\.router as 'moe_tp_experts', which no tensor axis here does"):
-        styles(router="moe_tp_experts")
+def test_styles_that_are_not_here_are_refused_by_name_and_only_for_a_tensor_axis():
+    plan = plan_of(Transformer(router="moe_tp_experts"), prefix="inner")
+    assert "shards layers.*.router as moe_tp_experts, which cannot be done here. Type strategy=fsdp" in plan.no_tensor
+    assert (plan.blocks, plan.tensor) == ("inner.layers", {})
     model = Transformer()
+    model.tp_plan = {}
+    assert "transformers has no plan for it" in plan_of(model, prefix="inner").no_tensor
     model._no_split_modules = None
-    with pytest.raises(ValueError, match="names no repeated blocks"):
-        plan_of(model, prefix="inner")
+    assert plan_of(model, prefix="inner") is None
 
 
-def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
+def test_an_optimizer_finds_the_blocks_of_a_plan():
+    model = wrapped(Transformer())
+    hidden, other, _ = parameter_groups(model)
+    assert (len(hidden["params"]), len(other["params"])) == (6, 2)
+
+
+def wrapped(inner) -> nn.Module:
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner, self.heads, self.kv_heads = Transformer(), 8, 2
+            self.inner, self.heads, self.kv_heads = inner, 8, 2
 
         plan = property(lambda self: plan_of(self.inner, prefix="inner"))
 
+    return Model()
+
+
+def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
     static = checks.module_beside(PretrainedModel.__module__, "plan").PLAN
     sizes = {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 2}
-    assert plan_check.problems(Model, static, sizes) == []
-    found = plan_check.problems(Model, static, {**sizes, "tensor": 4})
+    assert plan_check.problems(lambda: wrapped(Transformer()), static, sizes) == []
+    found = plan_check.problems(lambda: wrapped(Transformer()), static, {**sizes, "tensor": 4})
     assert any("strategy.tensor=4 does not divide the model's kv_heads=2" in problem for problem in found)
     assert any("dim 0 of inner.head.weight (10, 8)" in problem for problem in found)
+    [problem] = plan_check.problems(lambda: wrapped(Transformer(router="grouped_gemm")), static, sizes)
+    assert problem.startswith("strategy.tensor=2: Transformer: transformers shards layers.*.router as grouped_gemm")
+    assert (
+        plan_check.problems(lambda: wrapped(Transformer(router="grouped_gemm")), static, {**sizes, "tensor": 1}) == []
+    )
 
 
 def test_positions_begin_anew_with_each_document():

@@ -60,7 +60,9 @@ def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
     found = json.loads(out.read_text())
     assert found["single"][0] != found["single"][3]
     assert [*found] == ["single", *layouts]
-    assert max(far for name in layouts for far in found[name].values()) <= 1e-5, found
+    for name in layouts:
+        assert max(found[name]["loss"], found[name]["weights"]) <= 1e-5, found
+        assert found[name]["grad_norm"] <= 1e-4, found  # Gemma 2 caps its logits: 2e-5 with a tensor axis
 
 
 def train(root: Path, *more: str, code: int = 0) -> str:
@@ -85,12 +87,13 @@ def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
     base = tmp_path / "base"
     base.symlink_to(folders / "gpt_neox")
     write_tokenizer(base)
-    train(tmp_path, "run.name=whole", "strategy=single", "trainer.max_steps=4", "scheduler=constant")
-    run = ["run.name=run", "strategy=fsdp", "trainer.devices=2", "scheduler=constant"]
+    layout = ["strategy=fsdp", "trainer.devices=2", "scheduler=constant"]
+    train(tmp_path, "run.name=whole", *layout, "trainer.max_steps=4")
+    run = ["run.name=run", *layout]
     train(tmp_path, *run, "trainer.max_steps=2")
     base.unlink()
     assert "is not there any more" in train(tmp_path, *run, "trainer.max_steps=4")
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
     convert = running.ROOT / "scripts" / "convert.py"
     assert "its logits are the run's" in command(convert, tmp_path / "run", tmp_path / "out")
     ours, theirs = (

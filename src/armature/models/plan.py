@@ -36,6 +36,7 @@ class Plan:
             cannot work on a shard of them.
         layers: constructor argument that counts the blocks.
         tied: constructor argument that makes first and last share a parameter, or None.
+        no_tensor: why there can be no tensor axis, with what to type instead, or None.
         from_instance: the model makes its plan when it is built, as its attribute `plan`; this one says only that.
         needs_inputs: constructor argument that makes every block depend on the model's inputs, which only a
             pipeline's first stage has, or None.
@@ -51,6 +52,7 @@ class Plan:
     layers: str = "layers"
     tied: str | None = None
     needs_inputs: str | None = None
+    no_tensor: str | None = None
     from_instance: bool = False
 
     def __post_init__(self) -> None:

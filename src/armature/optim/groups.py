@@ -8,23 +8,26 @@ from typing import Any
 from torch import nn
 
 from armature.finetune.lora import is_adapter
+from armature.models.plan import Plan
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return up to three groups: hidden matrices, other matrices, and the rest, which has no weight decay.
 
-    Hidden matrices are the two-dimensional parameters inside `model.blocks`. Their group has `hidden=True`, and the
+    Hidden matrices are the two-dimensional parameters inside the model's blocks. Their group has `hidden=True`, and the
     model's `width` if it has one. The rest are norms, biases and positions: parameters with one dimension or such a
     name. Names and numbers of dimensions decide, never the shape of a rank's shard, so groups are the same under every
     layout. Adapters are matrices of no such kind: Muon would take their small rank for that of the change.
     """
     hidden, matrices, vectors = [], [], []
+    plan = getattr(model, "plan", None)
+    blocks = plan.blocks if isinstance(plan, Plan) else "blocks"
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         if param.ndim < 2 or name.rsplit(".", 1)[-1] in ("bias", "position"):
             vectors.append(param)
-        elif param.ndim == 2 and name.startswith("blocks.") and not is_adapter(name):
+        elif param.ndim == 2 and name.startswith(f"{blocks}.") and not is_adapter(name):
             hidden.append(param)
         else:
             matrices.append(param)

@@ -20,10 +20,11 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         model = make()
     name = type(model).__name__
     if plan.from_instance:
-        try:
-            plan = model.plan  # pyright: ignore[reportAssignmentType]
-        except ValueError as error:
-            return [f"{error}."]
+        made: Plan | None = model.plan  # pyright: ignore[reportAssignmentType]
+        if made is None or (made.no_tensor is not None and sizes["tensor"] > 1):
+            why = f"{name} names no blocks. Type strategy=fsdp" if made is None else made.no_tensor
+            return [f"strategy.tensor={sizes['tensor']}: {why}."] * (sizes["tensor"] > 1)
+        plan = made
     try:
         blocks = model.get_submodule(plan.blocks)
     except AttributeError:
@@ -48,10 +49,6 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
             styles = match_styles(model, plan)
         except ConfigError as error:
             return found + error.problems
-        if not styles:
-            found.append(
-                f"strategy.tensor={sizes['tensor']}: no plan of {name} names tensor styles. Type strategy=fsdp."
-            )
         found += _indivisible(model, styles, tensor=sizes["tensor"])
         counts = {each: getattr(model, each, None) for each in plan.divided}
         found += [

@@ -51,7 +51,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
         model = cfg.get("model") or {}
-        if model.get("_target_") not in pretrained.READ or model.get("pretrained") is None:
+        if model.get("_target_", pretrained.DECODER) not in pretrained.READ or model.get("pretrained") is None:
             return []
         what = f"strategy._target_={cfg['strategy']['_target_']}"
         return [f"{what}: only armature's own strategies read model.pretrained. Type strategy=ddp, or strategy=fsdp."]

@@ -91,8 +91,8 @@ class PretrainedModel(nn.Module):
             return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
 
     @cached_property
-    def plan(self) -> Plan:
-        """How this model may be sharded. ValueError: not at all, or not over a tensor axis."""
+    def plan(self) -> Plan | None:
+        """How this model may be sharded; None: as one unit."""
         return sharding.plan_of(self.inner, prefix="inner")
 
     def names_in(self, saved: Collection[str]) -> dict[str, str]:
@@ -192,7 +192,7 @@ def _weights_on(device: torch.device) -> Iterator[None]:
             return None
         return nn.Parameter(param.to(device), requires_grad=param.requires_grad)
 
-    hook = register_module_parameter_registration_hook(move)
+    hook = register_module_parameter_registration_hook(move)  # pyright: ignore[reportArgumentType]
     try:
         with torch.device("cpu"):
             yield

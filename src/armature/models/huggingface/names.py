@@ -36,8 +36,8 @@ class Match:
 
 def match(model: Any, saved: Iterable[str]) -> Match:
     """Match the names of a folder's tensors with those of a PreTrainedModel."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports]
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # pyright: ignore[reportMissingImports]
 
     own, rules = _own(model), get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -68,8 +68,8 @@ def match(model: Any, saved: Iterable[str]) -> Match:
 
 def original(model: Any, name: str) -> str:
     """Return the name under which transformers saves a parameter."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports]
+    from transformers.core_model_loading import WeightRenaming, rename_source_key  # pyright: ignore[reportMissingImports]
 
     rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     return rename_source_key(name, [rule.reverse_transform() for rule in reversed(rules)], [], reverse=True)[0]

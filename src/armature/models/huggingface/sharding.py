@@ -23,19 +23,27 @@ STYLES = {  # transformers' name of a tensor style → ours; of the head and oth
 WHOLE = ("replicate",)  # a full copy on every rank, as of all modules without a style
 
 
-def plan_of(model: Any, *, prefix: str) -> Plan:
+def plan_of(model: Any, *, prefix: str) -> Plan | None:
     """Return the plan of a PreTrainedModel that is the submodule `prefix` of the model that is sharded.
 
-    Raises ValueError if transformers names no repeated blocks, or shards a part in a way that is not possible here.
+    None if transformers names no repeated blocks: the model is then one unit.
     """
+    if (blocks := _blocks(model)) is None:
+        return None
+    styles, unknown = _styles(model)
+    why = None
+    if unknown or not styles:
+        what = f"shards {', '.join(unknown)}, which cannot be done here" if unknown else "has no plan for it"
+        why = f"{type(model).__name__}: transformers {what}. Type strategy=fsdp"
     return Plan(
-        blocks=f"{prefix}.{_blocks(model)}",
-        tensor={f"{prefix}.{name}": style for name, style in _styles(model).items()},
+        blocks=f"{prefix}.{blocks}",
+        tensor={} if why else {f"{prefix}.{name}": style for name, style in styles.items()},
         divided=("heads", "kv_heads"),
+        no_tensor=why,
     )
 
 
-def _blocks(model: Any) -> str:
+def _blocks(model: Any) -> str | None:
     """Return the longest list of the blocks that transformers never splits over devices."""
     names = set(model._no_split_modules or ())
     lists = {
@@ -43,29 +51,20 @@ def _blocks(model: Any) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and all(type(block).__name__ in names for block in module)
     }
-    if not lists:
-        raise ValueError(
-            f"{type(model).__name__}: transformers names no repeated blocks (_no_split_modules), which are the unit of "
-            "sharding. Type strategy=ddp"
-        )
-    return max(lists, key=lambda name: lists[name])
+    return max(lists, key=lambda name: lists[name], default=None)
 
 
-def _styles(model: Any) -> dict[str, str]:
-    """Return the tensor style of each module by its name."""
-    modules, styles = dict(model.named_modules()), dict[str, str]()
+def _styles(model: Any) -> tuple[dict[str, str], list[str]]:
+    """Return the tensor style of each module by its name, and the modules with styles that are not here."""
+    modules, styles, unknown = dict(model.named_modules()), dict[str, str](), list[str]()
     asked: Mapping[str, str] = model.tp_plan or {}
     for pattern, style in asked.items():
         matching = [name for name in modules if fnmatchcase(name, pattern)]
-        if not matching or style in WHOLE:
-            continue
-        if style not in STYLES:
-            raise ValueError(
-                f"{type(model).__name__}: transformers shards {pattern} as {style!r}, which no tensor axis here does "
-                f"(only {', '.join(STYLES)}). Type strategy=fsdp"
-            )
-        styles |= dict.fromkeys(matching, STYLES[style])
-    return _with_ends(model, {id(module): name for name, module in modules.items()}, styles)
+        if style in STYLES:
+            styles |= dict.fromkeys(matching, STYLES[style])
+        elif matching and style not in WHOLE:
+            unknown.append(f"{pattern} as {style}")
+    return _with_ends(model, {id(module): name for name, module in modules.items()}, styles), unknown
 
 
 def _with_ends(model: Any, names: Mapping[int, str], styles: dict[str, str]) -> dict[str, str]:
