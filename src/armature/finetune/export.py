@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +20,12 @@ from armature.checkpoint import convert, huggingface, state, storage
 from armature.data.chat import template
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder
-from armature.finetune.lora import Lora, is_adapter, merge
+from armature.finetune import base as bases
+from armature.finetune.lora import Lora, is_adapter, merge, merged
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import theirs
+from armature.models.decoder.names import shapes, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -62,7 +64,8 @@ def export(
         part.mkdir()
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         _write_tokenizer(kept, Path(cfg.run.dir), part)
-        source = Source(checkpoint, average=average, adapter=adapter_of(cfg))
+        source = Source(checkpoint, args, average=average, adapter=adapter_of(cfg))
+        source.base = bases.verified(cfg, checkpoint)
         names = _write_weights(source, part, getattr(torch, dtype), shard_bytes)
         far = _difference(cfg, source, args, part, getattr(torch, dtype), average=average)
         if not far <= _NEAR:
@@ -95,13 +98,22 @@ def adapter_of(cfg: DictConfig) -> Lora | None:
 class Source:
     """The weights of a checkpoint, under Hugging Face's names. Adapters are added to their weights.
 
+    Args:
+        args: all arguments of the decoder.
+
     Attributes:
+        base: the folder of the weights that the checkpoint leaves out.
+        shapes: of all weights.
         names: the checkpoint's names of weights by Hugging Face's.
         adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
     """
 
-    def __init__(self, checkpoint: Path, *, average: bool = False, adapter: Lora | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, args: Mapping[str, Any], *, average: bool = False, adapter: Lora | None = None
+    ) -> None:
         self.checkpoint, self.scale = checkpoint, 0.0 if adapter is None else adapter.scale
+        self.base: Path | None = None
+        self.shapes = {theirs(name) or name: shape for name, shape in shapes(args).items()}
         try:
             self.saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
         except FileNotFoundError as error:
@@ -124,11 +136,16 @@ class Source:
             self.names[renamed] = saved_as
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        found = self._load([self.names[name] for name in names])
-        weights = {name: found[self.names[name]] for name in names}
+        held = [name for name in names if name in self.names]
+        if self.base is None and (lacking := sorted({*names} - {*held})):
+            raise ConfigError(f"{self.checkpoint}: it does not hold {folder.some(lacking)}.")
+        found = self._load([self.names[name] for name in held])
+        weights = {name: found[self.names[name]] for name in held}
+        if self.base is not None:
+            weights |= huggingface.tensors(self.base, [name for name in names if name not in self.names])
         for name in weights.keys() & self.adapters.keys():
             a, b = self.read_adapter(name)
-            weights[name] = weights[name].float() + self.scale * (b.float() @ a.float())
+            weights[name] = merged(weights[name], a, b, scale=self.scale)
         return weights
 
     def read_adapter(self, name: str) -> tuple[Tensor, Tensor]:
@@ -171,9 +188,8 @@ def _write_chat_template(run_dir: Path, target: Path) -> None:
 
 def _write_weights(source: Source, target: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
-    config = folder.config(target)
-    names = [name for name in source.names if name != "lm_head.weight" or not config["tie_word_embeddings"]]
-    sizes = {name: source.saved[source.names[name]].size.numel() * dtype.itemsize for name in names}
+    names = [*source.shapes]
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in source.shapes.items()}
     shards: list[list[str]] = [[]]
     for name in names:
         if shards[-1] and sum(sizes[each] for each in shards[-1]) + sizes[name] > shard_bytes:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from armature import files
 from armature.errors import ConfigError
+from armature.finetune import base
 from armature.finetune.export import Source, adapter_of, decoder_arguments
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,8 +31,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             f"{cfg.run.dir}: the run trained task.adapter.train={adapter.train} as well, which an adapter's folder "
             "does not hold. Leave --adapter out: the whole model is written."
         )
-    decoder_arguments(cfg)
-    source = Source(checkpoint, average=average, adapter=adapter)
+    source = Source(checkpoint, decoder_arguments(cfg), average=average, adapter=adapter)
     tensors: dict[str, Tensor] = {}
     for name in source.adapters:
         module = name.removesuffix(".weight")
@@ -39,7 +39,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             tensors[f"{_PREFIX}{module}.{part}.weight"] = value.contiguous()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
-        "base_model_name_or_path": cfg.model.get("pretrained"), "target_modules": targets(source),
+        "base_model_name_or_path": base.name_of(cfg, checkpoint), "target_modules": targets(source),
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "use_rslora": adapter.rslora,
     }  # fmt: skip
     with files.folder_beside(target) as beside:
@@ -56,7 +56,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
 def targets(source: Source) -> list[str]:
     """Return which modules have adapters: the last parts of their names where all of that name have one."""
     adapted = {name.removesuffix(".weight") for name in source.adapters}
-    every = {name.removesuffix(".weight") for name in source.names}
+    every = {name.removesuffix(".weight") for name in source.shapes}
     last = {name.rpartition(".")[2] for name in adapted}
     alike = {name for name in every if name.rpartition(".")[2] in last}
     return sorted(last if alike == adapted else adapted)

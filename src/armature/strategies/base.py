@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,8 +27,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     Attributes:
         seed: decides the initial weights and the random streams.
-        reads_pretrained: whether models that name a Hugging Face folder get their weights from it. A run that resumes
-            sets it to False: its checkpoint holds them.
+        held: whether the checkpoint that is loaded afterwards holds the weight of a name. Models that name a Hugging
+            Face folder get the others from it.
         imported: the parameters that come from such folders, by the name of their model.
         initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
             seed's.
@@ -37,7 +38,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     """
 
     bubble_share: float = 0.0
-    reads_pretrained: bool = True
+    held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}
 
     def configure_mixin(
@@ -112,7 +113,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             )
         self.parameter_count = sum(param.numel() for param in self.module.parameters())
         models = models_of(self.module)
-        self.imported = {name: huggingface.imported_names(m) if self.reads_pretrained else set() for name, m in models}
+        self.imported = {
+            name: {own for own in huggingface.imported_names(model) if not self.held(f"{name}.{own}")}
+            for name, model in models
+        }
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        self.from_base = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
+        self.frozen_base = {name for name in self.from_base if not params[name].requires_grad}
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
         self.precision_plugin.convert_module(self.module)
@@ -132,8 +139,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             if self.compile != "none":
                 blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
         meta_names = initialization.materialize(module, device=self.root_device)
-        imported = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
-        initialization.initialize_by_name(module, seed=self.seed, names=meta_names - imported)
+        initialization.initialize_by_name(module, seed=self.seed, names=meta_names - self.from_base)
 
     def matrices(self) -> DistributedMatrices:
         """Return how the optimizer's work on whole matrices is distributed over ranks."""
