@@ -136,7 +136,7 @@ def whole_weights(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any] 
     from armature.loading import load_task, open_run
 
     cfg, _ = open_run(checkpoint, overrides=args.overrides, trust=args.trust)
-    return load_task(cfg, checkpoint).state_dict()
+    return {name: value for name, value in load_task(cfg, checkpoint).state_dict().items() if hasattr(value, "numel")}
 
 
 def export(args: argparse.Namespace) -> None:

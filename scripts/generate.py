@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 
 
 def main() -> None:
@@ -67,23 +67,18 @@ def generate(args: argparse.Namespace) -> None:
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
 
     import torch
-    from tokenizers import Tokenizer
 
-    from armature.data.tokenizer import TOKENIZER_FILE, document_token
+    from armature.data import tokenizer as tokens
     from armature.loading import load_task
     from armature.models.decoder import generation
 
-    file = Path(cfg.run.dir) / TOKENIZER_FILE
+    file = Path(cfg.run.dir) / tokens.TOKENIZER_FILE
     if not file.exists():
         raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except BaseException as error:  # PanicException of a hostile file is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigError(
-            f"{file} is damaged ({error_line(error)}). Copy it from another run on the same data."
-        ) from None
+        tokenizer = tokens.read(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Copy it from another run on the same data.") from error
     device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
     template = chat_template(file) if args.chat else None
     model = load_task(cfg, checkpoint).get_submodule("model").to(device)
@@ -102,7 +97,7 @@ def generate(args: argparse.Namespace) -> None:
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompt or ["def"] for _ in range(args.samples)]
     if not all(prompts):
         raise ConfigError("--prompt is empty: give at least one character.")
-    texts = generation.complete(model, prompts, eot=document_token(tokenizer), **options)
+    texts = generation.complete(model, prompts, eot=tokens.document_token(tokenizer), **options)
     printed([tokenizer.decode(text) for text in texts])
 
 

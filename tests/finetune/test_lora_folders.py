@@ -70,7 +70,15 @@ def trained(tmp_path_factory):
 def test_peft_and_transformers_compute_what_was_trained(trained):
     convert = running.ROOT / "scripts" / "convert.py"
     assert "14 adapters of rank 4" in command(convert, trained / "run", trained / "adapter", "--adapter")
-    assert "its logits are the run's" in command(convert, trained / "run", trained / "merged")
+    merge = [convert, trained / "run", trained / "merged"]
+    result = subprocess.run([sys.executable, *map(str, merge)], capture_output=True, text=True)
+    assert (result.returncode, f"Its base model was {trained / 'base'}. Type" in result.stderr) == (2, True)
+    moved = f"model.pretrained={trained / 'moved'}"
+    assert "its logits are the run's" in command(*merge, moved)
+    command(convert, trained / "run", trained / "whole.safetensors", moved)
+    assert (
+        len(load_file(trained / "whole.safetensors")) == 2 + 11 * 2 + 14 * 2
+    )  # two ends, of which one is the head's too
     out = trained / "logits.safetensors"
     command("-c", LOGITS, trained / "moved", trained / "adapter", trained / "merged", out, python=EXTRA_PYTHON)
     logits = load_file(out)
@@ -81,11 +89,12 @@ def test_peft_and_transformers_compute_what_was_trained(trained):
     assert "q_proj" in config["target_modules"]
 
 
-def test_a_run_without_the_folder_answers_and_is_evaluated(trained):
+def test_a_run_whose_folder_has_moved_answers_and_is_evaluated(trained):
     scripts = running.ROOT / "scripts"
-    words = [trained / "run", "--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
+    moved = f"model.pretrained={trained / 'moved'}"
+    words = [trained / "run", moved, "--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
     assert "<|im_" not in command(scripts / "generate.py", *words)
-    evaluate = [scripts / "evaluate.py", trained / "run", "--accelerator", "cpu"]
+    evaluate = [scripts / "evaluate.py", trained / "run", moved, "--accelerator", "cpu"]
     assert "val/loss" in command(*evaluate, "--split", "val")
     result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
     assert result.returncode == 2

@@ -50,7 +50,12 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base:
     from safetensors.torch import save_file
 
     weights = weights_of(checkpoint, average=average, base=base)
-    weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
+    first = {(value.data_ptr(), value.shape): name for name, value in reversed(weights.items()) if value.numel()}
+    weights = {
+        name.removeprefix(MODEL): value.contiguous()
+        for name, value in weights.items()
+        if not value.numel() or first[value.data_ptr(), value.shape] == name
+    }
     with files.replacing(file) as part:
         save_file(weights, part, metadata={"format": "pt"})
     return list(weights)

@@ -69,11 +69,10 @@ def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
     remedy = "Type model.pretrained=FOLDER with that model's folder, wherever it is now."
     try:
         path = folder.find(name)
-        problems = [*folder.weights(path).problems] or _differences(name, path, needed, checkpoint)
+        if problems := [*folder.weights(path).problems] or _differences(name, path, needed, checkpoint):
+            raise ConfigError(problems)
     except ConfigError as error:
-        problems = error.problems
-    if problems:
-        raise ConfigError([*problems, f"{holds} {remedy}"])
+        raise ConfigError([*error.problems, f"{holds} {remedy}"]) from None
     return path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -154,9 +154,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards."""
         return {name: param for param, name in state.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
 
-    def weight_names(self) -> list[str]:
-        """Return the names of all ranks' `weights`, sorted. Called by all ranks."""
-        return sorted({name for names in process_group.all_gather_object([*self.weights()]) for name in names})
+    def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
+        """Return the names that any rank has, each once, sorted. Called by all ranks."""
+        return sorted({name for of_rank in process_group.all_gather_object([*names]) for name in of_rank})
 
     @override
     def on_exception(self, exception: BaseException) -> None:
