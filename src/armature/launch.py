@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import run_dir
 from armature.checkpoint import resume
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
 from armature.planner import auto
@@ -86,7 +87,15 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
 
 
 def _check_built(cfg: DictConfig, layout: Layout) -> None:
-    """Check plan and adapters against the model itself. Building it on the meta device takes torch, but no process."""
+    """Check plan, adapters and folder against the model itself.
+
+    Building it on the meta device takes torch, but no process.
+    """
+    if pretrained.is_of_transformers(cfg):
+        from armature.finetune import built
+
+        if found := built.problems(cfg):
+            raise ConfigError(found)
     plan = layout.plan if layout.kind == "mesh" and layout.world_size > 1 else None
     adapter: Any = OmegaConf.select(cfg, "task.adapter")
     if plan is None and (adapter is None or not cfg.model.get("_partial_")):

@@ -1,7 +1,8 @@
 """Weights of Hugging Face folders, straight into a model under any layout.
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which returns Hugging Face's
-name of one of its parameters, or None for one that they do not have.
+name of one of its parameters, or None for one that they do not have. A model whose names depend on the folder has
+`names_in` instead: it is given the names of the folder's tensors, and returns those that it takes, by its own names.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -23,12 +23,14 @@ from armature.checkpoint import storage
 from armature.errors import ConfigError
 from armature.finetune import folder as folders
 
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # of a folder whose head is its embedding
-
 
 def imported_names(model: nn.Module) -> set[str]:
     """Return the parameters that `read` fills, by the model's own names; none if it does not start from a folder."""
-    if not isinstance(getattr(model, "pretrained", None), str) or not hasattr(model, "pretrained_name"):
+    if not isinstance(getattr(model, "pretrained", None), str):
+        return set()
+    if hasattr(model, "names_in"):
+        return set(_names_in(model, _weights(folders.find(str(model.pretrained)))))
+    if not hasattr(model, "pretrained_name"):
         return set()
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, _ in named if model.pretrained_name(name) is not None}  # pyright: ignore[reportCallIssue]
@@ -42,19 +44,9 @@ def read_others(module: nn.Module, held: Container[str]) -> set[str]:
         if names:
             read(model, names)
             found |= {f"{prefix}.{name}" for name in names}
-    return found
-
-
-def tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return whole tensors of a folder by Hugging Face's names, in its types. A head that is tied is its embedding."""
-    saved, found = folders.weights(folder).tensors, dict[str, Tensor]()
-    for name in names:
-        own = name if name in saved else _TIED.get(name, name)
-        if own not in saved:
-            raise ConfigError(f"{folder}: it has no {own}.")
-        with safe_open(folder / saved[own].file, framework="pt") as file:
-            found[name] = file.get_tensor(own)
-    return found
+    params = dict(module.named_parameters(remove_duplicate=False))
+    filled = {params[name] for name in found if name in params}
+    return found | {name for name, param in params.items() if param in filled}  # the other names of tied ones
 
 
 def read(model: nn.Module, names: Iterable[str]) -> None:
@@ -64,13 +56,30 @@ def read(model: nn.Module, names: Iterable[str]) -> None:
     takes the embedding's values if the folder's is. Raises ConfigError, or OSError if a file cannot be read.
     """
     folder, held, wanted = folders.find(str(model.pretrained)), dict(model.named_parameters()), set(names)
+    found = _weights(folder)
+    if hasattr(model, "names_in"):
+        theirs, held = _names_in(model, found), held | dict(model.named_buffers())
+        _load(folder, found.files, {theirs[name]: held[name].detach() for name in held if name in wanted})
+        return
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
+    _load(folder, found.files, own)
+    _load(folder, found.files, {tied[name]: value for name, value in targets.items() if name not in own})
+
+
+def _weights(folder: Path) -> folders.Weights:
     found = folders.weights(folder)
     if found.problems:
         raise ConfigError([*found.problems])
-    own = {name: value for name, value in targets.items() if name in found.tensors or name not in _TIED}
-    _load(folder, found.files, own)
-    _load(folder, found.files, {_TIED[name]: value for name, value in targets.items() if name not in own})
+    return found
+
+
+def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
+    try:
+        return model.names_in(found.tensors)  # pyright: ignore[reportCallIssue]
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
 
 
 def _load(folder: Path, files_of_index: list[str], tensors: dict[str, Tensor]) -> None:

@@ -11,13 +11,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from armature.checkpoint import resume
 from armature.errors import ConfigError
-from armature.finetune import architecture, base, folder
+from armature.finetune import architecture, base, folder, others
 from armature.models.decoder import names
 
 log = logging.getLogger(__name__)
 DECODER = "armature.models.decoder.model.Decoder"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
+READ = {DECODER: architecture.arguments, **dict.fromkeys(others.TARGETS, others.arguments)}
 _TIED = {names.theirs(names.HEAD): names.theirs(names.EMBEDDING)}
 
 
@@ -31,21 +32,16 @@ def fill(cfg: DictConfig) -> DictConfig:
     if (name := named_by(cfg)) is None:
         return cfg
     cfg = cfg.copy()
-    named = cfg.run.name is not None and cfg.resume != "never"
-    run_dir = Path(str(cfg.run.root)) / str(cfg.run.name) if named else None
-    checkpoint = _checkpoint(cfg, run_dir)
-    has_weights = checkpoint is not None and run_dir is not None and checkpoint.parent == resume.folder(run_dir, cfg)
+    checkpoint, run_dir = _checkpoint(cfg), resumed(cfg)
     if checkpoint is not None and (needed := base.recorded(checkpoint)) is not None:
         base.found(name, needed, checkpoint)
-        has_weights = False
-    copied = has_weights and run_dir is not None and relocate(cfg, run_dir)
-    path = Path(cfg.model.pretrained) if copied else locate(cfg)
-    config = folder.config(path)
-    args = architecture.arguments(config, name=name)
+    path = Path(cfg.model.pretrained) if run_dir is not None and relocate(cfg, run_dir) else locate(cfg)
+    config, target = folder.config(path), cfg.model._target_
+    args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
     problems += _tokenizer_problems(cfg, path, args["vocab_size"])
-    if not has_weights:
-        problems += weight_problems(path, args)
+    if run_dir is None:
+        problems += weight_problems(path, args) if target == DECODER else folder.weights(path).problems
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -70,13 +66,30 @@ def left_out(cfg: DictConfig, checkpoint: Path | None) -> dict[str, str] | None:
 
 
 def named_by(cfg: DictConfig) -> str | None:
-    """Return the folder that a decoder's configuration names, or None."""
-    ours = OmegaConf.select(cfg, "model._target_") == DECODER
+    """Return the folder that a model's configuration names, or None."""
+    ours = OmegaConf.select(cfg, "model._target_") in READ
     return OmegaConf.select(cfg, KEY) if ours else None
 
 
-def _checkpoint(cfg: DictConfig, run_dir: Path | None) -> Path | None:
+def is_of_transformers(cfg: DictConfig) -> bool:
+    """Return whether transformers builds and computes the model."""
+    return OmegaConf.select(cfg, "model._target_") in others.TARGETS
+
+
+def require_transformers(cfg: DictConfig) -> None:
+    """Raise ConfigError if the model is one of transformers' and that is not installed."""
+    if is_of_transformers(cfg):
+        others.require_transformers(f"{KEY}={cfg.model.pretrained}")
+
+
+def _run_dir(cfg: DictConfig) -> Path | None:
+    named = cfg.run.name is not None and cfg.resume != "never"
+    return Path(str(cfg.run.root)) / str(cfg.run.name) if named else None
+
+
+def _checkpoint(cfg: DictConfig) -> Path | None:
     """Return the checkpoint that this start probably resumes from. What is wrong with it is found later."""
+    run_dir = _run_dir(cfg)
     own = None if run_dir is None else resume.last_checkpoint(run_dir, cfg)
     if own is not None or cfg.resume in resume.MODES:
         return own
@@ -84,6 +97,15 @@ def _checkpoint(cfg: DictConfig, run_dir: Path | None) -> Path | None:
         return resume.last_checkpoint(resume.to_path(cfg.resume))
     except (OSError, ValueError, ConfigError):
         return None
+
+
+def resumed(cfg: DictConfig) -> Path | None:
+    """Return the run directory if this start resumes from a checkpoint in it that holds all weights, or None."""
+    run_dir, checkpoint = _run_dir(cfg), _checkpoint(cfg)
+    if run_dir is None or checkpoint is None or folder.kept_in(run_dir) is None:
+        return None
+    own = checkpoint.parent == resume.folder(run_dir, cfg)
+    return run_dir if own and base.recorded(checkpoint) is None else None
 
 
 def locate(cfg: DictConfig) -> Path:
@@ -155,9 +177,9 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
     return bool(given == value)
 
 
-def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int) -> list[str]:
+def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> list[str]:
     own, found = path / folder.TOKENIZER, []
-    if not own.is_file():
+    if not own.is_file() or vocab_size is None:
         return found
     if (last := folder.largest_token(own)) >= vocab_size:
         found.append(
@@ -202,8 +224,11 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
     if wrong := [f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
     kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
-    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")]:
-        found.append(
-            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the original folder."
-        )
-    return found
+    return found + type_problems(path, kinds)
+
+
+def type_problems(path: Path, kinds: Mapping[str, str]) -> list[str]:
+    """Return which weights have a type (safetensors' name of it) that is not read."""
+    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
+        return [f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the original folder."]
+    return []

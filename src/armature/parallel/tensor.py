@@ -132,6 +132,8 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     return {
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=between_blocks),
+        "column_gathered": ColwiseParallel(output_layouts=Replicate()),
+        "row_of_whole": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "logits": Logits(between_blocks),
         "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
@@ -173,9 +175,12 @@ def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh,
         param.requires_grad_(name not in frozen)  # torch's SequenceParallel makes new parameters, which are trained
 
 
+_COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
+
+
 def adapter_problem(style: str) -> str | None:
     """Return why a Linear of this tensor style takes no adapter, or None."""
-    if style in ("column", "row"):
+    if style in (*_COLUMNS, *_ROWS):
         return None
     return (
         f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave it out of "
@@ -189,7 +194,7 @@ def divide_adapter(
     """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one B's rows, of a row-sharded one
     A's columns. The other matrix, which has only `rank` rows or columns, is whole on every rank.
     """
-    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style == "column" else {"lora_A": Shard(1)}
+    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style in _COLUMNS else {"lora_A": Shard(1)}
     for name, param in adapters.items():
         assert param is not None
         if (problem := adapter_problem(style)) is not None:

@@ -114,12 +114,15 @@ def cost_of(cfg: DictConfig) -> Cost | None:
 def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     """Return the numbers of a configuration with its `auto` values decided; None if the model has no formula.
 
-    With adapters (`task.adapter`) there is none: most weights then have no gradient and no optimizer state.
+    With adapters (`task.adapter`) there is none: most weights then have no gradient and no optimizer state. Nor is
+    there for pairs, which are several rows and pass the model twice.
 
     Raises ConfigError if the batch does not divide.
     """
     cost, size = cost_of(cfg), batching.configured_batch_size(cfg.data)
     if cost is None or size is None or layout.kind == "other" or cfg.task.get("adapter"):
+        return None
+    if signatures.class_attribute(cfg.task._target_, "reads") == "pairs":
         return None
     batches = batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks)
     matrix_state, other_state = optimizer_bytes(cfg)

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from armature.checkpoint import huggingface, state
 from armature.errors import ConfigError
+from armature.finetune.lora import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
@@ -113,13 +114,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             )
         self.parameter_count = sum(param.numel() for param in self.module.parameters())
         models = models_of(self.module)
-        self.imported = {
-            name: {own for own in huggingface.imported_names(model) if not self.held(f"{name}.{own}")}
-            for name, model in models
-        }
+        self.imported = {name: self._names_to_import(name, model) for name, model in models}
         params = dict(self.module.named_parameters(remove_duplicate=False))
-        self.from_base = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
-        self.frozen_base = {name for name in self.from_base if not params[name].requires_grad}
+        names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
+        filled = {params[name] for name in names if name in params}
+        self.from_base = names | {name for name, param in params.items() if param in filled}  # tied ones have two
+        self.frozen_base = {name for name, param in params.items() if param in filled and not param.requires_grad}
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
         self.precision_plugin.convert_module(self.module)
@@ -129,6 +129,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True
+
+    def _names_to_import(self, name: str, model: nn.Module) -> set[str]:
+        """Return the names of what comes from the model's folder, which is not needed if a checkpoint holds all."""
+        own = [each for each, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(each)]
+        if all(self.held(f"{name}.{each}") for each in own):
+            return set()
+        return {each for each in huggingface.imported_names(model) if not self.held(f"{name}.{each}")}
 
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimizers are created."""

@@ -13,6 +13,7 @@ from armature import run_dir
 from armature.checkpoint import resume
 from armature.data.batching import Batches
 from armature.data.tokenizer import TOKENIZER_FILE
+from armature.finetune.folder import CHAT_TEMPLATE
 from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
@@ -39,6 +40,8 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
     )
+    if note := getattr(trainer.lightning_module, "start_note", ""):
+        line += f"\n{note}"
     if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
@@ -134,6 +137,7 @@ def finish(
         display.print(preview)
     if reason == "finished":
         script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
-        display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
+        chat = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
+        display.print(f"next: python scripts/{script}.py {cfg.run.dir}{chat}")
     elif reason == "max_time":
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
