@@ -133,7 +133,7 @@ CHAIN = [
 def test_every_layout_writes_what_is_trained_and_every_other_resumes_it(model, tmp_path):
     """Each resumes the checkpoint of the one before it, for a step."""
     whole = fit_once(job("single", model, steps=len(CHAIN)))
-    last = None
+    last, run = None, whole
     for step, layout in enumerate(CHAIN, start=1):
         here = tmp_path / f"step={step:06d}"
         averaged = {"ema": 0.9} if layout == "fsdp 2" else {}
