@@ -5,6 +5,7 @@ python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.saf
 python scripts/convert.py outputs/<run.name> lightning.ckpt           for Lightning: load_from_checkpoint, ckpt_path
 python scripts/convert.py outputs/<run.name> my-model                 a folder that transformers loads (decoders)
 python scripts/convert.py outputs/<run.name> my-adapter --adapter     a folder that peft loads (task=lora)
+python scripts/convert.py outputs/<run.name> my-model model.pretrained=FOLDER   if the base model has moved (task=lora)
 python scripts/convert.py outputs/<run.name> model.onnx               for models that export
 python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
@@ -72,15 +73,18 @@ def run(args: argparse.Namespace) -> None:
     else:
         write = convert.to_safetensors if target.suffix == ".safetensors" else convert.to_ckpt
         checkpoint = find(args)
+        if (weights := whole_weights(args, checkpoint)) is None and args.overrides:
+            raise ConfigError(f"{', '.join(args.overrides)} would change nothing: {checkpoint} holds all weights.")
         with storage.reading_beside_training(checkpoint):
-            print(f"{target}: {len(write(checkpoint, target, average=args.average))} tensors")
+            print(f"{target}: {len(write(checkpoint, target, average=args.average, base=weights))} tensors")
 
 
 def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
     """Raise ConfigError for options that this conversion does not use."""
     typed = {"--average": args.average, "--best": args.best} if from_file else {}
     if args.target.suffix not in PROGRAMS:
-        typed |= {"--input": args.input is not None, **dict.fromkeys(args.overrides, True)}
+        others = [each for each in args.overrides if from_file or not each.startswith("model.pretrained=")]
+        typed |= {"--input": args.input is not None, **dict.fromkeys(others, True)}
     if from_file or args.target.suffix in FILES + PROGRAMS:
         own = vars(args)
         typed |= {"--dtype": own.get("dtype") is not None, "--adapter": own.get("adapter", False)}
@@ -103,7 +107,7 @@ def export_folder(args: argparse.Namespace) -> str:
     from armature.loading import open_run
 
     worker.quiet()
-    cfg, checkpoint = open_run(args.source, best=args.best, trust=args.trust)
+    cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
     if args.adapter:
         return peft.export(cfg, checkpoint, args.target, average=args.average)
     return export.export(cfg, checkpoint, args.target, dtype=args.dtype, average=args.average)
@@ -121,6 +125,18 @@ def find(args: argparse.Namespace) -> Path:
     if checkpoint is None:
         raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
     return checkpoint
+
+
+def whole_weights(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any] | None:
+    """Return all weights of a run whose checkpoint leaves out its base model's, or None."""
+    from armature.finetune import base
+
+    if base.recorded(checkpoint) is None:
+        return None
+    from armature.loading import load_task, open_run
+
+    cfg, _ = open_run(checkpoint, overrides=args.overrides, trust=args.trust)
+    return {name: value for name, value in load_task(cfg, checkpoint).state_dict().items() if hasattr(value, "numel")}
 
 
 def export(args: argparse.Namespace) -> None:

@@ -206,6 +206,7 @@ def _fit(job: Job) -> Run:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    from armature.parallel.process_group import all_gather_object
     from armature.tasks.base import Task
 
     class Samples(Dataset):
@@ -281,6 +282,12 @@ def _fit(job: Job) -> Run:
                 self.sum = 0.0
 
     strategy = import_object(STRATEGIES.get(job.strategy, job.strategy))(seed=job.seed, **job.options)
+    if job.adapter is not None and job.model_args.get("pretrained"):  # checkpoints leave the folder's weights out
+        from armature.checkpoint import state
+        from armature.finetune import base
+
+        strategy.base = base.record(Path(job.model_args["pretrained"]))
+        strategy.held = state.holds(None if job.resume is None else Path(job.resume))
     record = Record()
     callbacks: list[Any] = [record]
     if job.ema is not None:
@@ -302,7 +309,9 @@ def _fit(job: Job) -> Run:
         adapter=None if job.adapter is None else import_object("armature.finetune.lora.Lora")(**job.adapter),
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
+    trained = {name for name, param in task.named_parameters() if param.requires_grad}
     facts = {
+        "trained": {name for names in all_gather_object(trained) for name in names},
         "val/loss": float(trainer.callback_metrics.get("val/loss", torch.tensor(float("nan")))),
         "bubble_share": strategy.bubble_share,
         "elements": sum(

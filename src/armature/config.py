@@ -80,6 +80,7 @@ class Checkpoint:
     background: bool = MISSING
     on_failure: str = MISSING
     root: str | None = MISSING
+    include_base: bool = MISSING
     trust: bool = MISSING
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import resume
@@ -87,19 +87,29 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
 
 
 def _check_built(cfg: DictConfig, layout: Layout) -> None:
-    """Check plan and folder against the model itself. Building it on the meta device takes torch, but no process."""
+    """Check plan, adapters and folder against the model itself.
+
+    Building it on the meta device takes torch, but no process.
+    """
     if pretrained.is_of_transformers(cfg):
         from armature.finetune import built
 
         if found := built.problems(cfg):
             raise ConfigError(found)
-    if layout.kind != "mesh" or layout.plan is None or layout.world_size == 1:
+    plan = layout.plan if layout.kind == "mesh" and layout.world_size > 1 else None
+    adapter: Any = OmegaConf.select(cfg, "task.adapter")
+    if plan is None and (adapter is None or not cfg.model.get("_partial_")):
         return
     from hydra.utils import instantiate
 
+    from armature.finetune.lora import Lora
     from armature.parallel import plan_check
 
-    if found := plan_check.problems(instantiate(cfg.model), layout.plan, layout.axes):
+    make, adapter = instantiate(cfg.model), instantiate(adapter)
+    found = plan_check.problems(make, plan, layout.axes) if plan is not None else []
+    if isinstance(adapter, Lora) and not found:
+        found = plan_check.adapter_problems(make, adapter, layout)
+    if found:
         raise ConfigError(found)
 
 

@@ -11,10 +11,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, run_dir
-from armature.checkpoint import directory, lightning_file, resume, state, storage
+from armature.checkpoint import directory, huggingface, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
 from armature.errors import ConfigError
+from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
 from armature.validation import targets
@@ -52,9 +53,13 @@ def open_run(
     config.require_groups(cfg, run_path / "config.yaml")
     OmegaConf.set_struct(cfg, True)
     apply_overrides(cfg, overrides or [], run_dir=run_path)
+    typed = any(each.startswith(f"{pretrained.KEY}=") for each in overrides or [])
     OmegaConf.update(cfg, "run.dir", str(run_path))
     targets.check(cfg, overrides=overrides or [], packages=packages)
-    pretrained.relocate(cfg, run_path)
+    if typed and pretrained.named_by(cfg) is not None:
+        pretrained.locate(cfg)
+    else:
+        pretrained.relocate(cfg, run_path)
     pretrained.require_transformers(cfg)
 
     def find() -> list[Path]:
@@ -75,7 +80,8 @@ def open_run(
 
 def load(
     path: str | Path, *, device: str = "cpu", best: bool = False, trust: bool = False,
-    packages: Sequence[str] = (), expect: type[L.LightningModule] = L.LightningModule, **arguments: Any,
+    packages: Sequence[str] = (), expect: type[L.LightningModule] = L.LightningModule,
+    overrides: Sequence[str] = (), **arguments: Any,
 ) -> L.LightningModule:  # fmt: skip
     """Return a trained LightningModule with its weights, in evaluation mode, ready for inference.
 
@@ -87,12 +93,13 @@ def load(
         trust: accept a checkpoint without a manifest.
         packages: your own packages that the run's classes are in, if they are not in src/ of this installation.
         expect: the class that the module must be of.
+        overrides: of the run's configuration, as ["model.pretrained=FOLDER"] for a base model that has moved.
         arguments: of the module's constructor, which override those of the run.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or it cannot be read.
     """
-    cfg, checkpoint = open_run(Path(path), best=best, trust=trust, packages=packages)
+    cfg, checkpoint = open_run(Path(path), best=best, overrides=[*overrides], trust=trust, packages=packages)
     task = load_task(cfg, checkpoint, **arguments)
     if not isinstance(task, expect):
         raise ConfigError(f"{path} holds a {cfg.task._target_}, not a {expect.__module__}.{expect.__qualname__}.")
@@ -124,8 +131,13 @@ def load_data(cfg: DictConfig) -> DataModule:
 def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout.
 
-    The module's `on_load_checkpoint` is called, as Lightning's load_from_checkpoint does.
+    Weights that the checkpoint leaves out are read from model.pretrained. The module's `on_load_checkpoint` is called,
+    as Lightning's load_from_checkpoint does. Raises ConfigError if that folder is not the one that the run began with.
     """
+    folder = None if checkpoint is None else base.verified(cfg, checkpoint)
+    if folder is not None:
+        cfg = cfg.copy()
+        cfg.model.pretrained = str(folder)
     try:
         task = build_task(cfg, **arguments)
     except InstantiationException as error:
@@ -137,5 +149,9 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
         with storage.reading_beside_training(checkpoint):
             saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
         task.on_load_checkpoint(saved)
-        state.load_tensors_of(checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True)
+        lacking = set() if folder is None else huggingface.read_others(task, saved["state_dict"])
+        state.load_tensors_of(
+            checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True,
+            may_lack=lacking.__contains__,
+        )  # fmt: skip
     return task.eval()

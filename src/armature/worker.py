@@ -32,10 +32,11 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from armature import run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
-from armature.checkpoint.state import is_weights_only
+from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
 from armature.errors import ConfigError, MaskingFormatter
+from armature.finetune import check as pretrained
 from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
@@ -135,7 +136,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
 
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
-    strategy.reads_pretrained = checkpoint is None
+    strategy.held = holds(checkpoint)
+    strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
     if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
@@ -152,18 +154,16 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         tokens_per_sample=data.tokens_per_sample,
         rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
-    policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust")}
-    entries = {"config_hash": run_dir.fingerprint(cfg)}
+    policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust", "include_base")}
     heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries=entries, save_begins=heartbeat.rest,
-        idle=cfg.trainer.accelerator == "cpu", **policy,
+        resume.folder(directory, cfg), step_log, manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
+        save_begins=heartbeat.rest, idle=cfg.trainer.accelerator == "cpu", **policy,
     )  # fmt: skip
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
-    total = limits.global_batches
-    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=total)
+    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     progress, errors = RestoreProgress(), RecordError(cfg)
     trainer = Trainer(
         strategy=strategy,

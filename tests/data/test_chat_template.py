@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from armature.data import tokenizer as tokens
 from armature.data.chat import template
 from armature.data.chat.conversations import Conversation
 from armature.data.chat.source import encode
@@ -230,3 +231,17 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
 
 def test_special_tokens_are_single_tokens():
     assert all(len(small_tokenizer().encode(token, add_special_tokens=False).ids) == 1 for token in SPECIAL)
+
+
+# of a merge into a token that is not there, at which the library panics: what it raises is no Exception
+PANIC = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}'
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", PANIC])
+def test_a_damaged_tokenizer_is_named(tmp_path, content):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"data\.source\.tokenizer=.*tokenizer\.json is damaged.* Name a folder"):
+        template.load_tokenizer(file)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged.* Name a tokenizer\.json"):
+        tokens.load_external(str(file))

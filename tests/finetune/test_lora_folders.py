@@ -71,8 +71,15 @@ def trained(tmp_path_factory):
     (root / "base").rename(root / "moved")
     convert = running.ROOT / "scripts" / "convert.py"
     assert "14 adapters of rank 4" in command(convert, root / "run", root / "adapter", "--adapter")
-    assert "its logits are the run's" in command(convert, root / "run", root / "merged")
+    merge = [convert, root / "run", root / "merged"]
+    result = subprocess.run([sys.executable, *map(str, merge)], capture_output=True, text=True)
+    assert (result.returncode, f"Its base model was {root / 'base'}. Type" in result.stderr) == (2, True)
+    assert "its logits are the run's" in command(*merge, moved(root))
     return root
+
+
+def moved(root: Path) -> str:
+    return f"model.pretrained={root / 'moved'}"
 
 
 def test_peft_and_transformers_compute_what_was_trained(trained):
@@ -86,11 +93,21 @@ def test_peft_and_transformers_compute_what_was_trained(trained):
     assert "q_proj" in config["target_modules"]
 
 
-def test_a_run_without_the_folder_answers_and_is_evaluated(trained):
+def test_a_run_whose_folder_has_moved_answers_and_is_evaluated(trained):
     scripts = running.ROOT / "scripts"
-    words = [trained / "run", "--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
-    assert "<|im_" not in command(scripts / "generate.py", *words)
-    evaluate = [scripts / "evaluate.py", trained / "run", "--accelerator", "cpu"]
+    words = [
+        trained / "run",
+        moved(trained),
+        "--chat",
+        "--prompt",
+        "how are 3",
+        "--tokens",
+        "6",
+        "--accelerator",
+        "cpu",
+    ]
+    assert "<|im_" not in command(scripts / "generate.py", *words, "--accelerator", "cpu")
+    evaluate = [scripts / "evaluate.py", trained / "run", moved(trained), "--accelerator", "cpu"]
     assert "val/loss" in command(*evaluate, "--split", "val")
     result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
     assert result.returncode == 2
@@ -105,7 +122,7 @@ def test_the_run_its_adapter_and_the_merged_folder_answer_alike(trained):
     base = ["--base", trained / "moved"]
     found = [
         command(generate, trained / name, *words, "--chat", *more)
-        for name, more in (("run", []), ("merged", []), ("adapter", base))
+        for name, more in (("run", [moved(trained)]), ("merged", []), ("adapter", base))
     ]
     assert found[0] == found[1] == found[2]
     assert found[0].count("-" * 40) == 3
@@ -115,6 +132,12 @@ def test_the_run_its_adapter_and_the_merged_folder_answer_alike(trained):
     )
     assert result.returncode == 2
     assert "Type --base FOLDER" in result.stderr
+
+
+def test_a_file_holds_the_base_model_too(trained):
+    convert, file = running.ROOT / "scripts" / "convert.py", trained / "whole.safetensors"
+    command(convert, trained / "run", file, moved(trained))
+    assert len(load_file(file)) == 2 + 11 * 2 + 14 * 2  # of the ends, the head is the embedding
 
 
 def test_options_that_do_not_fit_are_refused(trained):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from armature.finetune.lora import Lora
 from armature.training.progress import completed_batches
-from armature.training.strategy_access import StrategyAccess, strategy_of
+from armature.training.strategy_access import StrategyAccess, strategy_of, trained_weights
 
 
 class EMA(L.Callback):
@@ -63,10 +62,7 @@ class EMA(L.Callback):
         self._seen_step = completed_batches(trainer)
 
     def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
-        adapted = isinstance(getattr(module, "adapter", None), Lora)  # its other weights are frozen for good
-        tensors: dict[str, Tensor] = {
-            name: weight for name, weight in self._strategy.weights().items() if weight.requires_grad or not adapted
-        }
+        tensors: dict[str, Tensor] = {**trained_weights(self._strategy, module)}
         if self.use_buffers:
             saved = module.state_dict().keys()
             tensors |= {k: v for k, v in module.named_buffers() if k in saved and v.is_floating_point()}

@@ -20,7 +20,7 @@ from armature import hardware
 from armature.training import flops
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
-from armature.training.strategy_access import StrategyAccess, strategy_of
+from armature.training.strategy_access import StrategyAccess, strategy_of, trained_weights
 from armature.training.timings import DataWait, Window
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Monitors(L.Callback):
         if self.mfu:
             self._peak = self._peak_of(trainer)
         if self.norms is not None:
-            self.norms.begin(strategy_of(trainer, self))
+            self.norms.begin(strategy_of(trainer, self), pl_module)
         log.restart_clock()
 
     @override
@@ -139,7 +139,10 @@ class Monitors(L.Callback):
 
 
 class Norms:
-    """Norms of weights, gradients and updates under any strategy, which are not waited for on the device."""
+    """Norms of weights, gradients and updates under any strategy, which are not waited for on the device.
+
+    With adapters, those of what is trained: the frozen weights would hide them.
+    """
 
     def __init__(self, every_n_steps: int, *, by_part: bool, update_ratio: bool) -> None:
         self.every_n_steps, self.by_part, self.update_ratio = every_n_steps, by_part, update_ratio
@@ -151,8 +154,8 @@ class Norms:
         self._before: list[Tensor] = []  # the weights before the step
         self._with_gradients = by_part
 
-    def begin(self, strategy: StrategyAccess) -> None:
-        self._strategy, weights = strategy, strategy.weights()
+    def begin(self, strategy: StrategyAccess, module: L.LightningModule) -> None:
+        self._strategy, weights = strategy, trained_weights(strategy, module)
         if not strategy.can_read_weights:
             log.warning("DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged.")
             weights = {}
@@ -160,7 +163,8 @@ class Norms:
             log.warning("DeepSpeed and 16-mixed do not expose gradients: their norms by part are not logged.")
             self._with_gradients = False
         self._weights = [*weights.values()]
-        self.parts = sorted({part_of(name) for name in strategy.weight_names()}) if self.by_part else [""]
+        parts = map(part_of, weights) if self.by_part else [""]
+        self.parts = strategy.names_of_all_ranks(parts)
         self._groups = [self.parts.index(part_of(name) if self.by_part else "") for name in weights]
 
     def _is_due(self, step: int) -> bool:

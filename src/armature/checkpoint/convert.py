@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,15 @@ from armature.errors import ConfigError
 MODEL = "model."  # the attribute of the LightningModule, which safetensors files for others do not name
 
 
-def weights_of(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
-    """Return the unsharded weights by their names in the LightningModule, or the moving average where there is one."""
+Base = Mapping[str, Tensor]  # weights that a checkpoint leaves out
+
+
+def weights_of(checkpoint: Path, *, average: bool = False, base: Base | None = None) -> dict[str, Tensor]:
+    """Return the unsharded weights by their names in the LightningModule, or the moving average where there is one.
+
+    Args:
+        base: weights of these names, which the checkpoint may leave out.
+    """
     try:
         weights = state.load_full_state_dict(checkpoint)
         averages = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema.") if average else weights
@@ -31,29 +39,34 @@ def weights_of(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
         raise ConfigError(
             f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback."
         )
-    return weights | averages
+    return {**(base or {}), **weights, **averages}
 
 
-def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
+def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None) -> list[str]:
     """Write the unsharded weights, or their moving average, and return their names, the model's own ("blocks.0.…").
 
     A parameter with two names is written under the first.
     """
     from safetensors.torch import save_file
 
-    weights = weights_of(checkpoint, average=average)
-    weights = {name.removeprefix(MODEL): value.contiguous() for name, value in weights.items()}
+    weights = weights_of(checkpoint, average=average, base=base)
+    first = {(value.data_ptr(), value.shape): name for name, value in reversed(weights.items()) if value.numel()}
+    weights = {
+        name.removeprefix(MODEL): value.contiguous()
+        for name, value in weights.items()
+        if not value.numel() or first[value.data_ptr(), value.shape] == name
+    }
     with files.replacing(file) as part:
         save_file(weights, part, metadata={"format": "pt"})
     return list(weights)
 
 
-def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False) -> list[str]:
+def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None) -> list[str]:
     """Write one file as Lightning's Trainer does, which its `load_from_checkpoint` and `fit(ckpt_path=…)` read.
 
     Returns the names of the weights. With `average` the file holds no optimizer's state, which would not fit to them.
     """
-    meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average)
+    meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average, base=base)
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop("param_groups", []), meta.pop(state.OTHER, {})
     whole = [meta.pop(f"{state.WHOLE}.{i}", None) for i in range(len(groups))]

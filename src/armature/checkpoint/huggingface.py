@@ -8,7 +8,7 @@ name of one of its parameters, or None for one that they do not have. A model wh
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,6 +34,19 @@ def imported_names(model: nn.Module) -> set[str]:
         return set()
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, _ in named if model.pretrained_name(name) is not None}  # pyright: ignore[reportCallIssue]
+
+
+def read_others(module: nn.Module, held: Container[str]) -> set[str]:
+    """Fill the parameters that come from folders and are not `held`, in one process. Return their names."""
+    found: set[str] = set()
+    for prefix, model in module.named_modules():
+        names = {name for name in imported_names(model) if f"{prefix}.{name}" not in held}
+        if names:
+            read(model, names)
+            found |= {f"{prefix}.{name}" for name in names}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    filled = {params[name] for name in found if name in params}
+    return found | {name for name, param in params.items() if param in filled}  # the other names of tied ones
 
 
 def read(model: nn.Module, names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ are in meta.pt, as hyperparameters with parameter names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,12 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load the weights, in place if the names are the module's. Called by all ranks; as `place_weights`."""
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
-    known = _names_of_all_ranks(module.state_dict())
-    if known != _weight_names(saved) or any(name.endswith(_EXTRA_STATE) for name in known):
+    known, held = _names_of_all_ranks(module.state_dict()), _weight_names(saved)
+    lacking = {name for name in known - held if may_lack is None or not may_lack(name)}
+    if lacking or held - known or any(name.endswith(_EXTRA_STATE) for name in known):
         weights = read_weights(checkpoint, module)
         return place_weights(checkpoint, module, weights, strict=strict, may_lack=may_lack)
+    own = {name: value for name, value in own.items() if name in held}
     _check_sizes(checkpoint, saved, own)
     storage.read_tensors(checkpoint, dict(own))
     return {}
@@ -289,6 +291,13 @@ def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
 
 
 # ---------------------------------------------------------------- reading checkpoints
+def holds(checkpoint: Path | None) -> Callable[[str], bool]:
+    """Return whether a checkpoint holds the weight of a name. A file of Lightning's, which may rename them, has all."""
+    if checkpoint is None or directory.is_file(checkpoint):
+        return lambda name: checkpoint is not None
+    return _weight_names(storage.read_metadata(checkpoint).state_dict_metadata).__contains__
+
+
 def is_weights_only(checkpoint: Path) -> bool:
     """Return whether a checkpoint is no point of a run to resume, but only weights to start one with."""
     return directory.is_file(checkpoint) or "loops" not in storage.read_meta(checkpoint)
@@ -325,9 +334,9 @@ def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) 
 
 
 # ---------------------------------------------------------------- mismatches, reported by name
-def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str]) -> None:
-    """Raise ConfigError if a checkpoint does not hold exactly the weights of all ranks' `names`."""
-    missing = sorted(set(names) - saved.keys())
+def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str], *, may_lack: Set[str]) -> None:
+    """Raise ConfigError if a checkpoint does not hold the weights of all ranks' `names`, but for `may_lack`."""
+    missing = sorted(set(names) - saved.keys() - may_lack)
     surplus = sorted(_weight_names(saved) - _names_of_all_ranks(names))
     if missing or surplus:
         raise ConfigError(_another_model(checkpoint, missing, surplus))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,19 +37,26 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load(path: Path) -> Tokenizer:
+def read(file: Path) -> Tokenizer:
+    """Return a tokenizer that reads special tokens in a text as such, and neither cuts nor pads. Raises ConfigError."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = True  # END_OF_TEXT within a text is plain characters; not saved
-    forget_lengths(tokenizer)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except BaseException as error:  # the PanicException of a hostile file is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ConfigError(f"{file} is damaged, or no tokenizer ({error_line(error)}).") from None
+    tokenizer.no_truncation()  # transformers saves those of its last call with a tokenizer
+    tokenizer.no_padding()
     return tokenizer
 
 
-def forget_lengths(tokenizer: Tokenizer) -> None:
-    """Forget truncation and padding: transformers saves those of its last call with a tokenizer."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+def load(path: Path) -> Tokenizer:
+    """Return a tokenizer for a corpus, in which END_OF_TEXT is plain characters. Raises ConfigError."""
+    tokenizer = read(path)
+    tokenizer.encode_special_tokens = True  # not saved
+    return tokenizer
 
 
 def document_token(tokenizer: Tokenizer) -> int | None:
@@ -66,8 +73,8 @@ def load_external(path: str) -> Tokenizer:
         )
     try:
         tokenizer = load(Path(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"data.source.tokenizer={path}: {error}. Name a tokenizer.json.") from error
+    except ConfigError as error:
+        raise ConfigError(f"data.source.tokenizer={error} Name a tokenizer.json.") from error
     if document_token(tokenizer) is None:
         raise ConfigError(
             f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to begin documents with."

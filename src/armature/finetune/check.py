@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from armature.checkpoint import resume
 from armature.errors import ConfigError
-from armature.finetune import architecture, folder, others
+from armature.finetune import architecture, base, folder, others
 from armature.models.decoder import names
 
 log = logging.getLogger(__name__)
@@ -26,13 +26,16 @@ def fill(cfg: DictConfig) -> DictConfig:
     """Return the configuration with the sizes of `model.pretrained`; as it is, if the model names no folder.
 
     Raises ConfigError with everything that is wrong with the folder, and every typed size that is not the folder's. A
-    run that resumes has a copy of the folder's small files, and its checkpoint holds the weights.
+    run that resumes has a copy of the folder's small files, and its checkpoint holds the weights, unless it holds
+    adapters: then the folder must be the checkpoint's base model.
     """
     if (name := named_by(cfg)) is None:
         return cfg
     cfg = cfg.copy()
-    run_dir = resumed(cfg)
-    path = _locate(cfg, name, run_dir)
+    checkpoint, run_dir = _checkpoint(cfg), resumed(cfg)
+    if checkpoint is not None and (needed := base.recorded(checkpoint)) is not None:
+        base.found(name, needed, checkpoint)
+    path = Path(cfg.model.pretrained) if run_dir is not None and relocate(cfg, run_dir) else locate(cfg)
     config, target = folder.config(path), cfg.model._target_
     args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
@@ -42,6 +45,24 @@ def fill(cfg: DictConfig) -> DictConfig:
     if problems:
         raise ConfigError(problems)
     return cfg
+
+
+def left_out(cfg: DictConfig, checkpoint: Path | None) -> dict[str, str] | None:
+    """Return what this run's checkpoints say of the base model that they leave out; None: they hold all weights.
+
+    A run with adapters leaves out what it has read from model.pretrained at this start. Raises ConfigError if the
+    checkpoint to resume from leaves out another model: the folder may have changed since the checks before launch.
+    """
+    needed, name, adapter = base.recorded(checkpoint), named_by(cfg), OmegaConf.select(cfg, "task.adapter")
+    leaves_out = adapter is not None and not cfg.checkpoint.include_base
+    if checkpoint is not None and needed is None:
+        if leaves_out:
+            log.info("Checkpoints hold the frozen weights too, since they come from %s.", checkpoint)
+        return None
+    if name is None or (needed is None and not leaves_out):
+        return None
+    path = folder.find(name) if needed is None or checkpoint is None else base.found(name, needed, checkpoint)
+    return base.record(path) if leaves_out else None
 
 
 def named_by(cfg: DictConfig) -> str | None:
@@ -61,18 +82,38 @@ def require_transformers(cfg: DictConfig) -> None:
         others.require_transformers(f"{KEY}={cfg.model.pretrained}")
 
 
-def resumed(cfg: DictConfig) -> Path | None:
-    """Return the run directory if this start resumes from a checkpoint in it, or None."""
-    if cfg.run.name is None or cfg.resume == "never":
+def _run_dir(cfg: DictConfig) -> Path | None:
+    named = cfg.run.name is not None and cfg.resume != "never"
+    return Path(str(cfg.run.root)) / str(cfg.run.name) if named else None
+
+
+def _checkpoint(cfg: DictConfig) -> Path | None:
+    """Return the checkpoint that this start probably resumes from. What is wrong with it is found later."""
+    run_dir = _run_dir(cfg)
+    own = None if run_dir is None else resume.last_checkpoint(run_dir, cfg)
+    if own is not None or cfg.resume in resume.MODES:
+        return own
+    try:
+        return resume.last_checkpoint(resume.to_path(cfg.resume))
+    except (OSError, ValueError, ConfigError):
         return None
-    run_dir = Path(str(cfg.run.root)) / str(cfg.run.name)
-    has_copy = folder.kept_in(run_dir) is not None
-    return run_dir if has_copy and resume.last_checkpoint(run_dir, cfg) is not None else None
 
 
-def _locate(cfg: DictConfig, name: str, run_dir: Path | None) -> Path:
-    if run_dir is not None and relocate(cfg, run_dir):
-        return Path(cfg.model.pretrained)
+def resumed(cfg: DictConfig) -> Path | None:
+    """Return the run directory if this start resumes from a checkpoint in it that holds all weights, or None."""
+    run_dir, checkpoint = _run_dir(cfg), _checkpoint(cfg)
+    if run_dir is None or checkpoint is None or folder.kept_in(run_dir) is None:
+        return None
+    own = checkpoint.parent == resume.folder(run_dir, cfg)
+    return run_dir if own and base.recorded(checkpoint) is None else None
+
+
+def locate(cfg: DictConfig) -> Path:
+    """Return the folder that a configuration names, which then names the copy if it was downloaded.
+
+    Raises ConfigError for what is no model.
+    """
+    name = str(cfg.model.pretrained)
     path = folder.find(name)
     if not Path(name).expanduser().is_dir():  # downloaded: all ranks and later starts read this very copy
         _replace(cfg.data, name, str(path))

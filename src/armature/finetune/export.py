@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from armature.checkpoint import convert, huggingface, state, storage
 from armature.data.chat import template
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder
-from armature.finetune.lora import Lora, is_adapter, merge
+from armature.finetune.lora import Lora, is_adapter, merge, merged
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import HEAD, theirs
+from armature.models.decoder.names import HEAD, shapes, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -41,7 +42,8 @@ def export(
 ) -> str:  # fmt: skip
     """Write the folder, of which nothing is left if its logits are not the run's. Return what was written, as a line.
 
-    Weights are read and written file by file. Only the comparison holds the whole model, in fp32.
+    Weights are read and written file by file, unless the checkpoint leaves out a base model. The comparison holds the
+    whole model, in fp32.
 
     Args:
         dtype: of the weights, as torch names it; None: that of the folder that the run started from, else float32.
@@ -64,8 +66,11 @@ def export(
         part.mkdir()
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         write_tokenizer(kept, Path(cfg.run.dir), part)
-        source = Source(checkpoint, form.rename, average=average, adapter=adapter_of(cfg))
+        source = Source(checkpoint, form.rename, average=average, adapter=adapter_of(cfg), shapes=form.shapes)
+        if source.lacking:
+            source.base = load_task(cfg, checkpoint).state_dict()
         names = _write_weights(source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out)
+        source.base = {}
         far = _difference(cfg, source, form, part, getattr(torch, dtype), average=average)
         if not far <= _NEAR:
             raise ConfigError(
@@ -84,6 +89,7 @@ class Form:
     Attributes:
         context, vocab_size: of the tokens that both are compared on.
         rename: returns Hugging Face's name of a parameter, or None; `module_name` the name in transformers' model.
+        shapes: of all parameters, by the model's names.
         left_out: Hugging Face's names of what is not written: tied parameters, but for one of their names.
         config: returns config.json, given the weights' type and the config.json that the run started from.
         read: returns the model of a folder, in fp32 on the CPU and in evaluation mode.
@@ -93,6 +99,7 @@ class Form:
     vocab_size: int
     rename: Callable[[str], str | None]
     module_name: Callable[[str], str | None]
+    shapes: Mapping[str, tuple[int, ...]]
     left_out: Collection[str]
     config: Callable[[str, Mapping[str, Any] | None], dict[str, Any]]
     read: Callable[[Path], nn.Module]
@@ -105,7 +112,7 @@ def form_of(cfg: DictConfig) -> Form:
     args = decoder_arguments(cfg)
     return Form(
         context=args["context"], vocab_size=args["vocab_size"], rename=theirs, module_name=theirs,
-        left_out=[str(theirs(HEAD))] if args["tied"] else [],
+        left_out=[str(theirs(HEAD))] if args["tied"] else [], shapes=shapes(args),
         config=lambda dtype, base: architecture.config_of(args, dtype=dtype, base=base),
         read=partial(read_decoder, context=args["context"]),
     )  # fmt: skip
@@ -127,6 +134,7 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
         context=cfg.model.context, vocab_size=model.inner.config.get_text_config().vocab_size, rename=model.saved_name,
         module_name=lambda name: name.removeprefix("inner."), config=config, read=read,
         left_out=[model.saved_name(name) for name in model.inner.all_tied_weights_keys],
+        shapes={name: tuple(param.shape) for name, param in model.named_parameters()},
     )  # fmt: skip
 
 
@@ -152,14 +160,17 @@ class Source:
 
     Attributes:
         names: the checkpoint's names of weights by Hugging Face's.
+        lacking: the shapes of weights that the checkpoint leaves out, by Hugging Face's names.
+        base: these weights, by the LightningModule's names.
         adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
     """
 
     def __init__(
         self, checkpoint: Path, rename: Callable[[str], str | None], *, average: bool = False,
-        adapter: Lora | None = None,
+        adapter: Lora | None = None, shapes: Mapping[str, tuple[int, ...]],
     ) -> None:  # fmt: skip
         self.checkpoint, self.scale = checkpoint, 0.0 if adapter is None else adapter.scale
+        self.base: Mapping[str, Tensor] = {}
         try:
             self.saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
         except FileNotFoundError as error:
@@ -180,13 +191,18 @@ class Source:
             if (renamed := rename(name.removeprefix(convert.MODEL))) is None:
                 raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
             self.names[renamed] = saved_as
+        renamed = {str(rename(name)): name for name in shapes}
+        self._own = {name: own for name, own in renamed.items() if name not in self.names}
+        self.lacking = {name: shapes[own] for name, own in self._own.items()}
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        found = self._load([self.names[name] for name in names])
-        weights = {name: found[self.names[name]] for name in names}
+        held = [name for name in names if name in self.names]
+        found = self._load([self.names[name] for name in held])
+        weights = {name: found[self.names[name]] for name in held}
+        weights |= {name: self.base[convert.MODEL + self._own[name]] for name in names if name in self._own}
         for name in weights.keys() & self.adapters.keys():
             a, b = self.read_adapter(name)
-            weights[name] = weights[name].float() + self.scale * (b.float() @ a.float())
+            weights[name] = merged(weights[name], a, b, scale=self.scale)
         return weights
 
     def read_adapter(self, name: str) -> tuple[Tensor, Tensor]:
@@ -232,8 +248,10 @@ def _write_weights(
     source: Source, target: Path, dtype: torch.dtype, shard_bytes: int, *, left_out: Collection[str]
 ) -> list[str]:
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
-    names = [name for name in source.names if name not in left_out]
-    sizes = {name: source.saved[source.names[name]].size.numel() * dtype.itemsize for name in names}
+    numbers = {name: source.saved[own].size.numel() for name, own in source.names.items()}
+    numbers |= {name: math.prod(shape) for name, shape in source.lacking.items()}
+    names = [name for name in numbers if name not in left_out]
+    sizes = {name: numbers[name] * dtype.itemsize for name in names}
     shards: list[list[str]] = [[]]
     for name in names:
         if shards[-1] and sum(sizes[each] for each in shards[-1]) + sizes[name] > shard_bytes:

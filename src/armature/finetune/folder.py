@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ _LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a safetensors file. `dtype` is safetensors' name of it, as "BF16"."""
+    """A tensor in a safetensors file. `dtype` is safetensors' name of it, as "BF16"; `span` its bytes in the file."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
 @dataclass(frozen=True)
@@ -225,17 +226,27 @@ def _header(file: Path) -> dict[str, SavedTensor]:
         try:
             header = json.loads(opened.read(length))
             tensors = {
-                name: (SavedTensor(file.name, str(entry["dtype"]), tuple(entry["shape"])), entry["data_offsets"][1])
+                name: SavedTensor(
+                    file.name, str(entry["dtype"]), tuple(entry["shape"]), _span(entry["data_offsets"], 8 + length)
+                )
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-            whole = 8 + length + max((end for _, end in tensors.values()), default=0)
+            whole = max((tensor.span[1] for tensor in tensors.values()), default=8 + length)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise ConfigError(f"{file}: its header cannot be read ({error}). Download it again.") from error
     if size != whole:
         what = "truncated" if size < whole else "too long"
         raise ConfigError(f"{file}: {what}: it has {size:,} bytes, and its header says {whole:,}. Download it again.")
-    return {name: tensor for name, (tensor, _) in tensors.items()}
+    return tensors
+
+
+def _span(offsets: list[int], data: int) -> tuple[int, int]:
+    """Return where a tensor lies in a file whose data begin at `data`."""
+    begin, end = map(int, offsets)
+    if not 0 <= begin <= end:
+        raise ValueError(f"data_offsets are {offsets}")
+    return data + begin, data + end
 
 
 def some(names: list[str], most: int = 3) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from armature import loading
 from armature.data import tokenizer as tokens
 from armature.data.chat.template import ChatTemplate, Message
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder, peft
 from armature.finetune.export import DTYPES, read_decoder
 from armature.models.decoder import generation
@@ -96,18 +96,10 @@ def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: Cha
 
 
 def _tokenizer(file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except BaseException as error:  # PanicException of a hostile file is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigError(
-            f"{file} is damaged ({error_line(error)}). Copy it from another run on the same data."
-        ) from None
-    tokens.forget_lengths(tokenizer)
-    return tokenizer
+        return tokens.read(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error} Copy it from another run on the same data.") from error
 
 
 def _base_of(path: Path, base: str | None) -> Path:

@@ -162,13 +162,17 @@ def merge(model: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLinear):
             with torch.no_grad():
-                change = module.scale * (module.lora_B.float() @ module.lora_A.float())
-                module.weight.copy_((module.weight.float() + change).to(module.weight.dtype))
+                module.weight.copy_(merged(module.weight, module.lora_A, module.lora_B, scale=module.scale))
             plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
             plain.weight, plain.bias = module.weight, module.bias
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, plain)
     return model
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Return W + scale · B A in fp32."""
+    return weight.float() + scale * (b.float() @ a.float())
 
 
 @contextmanager

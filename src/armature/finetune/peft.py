@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from armature import files
 from armature.errors import ConfigError
-from armature.finetune import folder
+from armature.finetune import base, folder
 from armature.finetune.export import Source, adapter_of, form_of, write_tokenizer
+from armature.finetune.lora import merged
 from armature.models.decoder.names import theirs
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,7 +41,8 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             f"{cfg.run.dir}: the run trained task.adapter.train={adapter.train} as well, which an adapter's folder "
             "does not hold. Leave --adapter out: the whole model is written."
         )
-    source = Source(checkpoint, form_of(cfg).module_name, average=average, adapter=adapter)
+    form = form_of(cfg)
+    source = Source(checkpoint, form.module_name, average=average, adapter=adapter, shapes=form.shapes)
     tensors: dict[str, Tensor] = {}
     for name in source.adapters:
         module = name.removesuffix(".weight")
@@ -48,7 +50,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             tensors[f"{_PREFIX}{module}.{part}.weight"] = value.contiguous()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
-        "base_model_name_or_path": cfg.model.get("pretrained"), "target_modules": targets(source),
+        "base_model_name_or_path": base.name_of(cfg, checkpoint), "target_modules": targets(source),
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "use_rslora": adapter.rslora,
     }  # fmt: skip
     with files.folder_beside(target) as beside:
@@ -66,7 +68,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
 def targets(source: Source) -> list[str]:
     """Return which modules have adapters: the last parts of their names where all of that name have one."""
     adapted = {name.removesuffix(".weight") for name in source.adapters}
-    every = {name.removesuffix(".weight") for name in source.names}
+    every = {name.removesuffix(".weight") for name in (*source.names, *source.lacking)}
     last = {name.rpartition(".")[2] for name in adapted}
     alike = {name for name in every if name.rpartition(".")[2] in last}
     return sorted(last if alike == adapted else adapted)
@@ -96,8 +98,8 @@ def add_to(model: nn.Module, path: Path) -> None:
         raise ConfigError(f"{path}: adapter and base model do not belong together: {folder.some(problems)}.")
     with torch.no_grad():
         for name, (a, b) in adapters.items():
-            change = scale * (b.float() @ a.float())
-            weights[name].copy_(weights[name].float() + change.to(weights[name].device))
+            param = weights[name]
+            param.copy_(merged(param, a.to(param.device), b.to(param.device), scale=scale))
 
 
 def _read(path: Path) -> dict[str, tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -62,6 +63,24 @@ def split(
         raise ConfigError(problems)
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
     names, count = list(blocks), ranks * SCHEDULES[schedule].stages_per_rank
+    of_stages = blocks_of_stages(model, plan, count=count, block_counts=block_counts)
+    held = {i: of_stages[i] for i in stages_of_rank(rank, ranks=ranks, schedule=schedule)}
+    for name in names:
+        if not any(name in of_stage for of_stage in held.values()):
+            del blocks[name]
+    for ends, stage in ((plan.first, 0), (plan.last, count - 1)):
+        if stage not in held:
+            for end in ends:
+                setattr(model, end, None)
+    parts = [_stage_view(model, plan, names=held[i], first=i == 0, last=i == count - 1) for i in held]
+    return Stages(indices=list(held), count=count, parts=parts)
+
+
+def blocks_of_stages(
+    model: nn.Module, plan: Plan, *, count: int, block_counts: list[int] | None = None
+) -> list[list[str]]:
+    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many."""
+    blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
 
     def cost(module: nn.Module | None) -> int:
         return sum(p.numel() for p in module.parameters()) if module is not None else 0
@@ -72,17 +91,8 @@ def split(
         first=sum(cost(getattr(model, end)) for end in plan.first),
         last=sum(cost(getattr(model, end)) for end in plan.last),
     )
-    starts = [sum(sizes[:i]) for i in range(count)]
-    held = {i: names[starts[i] : starts[i] + sizes[i]] for i in stages_of_rank(rank, ranks=ranks, schedule=schedule)}
-    for name in names:
-        if not any(name in of_stage for of_stage in held.values()):
-            del blocks[name]
-    for ends, stage in ((plan.first, 0), (plan.last, count - 1)):
-        if stage not in held:
-            for end in ends:
-                setattr(model, end, None)
-    parts = [_stage_view(model, plan, names=held[i], first=i == 0, last=i == count - 1) for i in held]
-    return Stages(indices=list(held), count=count, parts=parts)
+    names = iter(blocks)
+    return [[*islice(names, size)] for size in sizes]
 
 
 def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: bool) -> nn.Module:

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from armature.errors import ConfigError
+from armature.finetune.lora import Lora, LoraLinear
+from armature.layout import Layout
 from armature.models.plan import Plan
 from armature.parallel import ties
-from armature.parallel.split import stage_ownership_problems
-from armature.parallel.tensor import match_styles
+from armature.parallel.pipeline import blocks_of_stages
+from armature.parallel.split import SCHEDULES, stage_ownership_problems, stages_of_rank
+from armature.parallel.tensor import adapter_problem, match_styles
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
@@ -57,6 +60,49 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
             for each, count in counts.items()
             if isinstance(count, int) and count % sizes["tensor"]
         ]
+    return found
+
+
+def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layout) -> list[str]:
+    """Return why adapters do not fit a model: patterns without a match, a rank of the pipeline that trains nothing."""
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception:  # of another's model, whose constructor needs real tensors: the ranks build it
+        return []
+    try:
+        adapter.add_to(model)
+    except ConfigError as error:
+        return error.problems
+    if not any(param.requires_grad for param in model.parameters()):
+        return ["task.adapter trains nothing. Type task.adapter.targets=null for all Linears in the blocks."]
+    if (plan := layout.plan) is None:
+        return []
+    found = []
+    if layout.axes["tensor"] > 1:
+        styles = match_styles(model, plan)
+        adapted = {styles[n] for n, m in model.named_modules() if isinstance(m, LoraLinear) and n in styles}
+        found += [problem for style in sorted(adapted) if (problem := adapter_problem(style)) is not None]
+    return found + (_idle_ranks(model, plan, layout) if layout.axes["pipe"] > 1 else [])
+
+
+def _idle_ranks(model: nn.Module, plan: Plan, layout: Layout) -> list[str]:
+    """Return the ranks of the pipeline whose stages have no trained parameter: an optimizer needs one."""
+    ranks, schedule = layout.axes["pipe"], layout.options["schedule"]
+    count = ranks * SCHEDULES[schedule].stages_per_rank
+    of_stages = blocks_of_stages(model, plan, count=count, block_counts=layout.options["stages"])
+    trained = {_stage_part(name, plan) for name, param in model.named_parameters() if param.requires_grad}
+    found = []
+    for rank in range(ranks):
+        stages = stages_of_rank(rank, ranks=ranks, schedule=schedule)
+        blocks = [block for stage in stages for block in of_stages[stage]]
+        ends = ["first"] * (0 in stages) + ["last"] * (count - 1 in stages)
+        if not trained & {*blocks, *ends}:
+            found.append(
+                f"strategy.pipe={ranks}: rank {rank} of the pipeline holds {plan.blocks} {', '.join(blocks)}, and "
+                "task.adapter trains nothing there. Adapt Linears in these blocks too (task.adapter.targets), or type "
+                "strategy=fsdp."
+            )
     return found
 
 

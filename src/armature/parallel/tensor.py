@@ -175,21 +175,30 @@ def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh,
         param.requires_grad_(name not in frozen)  # torch's SequenceParallel makes new parameters, which are trained
 
 
+_COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
+
+
+def adapter_problem(style: str) -> str | None:
+    """Return why a Linear of this tensor style takes no adapter, or None."""
+    if style in (*_COLUMNS, *_ROWS):
+        return None
+    return (
+        f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave it out of "
+        "task.adapter.targets, or type strategy=fsdp."
+    )
+
+
 def divide_adapter(
     module: nn.Module, adapters: dict[str, nn.Parameter | None], *, mesh: DeviceMesh, style: str
 ) -> None:
     """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one B's rows, of a row-sharded one
     A's columns. The other matrix, which has only `rank` rows or columns, is whole on every rank.
     """
-    columns, rows = ("column", "column_gathered"), ("row", "row_of_whole")
-    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style in columns else {"lora_A": Shard(1)}
+    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style in _COLUMNS else {"lora_A": Shard(1)}
     for name, param in adapters.items():
         assert param is not None
-        if style not in (*columns, *rows):
-            raise ConfigError(
-                f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave "
-                "it out of task.adapter.targets, or type strategy=fsdp."
-            )
+        if (problem := adapter_problem(style)) is not None:
+            raise ConfigError(problem)
         distributed = distribute_tensor(param, mesh, [placements.get(name, Replicate())], src_data_rank=None)
         module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
 

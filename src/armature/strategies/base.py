@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from armature.checkpoint import huggingface, state
 from armature.errors import ConfigError
+from armature.finetune.lora import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
@@ -26,8 +28,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     Attributes:
         seed: decides the initial weights and the random streams.
-        reads_pretrained: whether models that name a Hugging Face folder get their weights from it. A run that resumes
-            sets it to False: its checkpoint holds them.
+        held: whether the checkpoint that is loaded afterwards holds the weight of a name. Models that name a Hugging
+            Face folder get the others from it.
         imported: the parameters that come from such folders, by the name of their model.
         initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
             seed's.
@@ -37,7 +39,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     """
 
     bubble_share: float = 0.0
-    reads_pretrained: bool = True
+    held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}
 
     def configure_mixin(
@@ -112,7 +114,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             )
         self.parameter_count = sum(param.numel() for param in self.module.parameters())
         models = models_of(self.module)
-        self.imported = {name: huggingface.imported_names(m) if self.reads_pretrained else set() for name, m in models}
+        self.imported = {name: self._names_to_import(name, model) for name, model in models}
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
+        filled = {params[name] for name in names if name in params}
+        self.from_base = names | {name for name, param in params.items() if param in filled}  # tied ones have two
+        self.frozen_base = {name for name, param in params.items() if param in filled and not param.requires_grad}
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
         self.precision_plugin.convert_module(self.module)
@@ -123,6 +130,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True
 
+    def _names_to_import(self, name: str, model: nn.Module) -> set[str]:
+        """Return the names of what comes from the model's folder, which is not needed if a checkpoint holds all."""
+        own = [each for each, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(each)]
+        if all(self.held(f"{name}.{each}") for each in own):
+            return set()
+        return {each for each in huggingface.imported_names(model) if not self.held(f"{name}.{each}")}
+
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimizers are created."""
         for _, model in models_of(module):
@@ -132,8 +146,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             if self.compile != "none":
                 blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
         meta_names = initialization.materialize(module, device=self.root_device)
-        imported = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
-        initialization.initialize_by_name(module, seed=self.seed, names=meta_names - imported)
+        initialization.initialize_by_name(module, seed=self.seed, names=meta_names - self.from_base)
 
     def matrices(self) -> DistributedMatrices:
         """Return how the optimizer's work on whole matrices is distributed over ranks."""
@@ -148,9 +161,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards."""
         return {name: param for param, name in state.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
 
-    def weight_names(self) -> list[str]:
-        """Return the names of all ranks' `weights`, sorted. Called by all ranks."""
-        return sorted({name for names in process_group.all_gather_object([*self.weights()]) for name in names})
+    def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
+        """Return the names that any rank has, each once, sorted. Called by all ranks."""
+        return sorted({name for of_rank in process_group.all_gather_object([*names]) for name in of_rank})
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from armature.checkpoint import directory, lightning_file, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
+from armature.finetune import base
 from armature.finetune.lora import is_adapter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
@@ -47,6 +48,10 @@ class CheckpointMixin(LayoutMixin):
         random_state: this rank's random state of the loaded checkpoint, which training restores before its first draw.
         first_flags: `state.flags` of the module when it was set up.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank holds the whole model.
+        base: what a checkpoint's manifest says of the folder that frozen weights came from (`finetune.base.record`).
+            The checkpoint then leaves these weights out. None: it holds all weights.
+        from_base: the weights that came from folders at this start, by name. A checkpoint that is loaded may lack them.
+        frozen_base: those of them that were frozen then.
     """
 
     seed: int
@@ -54,6 +59,9 @@ class CheckpointMixin(LayoutMixin):
     first_flags: dict[str, bool]
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
+    base: Mapping[str, str] | None = None
+    from_base: Set[str] = frozenset()
+    frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
     _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
@@ -123,7 +131,8 @@ class CheckpointMixin(LayoutMixin):
             process_group.on_rank_0(partial(lightning_file.write, path, meta))
             return
         meta |= others
-        tensors |= self.extra_tensors()
+        left_out = self.unchanged_base()
+        tensors = {name: value for name, value in tensors.items() if name not in left_out} | self.extra_tensors()
         if not self.module.automatic_optimization and state.OPTIMIZER in checkpoint:
             tensors |= state.pending_gradients(self.module)
         groups = []
@@ -140,7 +149,17 @@ class CheckpointMixin(LayoutMixin):
             "flags": self._changed_flags(),
         }
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
+        entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
+
+    def unchanged_base(self) -> set[str]:
+        """Return the weights that checkpoints leave out: those that are as they were in the base model."""
+        if self.base is None:
+            return set()
+        stepped = {param for each in self.optimizers if isinstance(each, Optimizer) for param in each.state}
+        own = self.module.state_dict(keep_vars=True)
+        changed = {n for n, v in own.items() if isinstance(v, Tensor) and (v.requires_grad or v in stepped)}
+        return {*self.frozen_base} - changed
 
     # ------------------------------------------------------------ loading
     @override
@@ -189,9 +208,12 @@ class CheckpointMixin(LayoutMixin):
         """Load the weights, as `on_load_checkpoint` of the module left them."""
         late, fits = {}, self.module.trainer.state.fn == TrainerFn.FITTING
         if "state_dict" in checkpoint:
-            late = state.place_weights(self._source, self.module, checkpoint["state_dict"], strict=strict)
+            late = state.place_weights(
+                self._source, self.module, checkpoint["state_dict"], strict=strict,
+                may_lack=self.from_base.__contains__,
+            )  # fmt: skip
         elif self._loading is not None:
-            late = state.load_weights(self._loading, self.module, strict=strict)
+            late = state.load_weights(self._loading, self.module, strict=strict, may_lack=self.from_base.__contains__)
         self._late = late if fits else {}
         if not fits:
             _warn_of_left_out(self._source, late)
@@ -234,14 +256,17 @@ class CheckpointMixin(LayoutMixin):
         Adapters that the checkpoint does not have begin anew.
         """
         if not directory.is_file(path):
-            _warn_of_left_out(path, state.load_weights(path, self.module, may_lack=is_adapter))
+            _warn_of_left_out(path, state.load_weights(path, self.module, may_lack=self._may_lack))
             return
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
         late = state.place_weights(
-            path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading, may_lack=is_adapter
+            path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading, may_lack=self._may_lack
         )
         _warn_of_left_out(path, late)
+
+    def _may_lack(self, name: str) -> bool:
+        return is_adapter(name) or name in self.from_base
 
     # ------------------------------------------------------------ what callbacks freeze and unfreeze
     def _changed_flags(self) -> dict[str, bool]:

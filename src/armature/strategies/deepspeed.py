@@ -167,8 +167,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         """Return unsharded fp32 weights; rank i % N has parameter i, so that N ranks write in parallel."""
         from deepspeed.utils import safe_get_full_fp32_param
 
-        tensors = {}
+        tensors, left_out = {}, self.unchanged_base()
         for i, (name, param) in enumerate(self.module.named_parameters()):
+            if name in left_out:
+                continue
             full = cast(Tensor, safe_get_full_fp32_param(param)) if param.requires_grad else self._gathered(param)
             if i % self.world_size == self.global_rank:
                 tensors[name] = full.detach().to("cpu", copy=True)
@@ -221,7 +223,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         changed = checkpoint.get("state_dict")  # by hooks
         held = saved if changed is None else changed
         if strict:
-            state.check_names(path, held, list(self.module.state_dict()))
+            state.check_names(path, held, list(self.module.state_dict()), may_lack=self.from_base)
 
         def whole(names: list[str]) -> dict[str, Any]:
             read = state.load_tensors(path, [name for name in names if changed is None or name not in changed], saved)

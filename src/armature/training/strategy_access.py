@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+
+from armature.finetune.lora import Lora
 
 
 @runtime_checkable
@@ -20,11 +22,17 @@ class StrategyAccess(Protocol):
     left_out_flag: Tensor | None
 
     def weights(self) -> dict[str, nn.Parameter]: ...
-    def weight_names(self) -> list[str]: ...
+    def names_of_all_ranks(self, names: Iterable[str]) -> list[str]: ...
     def local(self, tensor: Tensor) -> Tensor: ...
     def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
     def gradient_norms(self, params: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None: ...
+
+
+def trained_weights(strategy: StrategyAccess, module: LightningModule) -> dict[str, nn.Parameter]:
+    """Return this rank's part of the weights that may change: with adapters, all others are frozen for good."""
+    adapted = isinstance(getattr(module, "adapter", None), Lora)
+    return {name: weight for name, weight in strategy.weights().items() if weight.requires_grad or not adapted}
 
 
 def strategy_of(trainer: Trainer, callback: object) -> StrategyAccess:

@@ -123,6 +123,11 @@ def _counts(value: Any) -> str | None:
     return None if good else "must be numbers of blocks from 1, as in [5,6,5], or null"
 
 
+def _patterns(value: Any) -> str | None:
+    good = value is None or (isinstance(value, list) and all(isinstance(each, str) and each for each in value))
+    return None if good else "must be a list of names or patterns, as in [q,v]"
+
+
 def _paths(value: Any) -> str | None:
     texts = value if isinstance(value, list) and value else [value]
     good = value is None or all(isinstance(text, str) and text and "\0" not in text for text in texts)
@@ -185,6 +190,11 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "task.preview_prompt": _text("text to continue"),
     "task.preview_tokens": _number(least=0, whole=True),
     "task.preview_temperature": _number(least=0),
+    "task.adapter.rank": _count,
+    "task.adapter.alpha": _number(above=0),
+    "task.adapter.dropout": _number(least=0, below=1),
+    "task.adapter.targets": _patterns,
+    "task.adapter.train": _patterns,
     "scheduler.warmup": _length,
     "scheduler.decay": _length,
     "scheduler.final": _number(least=0),

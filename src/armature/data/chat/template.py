@@ -240,15 +240,11 @@ def load(folder: Path, *, template: str | None) -> ChatTemplate:
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """Return a tokenizer that reads special tokens in a text as such: templates write them so. Raises ConfigError."""
-    from tokenizers import Tokenizer
-
+    """Return the tokenizer of a folder for conversations, whose templates write special tokens as text."""
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"data.source.tokenizer={file}: {error_line(error)}. Name a folder with another.") from error
-    tokens.forget_lengths(tokenizer)
-    return tokenizer
+        return tokens.read(file)
+    except ConfigError as error:
+        raise ConfigError(f"data.source.tokenizer={error} Name a folder with another.") from error
 
 
 def _typed(template: str) -> str:

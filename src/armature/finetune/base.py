@@ -1,0 +1,112 @@
+"""The base model of a run whose checkpoints hold only what it trains: recorded in each, compared before it is read.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from armature.checkpoint import directory, resume
+from armature.errors import ConfigError
+from armature.finetune import folder
+
+KEY = "base"  # of a manifest
+_SAMPLE = 4096  # bytes, at the start, in the middle and at the end of each tensor
+
+
+def record(path: Path) -> dict[str, str]:
+    """Return what a manifest says of a base model, to know it again.
+
+    `fingerprint` covers config.json and the names, types and shapes of all tensors, `values` a sample of each tensor's
+    bytes: two fine-tunes of one model agree in the first only. Neither depends on where the folder is, or on how its
+    tensors are spread over files. Raises ConfigError for a file that cannot be read.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(folder.weights(path).tensors.items()):
+        digest.update(name.encode())
+        digest.update(_sample(path / tensor.file, *tensor.span))
+    return {"folder": str(path.absolute()), "fingerprint": folder.fingerprint(path), "values": digest.hexdigest()[:16]}
+
+
+def _sample(file: Path, start: int, end: int) -> bytes:
+    middle = start + (end - start - _SAMPLE) // 2
+    found = []
+    try:
+        with file.open("rb") as opened:
+            for place in dict.fromkeys(max(start, each) for each in (start, middle, end - _SAMPLE)):
+                opened.seek(place)
+                found.append(opened.read(min(_SAMPLE, end - place)))
+    except OSError as error:
+        raise ConfigError(f"{file}: it cannot be read ({error.strerror or error}).") from error
+    return b"".join(found)
+
+
+def recorded(checkpoint: Path | None) -> dict[str, str] | None:
+    """Return the base model that a checkpoint leaves out, or None if it holds all weights."""
+    manifest = None if checkpoint is None else directory.read_manifest(checkpoint)
+    found = (manifest or {}).get(KEY)
+    keys = ("folder", "fingerprint", "values")
+    return {key: str(found.get(key)) for key in keys} if isinstance(found, dict) else None
+
+
+def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
+    """Return the folder of this name if it is the base model that a checkpoint leaves out.
+
+    Args:
+        name: of a folder, or of a model on Hugging Face's hub.
+        needed: what the checkpoint says of its base model, as `record`.
+
+    Raises:
+        ConfigError: it is not there, or another model.
+    """
+    holds = f"{checkpoint} holds only what was trained. Its base model was {needed['folder']}."
+    remedy = "Type model.pretrained=FOLDER with that model's folder, wherever it is now."
+    try:
+        path = folder.find(name)
+        if problems := [*folder.weights(path).problems] or _differences(name, path, needed, checkpoint):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, f"{holds} {remedy}"]) from None
+    return path
+
+
+def _differences(name: str, path: Path, needed: Mapping[str, str], checkpoint: Path) -> list[str]:
+    there, run_dir = record(path), resume.run_of(checkpoint)
+    if there["fingerprint"] == needed["fingerprint"]:
+        same = there["values"] == needed["values"]
+        return [] if same else [f"model.pretrained={name} is another model: its weights have other values."]
+    kept = None if run_dir is None else folder.kept_in(run_dir)
+    before, now = folder.config(kept or path), folder.config(path)
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if not keys:
+        return [f"model.pretrained={name} is another model: its tensors have other names, types or shapes."]
+    what = f"model.pretrained={name} is another model: its {folder.CONFIG} differs in {folder.some(keys)}."
+    if there["values"] == needed["values"]:
+        what += f" Its weights are the same: type cp {kept}/{folder.CONFIG} {path}/ to use it."
+    return [what]
+
+
+def verified(cfg: Any, checkpoint: Path) -> Path | None:
+    """Return the folder that a checkpoint's other weights are read from, or None if it holds them all.
+
+    Args:
+        cfg: of a run that has ended its checks: run.dir is where it is now.
+
+    Raises:
+        ConfigError: as `found`.
+    """
+    needed = recorded(checkpoint)
+    return None if needed is None else found(str(name_of(cfg, checkpoint)), needed, checkpoint)
+
+
+def name_of(cfg: Any, checkpoint: Path) -> str | None:
+    """Return the name of a run's base model, or None if it has none: not that of the run's copy of its small files."""
+    name, kept = OmegaConf.select(cfg, "model.pretrained"), folder.kept_in(Path(str(cfg.run.dir)))
+    is_copy = name is not None and kept is not None and Path(name).resolve() == kept.resolve()  # by `check.relocate`
+    return (recorded(checkpoint) or {}).get("folder", name) if is_copy else name
