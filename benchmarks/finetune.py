@@ -87,7 +87,9 @@ def right_answers(run: Path, file: Path) -> float:
     from armature.data.chat import conversations, template
     from armature.finetune import inference
 
-    held_out = [each.messages for each in conversations.read(sources.find(str(file))) if each.place < 0.05]
+    held_out = [
+        each.messages for each in conversations.read(sources.find(str(file)), conversations.parse) if each.place < 0.05
+    ]
     asked = [chat for chat in held_out if not chat[0]["content"].startswith("What does it do?")][:ASKED]
     loaded = inference.load_run(run)
     answers = inference.answers(
