@@ -87,7 +87,8 @@ def test_a_run_resumes_bit_for_bit_in_its_own_folder_and_in_another(train, parts
     moved = train("moved", *FULL, f"resume={straight / 'checkpoints' / 'step=000003'}")
     assert rows(moved)[-1] == table[-1]
     shown = running.script("evaluate.py", str(stopped), "--split", "val", cwd=parts).stdout
-    found = dict(line.split() for line in shown.splitlines()[1:])
+    found = dict(line.split() for line in shown.splitlines() if line.startswith("  val/"))
+    assert "val/loss" in found
     for name, value in found.items():
         assert float(value) == pytest.approx(float(table[-1][name]), abs=1e-5)
     exported = running.script("convert.py", str(straight), str(parts / "exported"), cwd=parts).stdout
