@@ -18,7 +18,7 @@ from armature import files
 from armature.checkpoint import convert, huggingface, state, storage
 from armature.data.chat import template
 from armature.errors import ConfigError
-from armature.finetune import architecture, check, folder
+from armature.finetune import architecture, check, folder, nf4
 from armature.finetune.lora import Lora, is_adapter, merge
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
@@ -96,7 +96,7 @@ class Source:
     """The weights of a checkpoint, under Hugging Face's names. Adapters are added to their weights.
 
     Attributes:
-        names: the checkpoint's names of weights by Hugging Face's.
+        names: the checkpoint's names of weights by Hugging Face's; of a matrix of 4 bits that of its codes.
         adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
     """
 
@@ -119,13 +119,20 @@ class Source:
                 self.adapters.setdefault(str(theirs(base)), []).append(saved_as)
                 self.adapters[str(theirs(base))].sort()
                 continue
-            if (renamed := theirs(name.removeprefix(convert.MODEL))) is None:
+            if (renamed := theirs(nf4.weight_of(name.removeprefix(convert.MODEL)))) is None:
                 raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
-            self.names[renamed] = saved_as
+            if nf4.weight_of(name) == name or name.endswith(".codes"):
+                self.names[renamed] = saved_as
+
+    def elements(self, name: str) -> int:
+        """Return the number of elements of a weight."""
+        saved_as = self.names[name]
+        return self.saved[saved_as].size.numel() * (1 if nf4.weight_of(saved_as) == saved_as else 2)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        found = self._load([self.names[name] for name in names])
-        weights = {name: found[self.names[name]] for name in names}
+        parts = {name: nf4.parts_of(self.names[name]) for name in names}
+        found = self._load([saved_as for of_weight in parts.values() for saved_as in of_weight])
+        weights = {name: nf4.joined([found.pop(part) for part in parts[name]]) for name in names}
         for name in weights.keys() & self.adapters.keys():
             a, b = self.read_adapter(name)
             weights[name] = weights[name].float() + self.scale * (b.float() @ a.float())
@@ -173,7 +180,7 @@ def _write_weights(source: Source, target: Path, dtype: torch.dtype, shard_bytes
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
     config = folder.config(target)
     names = [name for name in source.names if name != "lm_head.weight" or not config["tie_word_embeddings"]]
-    sizes = {name: source.saved[source.names[name]].size.numel() * dtype.itemsize for name in names}
+    sizes = {name: source.elements(name) * dtype.itemsize for name in names}
     shards: list[list[str]] = [[]]
     for name in names:
         if shards[-1] and sum(sizes[each] for each in shards[-1]) + sizes[name] > shard_bytes:

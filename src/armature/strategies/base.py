@@ -145,8 +145,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return True
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards."""
-        return {name: param for param, name in state.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
+        """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards.
+
+        Frozen weights of 4 bits are left out: their bytes are no values.
+        """
+        named = state.parameter_names(self.module).items()
+        return {name: param for param, name in named if param.is_floating_point()}  # pyright: ignore[reportReturnType]
 
     def weight_names(self) -> list[str]:
         """Return the names of all ranks' `weights`, sorted. Called by all ranks."""
