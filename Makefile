@@ -28,6 +28,9 @@ help: ## List the targets
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
 	@$(if $(EXTRAS),$(BIN)/pip install --quiet $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
 
+setup-finetune: ## The same as make setup EXTRAS=finetune
+	@$(MAKE) setup EXTRAS=finetune
+
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
@@ -58,6 +61,31 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
 	.venv-extras/bin/pip install --quiet --requirement requirements-extras.txt "$(TORCH)"
 	@touch $@
+
+runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size
+	@$(BIN)/python scripts/runs.py $(ARGS)
+
+# the tools that build the pages have their own environment
+.venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv --clear .venv-docs
+	@echo '*' > .venv-docs/.gitignore
+	.venv-docs/bin/pip install --quiet --requirement requirements-docs.txt
+	@touch $@
+
+docs: .venv-docs/.installed ## Build the pages of docs/ as a site in .site; ARGS=serve shows it while you write
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
+
+docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site without a warning, and check the pages and the furniture
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	$(BIN)/python scripts/reference.py --check
+	.venv-docs/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv-docs/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	.venv-docs/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	.venv-docs/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	.venv-docs/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	.venv-docs/bin/pre-commit validate-config
+	.venv-docs/bin/hadolint Dockerfile
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
 bench: $(VENV)/.installed .venv-extras/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
 	$(BIN)/python -m benchmarks --all $(ARGS)
@@ -93,6 +121,7 @@ format: $(VENV)/.installed-dev ## Format the code
 
 clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
-	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup train test test-fast test-gpu parity simulate-check habits resume-proof bench faults checks format clean
+.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits resume-proof runs docs docs-check bench faults \
+	checks format clean

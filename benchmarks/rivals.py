@@ -40,10 +40,14 @@ def lightning(job: Job, folder: Path) -> None:
             optimizer = parts.optimizer_of(job, self.model)
             return [optimizer], [{"scheduler": parts.schedule_of(job, optimizer), "interval": "step"}]
 
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            if job.clip is not None:  # Lightning's own clipping refuses fused optimizers
+                nn.utils.clip_grad_norm_(self.parameters(), job.clip)
+
     precision: Any = job.precision
     trainer = L.Trainer(
         accelerator="gpu" if job.device == "cuda" else "cpu", devices=1, precision=precision, max_epochs=-1,
-        max_steps=job.total_steps, gradient_clip_val=job.clip, accumulate_grad_batches=job.accumulate(1),
+        max_steps=job.total_steps, accumulate_grad_batches=job.accumulate(1),
         log_every_n_steps=job.log_every_n_steps, default_root_dir=folder, callbacks=[LightningGate()],
     )  # fmt: skip
     trainer.fit(Module(), parts.loader_of(job))

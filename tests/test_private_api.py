@@ -7,6 +7,7 @@ they are given; None stands for an attribute: of the module or class, or one tha
 import ast
 import importlib
 import inspect
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -164,6 +165,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
+    ("torch.nn:Module", "_non_persistent_buffers_set", None, "models/huggingface/names.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
@@ -299,6 +301,18 @@ DEEPSPEED = [
     ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat", None),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
 ]
+TRANSFORMERS = [  # in .venv-extras: models/huggingface/ and finetune/built.py
+    ("transformers.modeling_utils:PreTrainedModel", "_no_split_modules"),
+    ("transformers.modeling_utils:PreTrainedModel", "_keys_to_ignore_on_load_unexpected"),
+    ("transformers.modeling_utils:PreTrainedModel", "tp_plan"),
+    ("transformers.modeling_utils:PreTrainedModel", "base_model_prefix"),
+    ("transformers.conversion_mapping", "get_model_conversion_mapping"),
+    ("transformers.core_model_loading", "WeightConverter"),
+    ("transformers.core_model_loading", "WeightRenaming"),
+    ("transformers.core_model_loading", "rename_source_key"),
+    ("transformers.masking_utils", "find_packed_sequence_indices"),
+    ("transformers", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+]
 OURS_OR_PYTHONS = {"_asdict", "_exit", "_getframe", "_target_"}
 
 
@@ -341,6 +355,23 @@ def test_a_private_name_of_deepspeed_is_as_we_know_it(owner, name, parameters):
     check(owner, name, parameters, "src/armature/strategies/deepspeed.py")
 
 
+@pytest.mark.slow
+def test_names_of_transformers_are_as_we_know_them():
+    """They lie in another environment, whose Python looks for them."""
+    python = SOURCE.parents[1] / ".venv-extras" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    code = (
+        "import importlib, sys\n"
+        f"for owner, name in {TRANSFORMERS!r}:\n"
+        "    module, _, cls = owner.partition(':')\n"
+        "    holder = importlib.import_module(module)\n"
+        "    holder = getattr(holder, cls) if cls else holder\n"
+        "    assert hasattr(holder, name), f'transformers changed {owner}.{name}: see src/armature/models/huggingface/'"
+    )
+    subprocess.run([str(python), "-c", code], check=True, timeout=200)
+
+
 def test_a_change_is_named():
     with pytest.raises(AssertionError, match=r"lightning 2\..* changed .*_FitLoop\._gone: see src/armature/x\.py"):
         check(FIT, "_gone", None, "src/armature/x.py")
@@ -350,7 +381,7 @@ def test_a_change_is_named():
 
 def test_the_table_is_complete():
     used, ours = _private_names()
-    known = {name for _, name, *_ in [*TABLE, *DEEPSPEED]} | OURS_OR_PYTHONS
+    known = {name for _, name, *_ in [*TABLE, *DEEPSPEED, *TRANSFORMERS]} | OURS_OR_PYTHONS
     imported = {f"{owner.replace(':', '.')}.{name}" for owner, name, *_ in TABLE}
     imported |= {owner.replace(":", ".") for owner, *_ in TABLE}
     missing = {

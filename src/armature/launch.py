@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from armature import run_dir
 from armature.checkpoint import resume
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
 from armature.planner import auto
@@ -86,7 +87,12 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
 
 
 def _check_built(cfg: DictConfig, layout: Layout) -> None:
-    """Check the plan against the model itself. Building it on the meta device takes torch, but no process."""
+    """Check plan and folder against the model itself. Building it on the meta device takes torch, but no process."""
+    if pretrained.is_of_transformers(cfg):
+        from armature.finetune import built
+
+        if found := built.problems(cfg):
+            raise ConfigError(found)
     if layout.kind != "mesh" or layout.plan is None or layout.world_size == 1:
         return
     from hydra.utils import instantiate

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,7 @@ from armature.data import adapter
 from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
+from armature.parallel import initialization
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -53,6 +55,7 @@ def open_run(
     OmegaConf.update(cfg, "run.dir", str(run_path))
     targets.check(cfg, overrides=overrides or [], packages=packages)
     pretrained.relocate(cfg, run_path)
+    pretrained.require_transformers(cfg)
 
     def find() -> list[Path]:
         if path != run_path or not best:
@@ -129,7 +132,7 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
     task.configure_model()
     if any(p.is_meta for p in task.parameters()):
-        task.to_empty(device="cpu")
+        initialization.materialize(task, device=torch.device("cpu"))  # not to_empty, which empties computed buffers
     if checkpoint is not None:
         with storage.reading_beside_training(checkpoint):
             saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)

@@ -48,7 +48,8 @@ def assert_same(run: Run, steps: int = 6) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", ["fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "pipeline 2, zero bubble"]
+    "layout",
+    ["fsdp 2", "hsdp 2×2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "pipeline 2, zero bubble", "2×2×2"],
 )
 def test_fp16_trains_as_one_process_does_and_skips_the_same_steps(layout: str) -> None:
     assert alone().facts["scaler"]["scale"] == 2.0**16 / 2**3  # every second of six steps overflows

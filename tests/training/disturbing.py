@@ -1,11 +1,12 @@
 """Callbacks that slow down or break one rank's model, whatever the strategy. Imported by the ranks."""
 
+import math
 import time
 
-import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from armature.parallel.gradients import local_part
 from armature.training import stragglers
 from armature.training.step_log import StepLog
 
@@ -30,7 +31,7 @@ class Slow(Callback):
 
 
 class Breaks(Callback):
-    """Let the embedding return NaN for the samples of one step, also after a rollback and in a replay.
+    """Let the embedding return NaN for batches with samples of one step, also after a rollback and in a replay.
 
     Args:
         step: at the first time.
@@ -54,5 +55,5 @@ class Breaks(Callback):
     def _break(embed, inputs, output):
         if Breaks.tokens is None or not embed.training:
             return output
-        same = (inputs[0].unsqueeze(1) == Breaks.tokens).all(dim=-1).any(dim=1)
-        return output + torch.where(same, torch.nan, 0.0).reshape(-1, 1, 1)
+        same = (local_part(inputs[0]).unsqueeze(1) == Breaks.tokens).all(dim=-1)
+        return output * math.nan if same.any() else output

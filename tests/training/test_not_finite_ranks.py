@@ -76,13 +76,14 @@ def broken(forks, corpus):
     return run
 
 
+@pytest.mark.parametrize(("layout", "ranks"), [("pipeline", 2), ("tensor", 2), ("fsdp_tensor", 4)])
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_what_follows_is_the_same_in_a_pipeline(policy, broken):
-    """One stage alone holds the module that breaks."""
+def test_what_follows_is_the_same_under_every_axis(policy, layout, ranks, broken):
+    """One stage of a pipeline holds the embedding, and the ranks of a tensor axis share it."""
     expected, losses = broken(policy, "single", 1)
     assert len(losses) == 8
     assert sum(not math.isfinite(loss) for loss in losses) == (policy == "skip")
-    event, others = broken(policy, "pipeline", 2)
+    event, others = broken(policy, layout, ranks)
     assert (event["step"], event["place"], event["name"]) == (5, "forward", "model.embed (Embedding)")
     assert others == pytest.approx(losses, rel=1e-4, nan_ok=True)
     assert samples_of(event) == samples_of(expected)

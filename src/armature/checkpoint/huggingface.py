@@ -1,7 +1,8 @@
 """Weights of Hugging Face folders, straight into a model under any layout.
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which returns Hugging Face's
-name of one of its parameters, or None for one that they do not have.
+name of one of its parameters, or None for one that they do not have. A model whose names depend on the folder has
+`names_in` instead: it is given the names of the folder's tensors, and returns those that it takes, by its own names.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -28,7 +29,11 @@ QUANTIZED_AT_ONCE = 64_000_000  # elements of the unsharded matrices that are in
 
 def imported_names(model: nn.Module) -> set[str]:
     """Return the parameters that `read` fills, by the model's own names; none if it does not start from a folder."""
-    if not isinstance(getattr(model, "pretrained", None), str) or not hasattr(model, "pretrained_name"):
+    if not isinstance(getattr(model, "pretrained", None), str):
+        return set()
+    if hasattr(model, "names_in"):
+        return set(_names_in(model, _weights(folders.find(str(model.pretrained)))))
+    if not hasattr(model, "pretrained_name"):
         return set()
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name for name in named if model.pretrained_name(nf4.weight_of(name)) is not None}  # pyright: ignore[reportCallIssue]
@@ -42,12 +47,14 @@ def read(model: nn.Module, names: Iterable[str]) -> None:
     if the folder's is. Raises ConfigError, or OSError if a file cannot be read.
     """
     folder, held, wanted = folders.find(str(model.pretrained)), dict(model.named_parameters()), set(names)
+    found = _weights(folder)
+    if hasattr(model, "names_in"):
+        theirs, held = _names_in(model, found), held | dict(model.named_buffers())
+        _load(folder, found.files, {theirs[name]: held[name].detach() for name in held if name in wanted})
+        return
     quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
     targets.pop(None, None)  # the parts of quantized matrices
-    found = folders.weights(folder)
-    if found.problems:
-        raise ConfigError([*found.problems])
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
     _load(folder, found.files, own)
@@ -71,6 +78,20 @@ def _few_at_once(linears: dict[str, nf4.Nf4Linear]) -> Iterator[dict[str, nf4.Nf
         few[name], elements = linear, elements + size
     if few:
         yield few
+
+
+def _weights(folder: Path) -> folders.Weights:
+    found = folders.weights(folder)
+    if found.problems:
+        raise ConfigError([*found.problems])
+    return found
+
+
+def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
+    try:
+        return model.names_in(found.tensors)  # pyright: ignore[reportCallIssue]
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
 
 
 def _load(folder: Path, files_of_index: list[str], tensors: dict[str, Tensor]) -> None:

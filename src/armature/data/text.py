@@ -57,7 +57,7 @@ class TokenData(DataModule):
             raise ConfigError(
                 f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
                 f"({self.source.fingerprint}): files or settings of the corpus have changed. Restore the corpus that "
-                "it was trained on, or type resume=never. To use its weights alone, see Fine-tuning in the README."
+                "it was trained on, or type resume=never. To use its weights alone, see docs/checkpoints.md."
             )
         super().load_state_dict(state_dict)
 

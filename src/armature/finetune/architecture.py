@@ -13,7 +13,7 @@ from armature.finetune.folder import some
 from armature.models.decoder.check import windows_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-OTHERS = "model=huggingface runs other causal models with transformers' own code"
+OTHERS = "model=huggingface runs any causal model with transformers' own code"
 SIZES = {  # ours → theirs
     "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
     "ffn_hidden": "intermediate_size", "norm_eps": "rms_norm_eps",

@@ -11,13 +11,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from armature.checkpoint import resume
 from armature.errors import ConfigError
-from armature.finetune import architecture, folder
+from armature.finetune import architecture, folder, others
 from armature.models.decoder import names
 
 log = logging.getLogger(__name__)
 DECODER = "armature.models.decoder.model.Decoder"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
+READ = {DECODER: architecture.arguments, **dict.fromkeys(others.TARGETS, others.arguments)}
 _TIED = {names.theirs(names.HEAD): names.theirs(names.EMBEDDING)}
 
 
@@ -30,26 +31,37 @@ def fill(cfg: DictConfig) -> DictConfig:
     if (name := named_by(cfg)) is None:
         return cfg
     cfg = cfg.copy()
-    run_dir = _resumed(cfg)
+    run_dir = resumed(cfg)
     path = _locate(cfg, name, run_dir)
-    config = folder.config(path)
-    args = architecture.arguments(config, name=name)
+    config, target = folder.config(path), cfg.model._target_
+    args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
     problems += _tokenizer_problems(cfg, path, args["vocab_size"])
     if run_dir is None:
-        problems += weight_problems(path, args)
+        problems += weight_problems(path, args) if target == DECODER else folder.weights(path).problems
     if problems:
         raise ConfigError(problems)
     return cfg
 
 
 def named_by(cfg: DictConfig) -> str | None:
-    """Return the folder that a decoder's configuration names, or None."""
-    ours = OmegaConf.select(cfg, "model._target_") == DECODER
+    """Return the folder that a model's configuration names, or None."""
+    ours = OmegaConf.select(cfg, "model._target_") in READ
     return OmegaConf.select(cfg, KEY) if ours else None
 
 
-def _resumed(cfg: DictConfig) -> Path | None:
+def is_of_transformers(cfg: DictConfig) -> bool:
+    """Return whether transformers builds and computes the model."""
+    return OmegaConf.select(cfg, "model._target_") in others.TARGETS
+
+
+def require_transformers(cfg: DictConfig) -> None:
+    """Raise ConfigError if the model is one of transformers' and that is not installed."""
+    if is_of_transformers(cfg):
+        others.require_transformers(f"{KEY}={cfg.model.pretrained}")
+
+
+def resumed(cfg: DictConfig) -> Path | None:
     """Return the run directory if this start resumes from a checkpoint in it, or None."""
     if cfg.run.name is None or cfg.resume == "never":
         return None
@@ -124,9 +136,9 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
     return bool(given == value)
 
 
-def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int) -> list[str]:
+def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> list[str]:
     own, found = path / folder.TOKENIZER, []
-    if not own.is_file():
+    if not own.is_file() or vocab_size is None:
         return found
     if (last := folder.largest_token(own)) >= vocab_size:
         found.append(
@@ -171,8 +183,11 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
     if wrong := [f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
     kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
-    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in ("F64", "F32", "F16", "BF16")]:
-        found.append(
-            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the original folder."
-        )
-    return found
+    return found + type_problems(path, kinds)
+
+
+def type_problems(path: Path, kinds: Mapping[str, str]) -> list[str]:
+    """Return which weights have a type (safetensors' name of it) that is not read."""
+    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
+        return [f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the original folder."]
+    return []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from armature.finetune.lora import Lora, is_adapter, merge
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import theirs
+from armature.models.decoder.names import HEAD, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -49,22 +51,22 @@ def export(
     Raises:
         ConfigError: the model is no decoder that Hugging Face's architectures compute, or its logits differ.
     """
-    args = decoder_arguments(cfg)
     kept = folder.kept_in(Path(cfg.run.dir))
     base = folder.config(kept) if kept is not None else None
     if dtype is None:
         dtype = str((base or {}).get("dtype") or (base or {}).get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.")
-    config = architecture.config_of(args, dtype=dtype, base=base)
+    form = form_of(cfg)
+    config = form.config(dtype, base)
     with files.folder_beside(target) as beside:
         part = beside / target.name
         part.mkdir()
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         _write_tokenizer(kept, Path(cfg.run.dir), part)
-        source = Source(checkpoint, average=average, adapter=adapter_of(cfg))
-        names = _write_weights(source, part, getattr(torch, dtype), shard_bytes)
-        far = _difference(cfg, source, args, part, getattr(torch, dtype), average=average)
+        source = Source(checkpoint, form.rename, average=average, adapter=adapter_of(cfg))
+        names = _write_weights(source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out)
+        far = _difference(cfg, source, form, part, getattr(torch, dtype), average=average)
         if not far <= _NEAR:
             raise ConfigError(
                 f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it was not written. "
@@ -75,12 +77,65 @@ def export(
     return f"{target}: {len(names)} tensors of {dtype} in {count} file{'s' * (count > 1)}; its logits are the run's"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a run's model is written as a folder.
+
+    Attributes:
+        context, vocab_size: of the tokens that both are compared on.
+        rename: returns Hugging Face's name of a parameter, or None; `module_name` the name in transformers' model.
+        left_out: Hugging Face's names of what is not written: tied parameters, but for one of their names.
+        config: returns config.json, given the weights' type and the config.json that the run started from.
+        read: returns the model of a folder, in fp32 on the CPU and in evaluation mode.
+    """
+
+    context: int
+    vocab_size: int
+    rename: Callable[[str], str | None]
+    module_name: Callable[[str], str | None]
+    left_out: Collection[str]
+    config: Callable[[str, Mapping[str, Any] | None], dict[str, Any]]
+    read: Callable[[Path], nn.Module]
+
+
+def form_of(cfg: DictConfig) -> Form:
+    """Return how a run's model is written. Raises ConfigError for a model that has no such form."""
+    if check.is_of_transformers(cfg):
+        return _form_of_transformers(cfg)
+    args = decoder_arguments(cfg)
+    return Form(
+        context=args["context"], vocab_size=args["vocab_size"], rename=theirs, module_name=theirs,
+        left_out=[str(theirs(HEAD))] if args["tied"] else [],
+        config=lambda dtype, base: architecture.config_of(args, dtype=dtype, base=base),
+        read=partial(read_decoder, context=args["context"]),
+    )  # fmt: skip
+
+
+def _form_of_transformers(cfg: DictConfig) -> Form:
+    with torch.device("meta"):
+        model: Any = instantiate(cfg.model)()
+
+    def config(dtype: str, base: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {k: v for k, v in (base or {}).items() if k not in ("dtype", "torch_dtype")} | {"torch_dtype": dtype}
+
+    def read(path: Path) -> nn.Module:
+        with torch.device("meta"):
+            built = instantiate(cfg.model, pretrained=str(path))()
+        return _read(built)
+
+    return Form(
+        context=cfg.model.context, vocab_size=model.inner.config.get_text_config().vocab_size, rename=model.saved_name,
+        module_name=lambda name: name.removeprefix("inner."), config=config, read=read,
+        left_out=[model.saved_name(name) for name in model.inner.all_tied_weights_keys],
+    )  # fmt: skip
+
+
 def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
     """Return all arguments of a run's decoder. Raises ConfigError for another model."""
     if cfg.model._target_ != check.DECODER:
         raise ConfigError(
-            f"model._target_={cfg.model._target_}: only {check.DECODER} has Hugging Face's form. Name a file "
-            "(.safetensors, .ckpt, .onnx or .pt2) instead."
+            f"model._target_={cfg.model._target_}: only {check.DECODER} and models of transformers have Hugging Face's "
+            "form. Name a file (.safetensors, .ckpt, .onnx or .pt2) instead."
         )
     given: Any = OmegaConf.to_container(cfg.model, resolve=True)
     args = signatures.defaults_of(check.DECODER) | {k: v for k, v in given.items() if k[0] != "_"}
@@ -100,7 +155,10 @@ class Source:
         adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
     """
 
-    def __init__(self, checkpoint: Path, *, average: bool = False, adapter: Lora | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, rename: Callable[[str], str | None], *, average: bool = False,
+        adapter: Lora | None = None,
+    ) -> None:  # fmt: skip
         self.checkpoint, self.scale = checkpoint, 0.0 if adapter is None else adapter.scale
         try:
             self.saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
@@ -115,11 +173,11 @@ class Source:
         for name in own:
             saved_as = prefix + name if prefix + name in self.saved else name
             if adapter is not None and is_adapter(name):  # A before B
-                base = f"{name.removeprefix(convert.MODEL).rpartition('.')[0]}.weight"
-                self.adapters.setdefault(str(theirs(base)), []).append(saved_as)
-                self.adapters[str(theirs(base))].sort()
+                base = str(rename(f"{name.removeprefix(convert.MODEL).rpartition('.')[0]}.weight"))
+                self.adapters.setdefault(base, []).append(saved_as)
+                self.adapters[base].sort()
                 continue
-            if (renamed := theirs(nf4.weight_of(name.removeprefix(convert.MODEL)))) is None:
+            if (renamed := rename(nf4.weight_of(name.removeprefix(convert.MODEL)))) is None:
                 raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
             if nf4.weight_of(name) == name or name.endswith(".codes"):
                 self.names[renamed] = saved_as
@@ -176,10 +234,11 @@ def _write_chat_template(run_dir: Path, target: Path) -> None:
         files.replace(file, json.dumps(made | {"eos_token_id": [*ends, end]}, indent=2) + "\n")
 
 
-def _write_weights(source: Source, target: Path, dtype: torch.dtype, shard_bytes: int) -> list[str]:
+def _write_weights(
+    source: Source, target: Path, dtype: torch.dtype, shard_bytes: int, *, left_out: Collection[str]
+) -> list[str]:
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
-    config = folder.config(target)
-    names = [name for name in source.names if name != "lm_head.weight" or not config["tie_word_embeddings"]]
+    names = [name for name in source.names if name not in left_out]
     sizes = {name: source.elements(name) * dtype.itemsize for name in names}
     shards: list[list[str]] = [[]]
     for name in names:
@@ -201,11 +260,11 @@ def _write_weights(source: Source, target: Path, dtype: torch.dtype, shard_bytes
 
 @torch.no_grad()
 def _difference(
-    cfg: DictConfig, source: Source, args: Mapping[str, Any], target: Path, dtype: torch.dtype, *, average: bool
+    cfg: DictConfig, source: Source, form: Form, target: Path, dtype: torch.dtype, *, average: bool
 ) -> float:
     """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share of the largest."""
-    length = min(args["context"], _PROBES)
-    ids = torch.randint(args["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0))
+    length = min(form.context, _PROBES)
+    ids = torch.randint(form.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     task = load_task(cfg, source.checkpoint)
     if average:
         task.load_state_dict(convert.weights_of(source.checkpoint, average=True), strict=False)
@@ -215,7 +274,7 @@ def _difference(
         param.copy_(param.to(dtype))
     expected = model(ids)
     del task, model
-    found = read_decoder(target, context=args["context"])(ids)
+    found = form.read(target)(ids)
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -224,6 +283,11 @@ def read_decoder(path: Path, *, context: int) -> nn.Module:
     args = architecture.arguments(folder.config(path), name=str(path))
     with torch.device("meta"):
         model = Decoder(**args, context=context, pretrained=str(path))
+    return _read(model)
+
+
+def _read(model: nn.Module) -> nn.Module:
+    """Give a model on the meta device the weights of the folder that it names."""
     initialization.materialize(model, device=torch.device("cpu"))
     huggingface.read(model, huggingface.imported_names(model))
     return model.eval()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from armature import files
 from armature.errors import ConfigError
-from armature.finetune.export import Source, adapter_of, decoder_arguments
+from armature.finetune.export import Source, adapter_of, form_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -30,8 +30,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
             f"{cfg.run.dir}: the run trained task.adapter.train={adapter.train} as well, which an adapter's folder "
             "does not hold. Leave --adapter out: the whole model is written."
         )
-    decoder_arguments(cfg)
-    source = Source(checkpoint, average=average, adapter=adapter)
+    source = Source(checkpoint, form_of(cfg).module_name, average=average, adapter=adapter)
     tensors: dict[str, Tensor] = {}
     for name in source.adapters:
         module = name.removesuffix(".weight")

@@ -11,6 +11,8 @@ from types import ModuleType
 TENSOR_STYLES = {
     "column": "a Linear whose outputs are sharded",
     "row": "a Linear whose inputs are sharded, after a column",
+    "column_gathered": "a column whose outputs are gathered at once",
+    "row_of_whole": "a row whose inputs are whole, of which each rank takes its part",
     "vocabulary": "an Embedding whose rows are sharded",
     "logits": "a Linear whose outputs are sharded and go into the model's loss",
     "sequence": "a norm over a shard of the positions, or over all of them without sequence parallelism",
@@ -24,7 +26,8 @@ class Plan:
     """Names are those of the unsharded model's submodules. Patterns may contain `*`.
 
     Attributes:
-        blocks: the ModuleDict of repeated blocks: the unit of sharding, recomputation, compilation and pipeline stages.
+        blocks: the ModuleDict (or ModuleList, without a pipeline) of repeated blocks: the unit of sharding,
+            recomputation, compilation and pipeline stages.
         first, last: submodules that only the first or only the last pipeline stage holds, in calling order.
         tensor: module name pattern → style of `TENSOR_STYLES`. Every rank holds a full copy of unmatched modules.
         optional: patterns of `tensor` that match nothing in some sizes of the model.
@@ -33,6 +36,7 @@ class Plan:
             cannot work on a shard of them.
         layers: constructor argument that counts the blocks.
         tied: constructor argument that makes first and last share a parameter, or None.
+        from_instance: the model makes its plan when it is built, as its attribute `plan`; this one says only that.
         needs_inputs: constructor argument that makes every block depend on the model's inputs, which only a
             pipeline's first stage has, or None.
     """
@@ -47,6 +51,7 @@ class Plan:
     layers: str = "layers"
     tied: str | None = None
     needs_inputs: str | None = None
+    from_instance: bool = False
 
     def __post_init__(self) -> None:
         for pattern, style in self.tensor.items():

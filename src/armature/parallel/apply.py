@@ -206,4 +206,6 @@ def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    return plan_beside(type(model).__module__)
+    """Return the plan beside a model's class, or the one that the model makes itself."""
+    plan = plan_beside(type(model).__module__)
+    return model.plan if plan is not None and plan.from_instance else plan  # pyright: ignore[reportReturnType]

@@ -19,11 +19,16 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
     with torch.device("meta"):
         model = make()
     name = type(model).__name__
+    if plan.from_instance:
+        try:
+            plan = model.plan  # pyright: ignore[reportAssignmentType]
+        except ValueError as error:
+            return [f"{error}."]
     try:
         blocks = model.get_submodule(plan.blocks)
     except AttributeError:
         return [f"The plan's blocks={plan.blocks!r} is no submodule of {name}: correct plan.py."]
-    if not isinstance(blocks, nn.ModuleDict):
+    if not isinstance(blocks, nn.ModuleDict) and (sizes["pipe"] > 1 or not isinstance(blocks, nn.ModuleList)):
         return [f"The plan's blocks={plan.blocks!r} is a {type(blocks).__name__}; {name} needs an nn.ModuleDict there."]
     found = [
         f"The plan's {which}={end!r} is no submodule of {name}: correct plan.py."
@@ -43,7 +48,18 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
             styles = match_styles(model, plan)
         except ConfigError as error:
             return found + error.problems
+        if not styles:
+            found.append(
+                f"strategy.tensor={sizes['tensor']}: no plan of {name} names tensor styles. Type strategy=fsdp."
+            )
         found += _indivisible(model, styles, tensor=sizes["tensor"])
+        counts = {each: getattr(model, each, None) for each in plan.divided}
+        found += [
+            f"strategy.tensor={sizes['tensor']} does not divide the model's {each}={count}. Type another "
+            "strategy.tensor, or strategy=fsdp."
+            for each, count in counts.items()
+            if isinstance(count, int) and count % sizes["tensor"]
+        ]
     return found
 
 
@@ -53,7 +69,7 @@ def _stage_part(name: str, plan: Plan) -> str:
 
 
 def _indivisible(model: nn.Module, styles: dict[str, str], *, tensor: int) -> list[str]:
-    dims = {"column": 0, "logits": 0, "vocabulary": 0, "row": 1}
+    dims = {"column": 0, "column_gathered": 0, "logits": 0, "vocabulary": 0, "row": 1, "row_of_whole": 1}
     found = {}
     for name, style in styles.items():
         weight = getattr(model.get_submodule(name), "weight", None)

@@ -135,6 +135,8 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     return {
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=between_blocks),
+        "column_gathered": ColwiseParallel(output_layouts=Replicate()),
+        "row_of_whole": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "logits": Logits(between_blocks),
         "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
@@ -199,10 +201,11 @@ def divide_adapter(
     """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one B's rows, of a row-sharded one
     A's columns. The other matrix, which has only `rank` rows or columns, is whole on every rank.
     """
-    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style == "column" else {"lora_A": Shard(1)}
+    columns, rows = ("column", "column_gathered"), ("row", "row_of_whole")
+    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style in columns else {"lora_A": Shard(1)}
     for name, param in adapters.items():
         assert param is not None
-        if style not in ("column", "row"):
+        if style not in (*columns, *rows):
             raise ConfigError(
                 f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave "
                 "it out of task.adapter.targets, or type strategy=fsdp."

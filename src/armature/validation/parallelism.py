@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from armature import hardware
-from armature.finetune.check import DECODER
+from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
@@ -51,7 +51,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
         model = cfg.get("model") or {}
-        if model.get("_target_", DECODER) != DECODER or model.get("pretrained") is None:
+        if model.get("_target_") not in pretrained.READ or model.get("pretrained") is None:
             return []
         what = f"strategy._target_={cfg['strategy']['_target_']}"
         return [f"{what}: only armature's own strategies read model.pretrained. Type strategy=ddp, or strategy=fsdp."]
@@ -188,7 +188,7 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
             "sharded. Type strategy.sequence_parallel=false, or another length."
         )
-    if not plan.tensor:
+    if not plan.tensor and not plan.from_instance:
         problems.append(f"strategy.tensor={tensor}: the model's plan names no tensor styles. Type strategy=fsdp.")
     return problems
 

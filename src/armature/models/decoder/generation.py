@@ -63,7 +63,8 @@ def generate(
         lengths_B = torch.full((prompt_BT.shape[0],), length, device=prompt_BT.device)
     end = length + max_new_tokens
     ids_BT = F.pad(prompt_BT, (0, max_new_tokens))
-    cache = KeyValueCache(positions=min(context, end))
+    make_cache: Any = getattr(model, "make_cache", KeyValueCache)
+    cache = make_cache(positions=min(context, end))
     ended_B = torch.zeros(prompt_BT.shape[0], dtype=torch.bool, device=prompt_BT.device)
     position = int(lengths_B.min())
     begin = max(0, position - context)

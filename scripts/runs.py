@@ -1,0 +1,210 @@
+"""List runs: their state, step, best metric, age and size on disk.
+
+python scripts/runs.py                      all runs in outputs/, the newest first
+python scripts/runs.py outputs/rates        the trials of a sweep
+python scripts/runs.py --sort best          by the metric that each run monitors (checkpoint.monitor)
+python scripts/runs.py --json               for other programs
+
+State: running; finished; stopped by a signal or a limit, and resumable by the same command; failed: ended without a
+summary, by an error or because it was killed.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import yaml
+
+from armature.checkpoint import directory
+from armature.launcher import lock
+
+DEPTH = 4  # folders below a typed one in which runs are looked for
+COLUMNS = ("run", "state", "step", "best", "age", "size")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. `best` is the best value so far of `monitor`, which grows if `mode` is max."""
+
+    path: str
+    state: str
+    step: int | None
+    planned_steps: int | None
+    monitor: str
+    mode: str
+    best: float | None
+    changed: float  # seconds since 1970
+    bytes: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path, default=[Path("outputs")], help="folders of runs, or runs")
+    parser.add_argument("--sort", choices=("age", "best", "size", "run"), default="age")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    args = parser.parse_args()
+    if missing := [str(path) for path in args.paths if not path.is_dir()]:
+        parser.error(f"no such folder: {', '.join(missing)}. Name a folder of runs, such as outputs")
+    runs = sorted((describe(path) for path in find(args.paths)), key=KEYS[args.sort])
+    if args.json:
+        print(json.dumps([asdict(run) for run in runs], indent=1))
+    elif runs:
+        print(table(runs, now=time.time()))
+    else:
+        print(f"No runs in {', '.join(map(str, args.paths))}.", file=sys.stderr)
+
+
+KEYS = {
+    "age": lambda run: -run.changed,
+    "best": lambda run: math.inf if run.best is None else run.best * (-1 if run.mode == "max" else 1),
+    "size": lambda run: -run.bytes,
+    "run": lambda run: run.path,
+}
+
+
+def find(paths: list[Path], *, depth: int = DEPTH) -> Iterator[Path]:
+    """Yield every run directory in or below the paths. A run has no run inside."""
+    for path in paths:
+        if (path / "config.yaml").is_file() and (path / "overrides.txt").is_file():
+            yield path
+        elif depth:
+            yield from find([Path(entry) for entry in os.scandir(path) if entry.is_dir()], depth=depth - 1)
+
+
+def describe(path: Path) -> Run:
+    """Read the files of a run. A damaged or missing one leaves its values unknown."""
+    checkpoint, summary = settings(path), read_summary(path)
+    monitor, mode = str(checkpoint.get("monitor")), str(checkpoint.get("mode"))
+    changed, size_bytes = usage(path)
+    last, best = metrics(path / "metrics.csv", monitor, mode)
+    steps = [step for step in (last, *directory.checkpoints_in(directory.folder_of(path))) if step is not None]
+    return Run(
+        str(path), state(path, summary), max(steps, default=None), summary.get("planned_steps"), monitor, mode, best,
+        changed, size_bytes,
+    )  # fmt: skip
+
+
+def usage(path: Path) -> tuple[float, int]:
+    """Return when the newest file was changed, and the bytes of all files."""
+    changed, size_bytes = 0.0, 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run that trains removes old checkpoints
+                status = os.lstat(os.path.join(folder, name))
+                changed, size_bytes = max(changed, status.st_mtime), size_bytes + status.st_size
+    return changed, size_bytes
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """Return the group `checkpoint` of config.yaml."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        found = yaml.load((path / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
+        return dict(found["checkpoint"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return {}
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
+    file = path / "summary.json"
+    try:
+        if file.stat().st_mtime < (path / "overrides.txt").stat().st_mtime:
+            return {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def state(path: Path, summary: dict[str, Any]) -> str:
+    """Return running, finished, stopped (REASON) or failed."""
+    if is_held(path / lock.NAME):
+        return "running"
+    reason = summary.get("stop_reason")
+    if reason is None:
+        return "failed"
+    return "finished" if reason == "finished" else f"stopped ({reason})"
+
+
+def is_held(file: Path) -> bool:
+    """Return whether the process that wrote a lock lives; of one on another machine, whether it touched it lately."""
+    try:
+        text, silent = file.read_text(encoding="utf-8", errors="replace"), time.time() - file.stat().st_mtime
+    except OSError:
+        return False
+    holder = lock.Holder.parse(text)
+    if holder is not None and holder.is_here():
+        return not holder.has_ended()
+    return silent < lock.SILENCE_SECONDS
+
+
+def metrics(file: Path, monitor: str, mode: str) -> tuple[int | None, float | None]:
+    """Return the last step of metrics.csv, and the best value in the column `monitor`."""
+    step, best = None, None
+    better = max if mode == "max" else min
+    try:
+        with file.open(encoding="utf-8", errors="replace") as rows:
+            columns = next(rows, "").rstrip("\n").split(",")
+            place = columns.index(monitor) if monitor in columns else None
+            for row in rows:
+                cells = row.rstrip("\n").split(",")
+                if not row.endswith("\n") or not cells[0].isdecimal():
+                    continue  # a line that is being written, or damaged
+                step = int(cells[0])
+                if place is not None and place < len(cells) and (value := number(cells[place])) is not None:
+                    best = value if best is None else better(best, value)
+    except OSError:
+        pass
+    return step, best
+
+
+def number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def table(runs: list[Run], *, now: float) -> str:
+    rows = [COLUMNS, *(cells(run, now) for run in runs)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def cells(run: Run, now: float) -> tuple[str, ...]:
+    planned = f"/{run.planned_steps}" if run.planned_steps is not None else ""
+    step = f"{run.step}{planned}" if run.step is not None else "–"
+    best = f"{run.monitor} {run.best:.4g}" if run.best is not None else "–"
+    return run.path, run.state, step, best, duration(now - run.changed), size(run.bytes)
+
+
+def duration(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+if __name__ == "__main__":
+    main()

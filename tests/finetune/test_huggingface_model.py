@@ -1,0 +1,178 @@
+"""model=huggingface, as far as it can be tested without transformers, which lies in another environment."""
+
+import importlib.metadata
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from armature import cli
+from armature.errors import ConfigError
+from armature.finetune import check, folder, others
+from armature.layout import Layout
+from armature.models.huggingface.model import PretrainedModel, positions_within
+from armature.models.huggingface.sharding import plan_of
+from armature.parallel import plan_check
+from armature.validation import checks, parallelism
+from tests.finetune.folders import write_model
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(version):
+        def find(name):
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(others.importlib.metadata, "version", find)
+
+    install("5.23.0")
+    return install
+
+
+def config(path, **model):
+    node = {"_target_": others.CAUSAL, "pretrained": str(path), "context": 64, "vocab_size": None, **model}
+    run = {"root": str(path.parent / "outputs"), "name": None}
+    return OmegaConf.create({"model": node, "data": {}, "run": run, "resume": "auto"})
+
+
+def refused(path) -> str:
+    with pytest.raises(ConfigError) as error:
+        check.fill(config(path))
+    [problem] = error.value.problems
+    return problem
+
+
+def test_the_folder_sets_the_vocabulary(tmp_path, installed):
+    path = write_model(tmp_path / "model", model_type="gpt_neox")
+    assert check.fill(config(path)).model.vocab_size == 4096
+    inner = write_model(tmp_path / "inner", model_type="gemma3", vocab_size=None, text_config={"vocab_size": 7})
+    assert check.fill(config(inner)).model.vocab_size == 7
+    assert check.named_by(config(path)) == str(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "says"), [(None, "which is not installed"), ("4.57.1", "5.20 or newer, and this is 4.57.1")]
+)
+def test_transformers_that_is_missing_or_too_old_is_named(tmp_path, installed, version, says):
+    installed(version)
+    problem = refused(write_model(tmp_path / "model"))
+    assert says in problem
+    assert "make setup EXTRAS=finetune" in problem
+
+
+def test_folders_that_cannot_be_read_are_refused(tmp_path, installed):
+    assert "its weights are quantized" in refused(write_model(tmp_path / "a", quantization_config={"bits": 4}))
+    assert "lacks model_type" in refused(write_model(tmp_path / "b", model_type=None))
+    pickled = write_model(tmp_path / "c")
+    for file in (*pickled.glob("*.safetensors"), pickled / folder.INDEX):
+        file.unlink()
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    assert "pickled (pytorch_model.bin)" in refused(pickled)
+    (tmp_path / "d").mkdir()
+    assert "this folder is no model" in refused(tmp_path / "d")
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "3d"])
+def test_pipelines_are_refused_by_name(tmp_path, strategy):
+    overrides = ["model=huggingface", "model.pretrained=x", f"strategy={strategy}", "trainer.devices=8"]
+    cfg = checks.decide(cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"]))
+    found = parallelism.problems(checks.plain(cfg), Layout.of(cfg))
+    assert any("model=CausalLM does not work with this strategy (pipeline)" in problem for problem in found), found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_tensor", "deepspeed"])
+def test_other_strategies_are_not(strategy):
+    overrides = ["model=huggingface", "model.pretrained=x", f"strategy={strategy}", "trainer.devices=8"]
+    cfg = checks.decide(cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"]))
+    assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.o, self.router = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+
+class Transformer(nn.Module):
+    """What a plan reads of a model of transformers."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, *, tied=False, embedding=nn.Embedding, padding=None, **styles):
+        super().__init__()
+        self.embed = embedding(10, 8, padding_idx=padding)
+        self.layers, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(8, 10, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        inside = {"q": "colwise", "o": "rowwise", **styles}
+        self.tp_plan = {"head": "colwise_gather_output", "embed": "embedding_rowwise"}
+        self.tp_plan |= {f"layers.*.{name}": style for name, style in inside.items()}
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def styles(**options):
+    return plan_of(Transformer(**options), prefix="inner").tensor
+
+
+def test_the_plan_is_transformers_own():
+    plan = plan_of(Transformer(router="replicate"), prefix="inner")
+    assert plan.blocks == "inner.layers"
+    assert plan.tensor == {
+        "inner.head": "logits", "inner.embed": "vocabulary", "inner.layers.0.q": "column", "inner.layers.1.q": "column",
+        "inner.layers.0.o": "row", "inner.layers.1.o": "row",
+    }  # fmt: skip
+
+
+def test_outputs_that_are_gathered_inside_are_no_logits():
+    found = styles(q="colwise_gather_output", o="rowwise_split_input")
+    assert (found["inner.layers.0.q"], found["inner.layers.1.o"]) == ("column_gathered", "row_of_whole")
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's."""
+
+
+@pytest.mark.parametrize("options", [{"embedding": Scaled}, {"padding": 0}])
+def test_an_embedding_that_a_shard_computes_otherwise_stays_whole(options):
+    assert styles(**options)["inner.head"] == "logits"
+    assert "inner.embed" not in styles(**options)
+    assert not {"inner.embed", "inner.head"} & styles(tied=True, **options).keys()
+    assert styles(tied=True)["inner.embed"] == "vocabulary"
+
+
+def test_styles_that_are_not_here_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"layers\.\*\.router as 'moe_tp_experts', which no tensor axis here does"):
+        styles(router="moe_tp_experts")
+    model = Transformer()
+    model._no_split_modules = None
+    with pytest.raises(ValueError, match="names no repeated blocks"):
+        plan_of(model, prefix="inner")
+
+
+def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.heads, self.kv_heads = Transformer(), 8, 2
+
+        plan = property(lambda self: plan_of(self.inner, prefix="inner"))
+
+    static = checks.module_beside(PretrainedModel.__module__, "plan").PLAN
+    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 2}
+    assert plan_check.problems(Model, static, sizes) == []
+    found = plan_check.problems(Model, static, {**sizes, "tensor": 4})
+    assert any("strategy.tensor=4 does not divide the model's kv_heads=2" in problem for problem in found)
+    assert any("dim 0 of inner.head.weight (10, 8)" in problem for problem in found)
+
+
+def test_positions_begin_anew_with_each_document():
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
+    assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]

@@ -1,0 +1,126 @@
+"""model=huggingface in the environment that has transformers: logits, layouts, and a run in and out of a folder."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from armature.finetune import folder
+from tests import running
+from tests.data.chat_parts import folder as write_tokenizer
+from tests.data.chat_parts import write
+from tests.finetune.test_import import EXTRA_PYTHON
+from tests.finetune.transformers_models import KINDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+SCRIPT = Path(__file__).with_name("transformers_models.py")
+EVERY = ["ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "fsdp 2 × tensor 2", "deepspeed 2 at 2", "deepspeed 3 at 2"]
+SAMPLE = {"gpt_neox": ["fsdp 2 × tensor 2"]}
+WITHOUT_TENSOR = ("gpt2",)  # transformers has no plan for it
+
+
+def command(*words: str | Path, code: int = 0) -> str:
+    environment = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
+    result = subprocess.run(
+        [str(EXTRA_PYTHON), *map(str, words)], capture_output=True, text=True, timeout=390, env=environment
+    )
+    assert result.returncode == code, result.stdout[-2000:] + result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    root = tmp_path_factory.mktemp("models")
+    command(SCRIPT, "make", root)
+    return root
+
+
+def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
+    command(SCRIPT, "logits", folders, folders / "logits.json")
+    far = json.loads((folders / "logits.json").read_text())
+    assert len(far) == 3 * len(KINDS)
+    assert all(far[kind] == 0.0 for kind in KINDS), far
+    assert max(far.values()) <= 5e-5, far
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
+    layouts = SAMPLE.get(kind, []) if not adapter else []
+    if request.config.getoption("--all-models", default=False):
+        layouts = [name for name in EVERY if "tensor" not in name or kind not in WITHOUT_TENSOR]
+    if not layouts or (adapter and kind == "gpt2"):
+        pytest.skip("runs with --all-models (make huggingface-check)")
+    out = folders / f"{kind}-{adapter}.json"
+    command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
+    found = json.loads(out.read_text())
+    assert found["single"][0] != found["single"][3]
+    assert [*found] == ["single", *layouts]
+    assert max(far for name in layouts for far in found[name].values()) <= 1e-5, found
+
+
+def train(root: Path, *more: str, code: int = 0) -> str:
+    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
+    path = write(root / "chats.jsonl", chats)
+    words = [
+        running.ROOT / "train.py", "experiment=finetune", "model=huggingface", f"model.pretrained={root / 'base'}",
+        f"data.path={path}", "data.context=64", "data.global_batch_size=4", "data.micro_batch_size=2",
+        f"data.source.cache_dir={root / 'cache'}", "trainer.accelerator=cpu", "trainer.precision=32-true",
+        "trainer.max_epochs=null", "trainer.log_every_n_steps=1", "trainer.val_every_n_steps=null",
+        "optimizer.lr=1e-3", f"run.root={root}", "logger=none", "launch.max_restarts=0", "trainer.test_at_end=false",
+    ]  # fmt: skip
+    return command(*words, *more, code=code)
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row["train/loss"]) for row in running.rows(run)]
+
+
+def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
+    """Of a model whose files name its head otherwise than the code does."""
+    base = tmp_path / "base"
+    base.symlink_to(folders / "gpt_neox")
+    write_tokenizer(base)
+    train(tmp_path, "run.name=whole", "strategy=single", "trainer.max_steps=4", "scheduler=constant")
+    run = ["run.name=run", "strategy=fsdp", "trainer.devices=2", "scheduler=constant"]
+    train(tmp_path, *run, "trainer.max_steps=2")
+    base.unlink()
+    assert "is not there any more" in train(tmp_path, *run, "trainer.max_steps=4")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+    convert = running.ROOT / "scripts" / "convert.py"
+    assert "its logits are the run's" in command(convert, tmp_path / "run", tmp_path / "out")
+    ours, theirs = (
+        {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+        for path in (tmp_path / "out", folders / "gpt_neox")
+    )
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+    assert "embed_out.weight" in ours
+    generate = [running.ROOT / "scripts" / "generate.py", tmp_path / "run", "--accelerator", "cpu"]
+    command(*generate, "--chat", "--prompt", "how are 3", "--prompt", "how", "--tokens", "5")
+
+
+def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):
+    changed = {"hidden_size": 128, "num_hidden_layers": 2}
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in (folders / "llama").iterdir():
+        (base / file.name).symlink_to(file)
+    write_tokenizer(base)
+    config = folder.config(base)
+    (base / folder.CONFIG).unlink()
+    (base / folder.CONFIG).write_text(json.dumps(config | changed))
+    few = ["run.name=refused", "trainer.max_steps=1"]
+    said = train(tmp_path, "strategy=ddp", "trainer.devices=2", *few, code=2)
+    assert "LlamaForCausalLM has no such tensors" in said
+    assert "lm_head.weight is (320, 64), not (320, 128)" in said
+    (base / folder.CONFIG).write_text(json.dumps(config | {"model_type": "mine", "auto_map": {"AutoModel": "x.Y"}}))
+    assert "has no model_type=mine. Install a newer version: code in a folder is never run" in train(
+        tmp_path, *few, code=2
+    )
+    (base / folder.CONFIG).write_text(json.dumps(config | {"model_type": "vit"}))
+    assert "transformers has no causal language model of model_type=vit" in train(tmp_path, *few, code=2)
+    assert not (tmp_path / "refused").exists()

@@ -1,0 +1,100 @@
+"""Small random models of transformers that `model=huggingface` trains. Runs in the environment .venv-extras.
+
+transformers_models.py make FOLDER            a folder for each kind of `KINDS`
+transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
+transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+TINY = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 160}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "qwen3": {**TINY, "tie_word_embeddings": True, "head_dim": 16},
+    "gpt_neox": {**TINY, "rotary_pct": 0.5},  # the files call its head embed_out
+    "olmo2": TINY,  # norms over all heads: outputs are gathered; a padding row
+    "gemma2": {**TINY, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # tied, scaled embedding
+    "phi": {**TINY, "partial_rotary_factor": 0.5},  # biases, of the head too
+    "gpt2": {"vocab_size": 320, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, **GPT2},  # no Linears
+}
+CONTEXT = 48
+
+
+def make(root: Path) -> None:
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for kind, sizes in KINDS.items():
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+        for name, value in model.named_parameters():
+            if value.ndim == 1:
+                nn.init.normal_(value, 1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
+        model.save_pretrained(root / kind, max_shard_size="160KB")
+
+
+def logits(root: Path) -> dict[str, float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from armature.checkpoint import huggingface
+    from armature.models.huggingface.model import CausalLM
+    from armature.parallel import initialization
+
+    ids, found = torch.randint(0, 320, (2, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
+    for kind in KINDS:
+        with torch.device("meta"):
+            model = CausalLM(pretrained=str(root / kind), context=CONTEXT)
+        initialization.materialize(model, device=torch.device("cpu"))
+        huggingface.read(model, huggingface.imported_names(model))
+        theirs = AutoModelForCausalLM.from_pretrained(root / kind, dtype=torch.float32).eval()
+        with torch.no_grad():
+            expected = theirs(ids).logits
+            found[kind] = float((model.eval()(ids) - expected).abs().max())
+            cache = model.make_cache(positions=CONTEXT)
+            pieces = torch.cat([model(piece, cache=cache) for piece in ids.split([17, 1, 1, 9, 1, 19], dim=1)], dim=1)
+            found[f"{kind} with a cache"] = float((pieces - expected).abs().max())
+            documents = (torch.arange(CONTEXT) >= 20).long().expand(2, -1)
+            alone = torch.cat([theirs(part).logits for part in ids.split([20, 28], dim=1)], dim=1)
+            found[f"{kind} packed"] = float((model(ids, documents=documents) - alone).abs().max())
+    return found
+
+
+def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
+    from benchmarks.parity import harness
+
+    harness.PRELOAD.append(f"transformers.models.{kind}.modeling_{kind}")
+    chosen = replace(
+        harness.LAYOUTS["single"], model="armature.models.huggingface.model.CausalLM", steps=4, global_batch=8,
+        model_args={"pretrained": str(root / kind), "context": 32, "vocab_size": 320},
+        adapter={"rank": 4, "alpha": 8.0} if adapter else None, optimizer_args={"lr": 1e-3, "eps": 1e-6},
+    )  # fmt: skip
+    single = harness.fit(chosen)
+    found: dict[str, Any] = {"single": single.losses}
+    for name in layouts:
+        layout = harness.LAYOUTS[name]
+        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
+        found[name] = harness.difference(run, single)
+        out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    what, folder, *rest = sys.argv[1:]
+    if what == "make":
+        make(Path(folder))
+    elif what == "logits":
+        Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
+    else:
+        kind, out, *names = rest
+        layouts = [name for name in names if name != "--adapter"]
+        fit(Path(folder), kind, layouts, Path(out), adapter="--adapter" in names)

@@ -1,0 +1,109 @@
+"""scripts/runs.py: the state, step, best metric and size of runs, read without torch."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from armature.launcher import lock
+from scripts import runs
+
+ROOT = Path(__file__).parents[1]
+CFG = OmegaConf.create({"launch": {"rdzv_endpoint": None}})
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(name: str, *, reason: str | None = None, mode: str = "min", rows: str = "") -> Path:
+        path = tmp_path / name
+        (path / "checkpoints" / "step=000004").mkdir(parents=True)
+        (path / "config.yaml").write_text(f"checkpoint: {{monitor: val/loss, mode: {mode}}}\n")
+        (path / "metrics.csv").write_text("step,train/loss,val/loss\n1,3.0,\n2,2.5,0.5\n3,2.0,0.75\n" + rows)
+        (path / "overrides.txt").write_text("seed=1\n")
+        os.utime(path / "overrides.txt", (time.time() - 100,) * 2)
+        if reason is not None:
+            (path / "summary.json").write_text(json.dumps({"stop_reason": reason, "planned_steps": 9}))
+        return path
+
+    return make
+
+
+def test_runs_of_all_states_are_found_below_a_folder(make, tmp_path):
+    holder = lock.Holder.this_process(CFG)
+    (make("now") / lock.NAME).write_text(holder.text())
+    make("done", reason="finished")
+    make("sweep/0", reason="SIGTERM")
+    make("sweep/1")
+    found = {Path(run.path).name: run for run in map(runs.describe, runs.find([tmp_path]))}
+    assert {name: run.state for name, run in found.items()} == {
+        "now": "running", "done": "finished", "0": "stopped (SIGTERM)", "1": "failed",
+    }  # fmt: skip
+    assert found["done"].planned_steps == 9
+    assert all(run.step == 4 for run in found.values())  # a checkpoint is ahead of the rows on disk
+
+
+def test_a_later_start_that_has_no_summary_yet_has_failed(make):
+    path = make("again", reason="finished")
+    os.utime(path / "overrides.txt", (time.time() + 100,) * 2)
+    assert runs.describe(path).state == "failed"
+
+
+def test_the_lock_of_a_dead_process_and_a_silent_one_elsewhere_hold_nothing(make):
+    path = make("dead")
+    held = json.loads(lock.Holder.this_process(CFG).text())
+    (path / lock.NAME).write_text(json.dumps(held | {"started": "another"}))
+    assert runs.describe(path).state == "failed"
+    (path / lock.NAME).write_text(json.dumps(held | {"host": "elsewhere"}))
+    assert runs.describe(path).state == "running"
+    os.utime(path / lock.NAME, (time.time() - 2 * lock.SILENCE_SECONDS,) * 2)
+    assert runs.describe(path).state == "failed"
+
+
+def test_the_best_value_follows_the_mode_and_skips_what_is_no_number(make):
+    assert runs.describe(make("low")).best == 0.5
+    high = runs.describe(make("high", mode="max", rows="5,1.0,nan\n6,1.0,0.8\n7,1.0,9"))
+    assert (high.best, high.step) == (0.8, 6)  # the last line is still being written
+
+
+def test_damaged_files_leave_values_unknown(make):
+    path = make("damaged", reason="finished")
+    for name in ("config.yaml", "summary.json", "metrics.csv"):
+        (path / name).write_bytes(b"\xff{: [")
+    run = runs.describe(path)
+    assert (run.state, run.best, run.step) == ("failed", None, 4)
+
+
+def test_the_table_has_a_line_per_run_and_the_order_that_was_asked_for(make, tmp_path):
+    make("b", reason="finished", rows="5,1.0,0.1\n")
+    make("a", reason="max_time")
+    found = sorted(map(runs.describe, runs.find([tmp_path])), key=runs.KEYS["best"])
+    assert [Path(run.path).name for run in found] == ["b", "a"]
+    text = runs.table(found, now=time.time() + 7200).splitlines()
+    assert text[0].split() == list(runs.COLUMNS)
+    assert "5/9" in text[1]
+    assert "val/loss 0.1" in text[1]
+    assert "2 h" in text[1]
+    assert "stopped (max_time)" in text[2]
+
+
+def test_it_prints_json_without_importing_torch(make, tmp_path):
+    make("one", reason="finished")
+    code = (
+        f"import sys; sys.argv = ['runs.py', {str(tmp_path)!r}, '--json']; sys.path[:0] = [{str(ROOT)!r}]\n"
+        "from scripts import runs\nruns.main()\nassert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert [run["state"] for run in json.loads(result.stdout)] == ["finished"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["runs.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="2"):
+        runs.main()
+    assert "no such folder" in capsys.readouterr().err
