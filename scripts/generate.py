@@ -4,6 +4,8 @@ python scripts/generate.py outputs/<run.name>
 python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
 python scripts/generate.py outputs/<run.name> --chat   # a model that was trained on conversations answers yours
 python scripts/generate.py outputs/<run.name> --chat --prompt "What is a rank?"
+python scripts/generate.py path/to/llama --prompt "def"            # a folder as transformers writes it
+python scripts/generate.py my-adapter --base path/to/llama --chat  # peft's adapter; --base if its base has moved
 """
 
 import argparse
@@ -16,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 
 
 def main() -> None:
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probability reaches p")
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base", help="the folder of an adapter's base model, if it is not where it was")
     args = cli.parse_arguments(parser)
     try:
         check(args)
@@ -62,48 +65,50 @@ def check(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    from armature.loading import open_run
-
-    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
+    device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
+    loaded = load(args, device)
 
     import torch
-    from tokenizers import Tokenizer
 
-    from armature.data.tokenizer import TOKENIZER_FILE, document_token
-    from armature.loading import load_task
+    from armature.finetune import inference
     from armature.models.decoder import generation
 
-    file = Path(cfg.run.dir) / TOKENIZER_FILE
-    if not file.exists():
-        raise ConfigError(f"{args.path}: this run's data have no tokenizer, so there is no text to sample.")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except BaseException as error:  # PanicException of a hostile file is no Exception
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigError(
-            f"{file} is damaged ({error_line(error)}). Copy it from another run on the same data."
-        ) from None
-    device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
-    template = chat_template(file) if args.chat else None
-    model = load_task(cfg, checkpoint).get_submodule("model").to(device)
     options = {
         "max_new_tokens": args.tokens, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p,
         "generator": torch.Generator(device).manual_seed(args.seed),
     }  # fmt: skip
-    if template is not None:
-        answer = partial(answers, model=model, tokenizer=tokenizer, template=template, **options)
+    if args.chat:
+        answer = partial(inference.answers, loaded, template=chat_template(loaded.folder), **options)
         if args.prompt is None:
             talk(answer)
             return
         chats = [[{"role": "user", "content": prompt}] for prompt in args.prompt for _ in range(args.samples)]
         printed(answer(chats))
         return
+    tokenizer = loaded.tokenizer
     prompts = [tokenizer.encode(prompt).ids for prompt in args.prompt or ["def"] for _ in range(args.samples)]
     if not all(prompts):
         raise ConfigError("--prompt is empty: give at least one character.")
-    texts = generation.complete(model, prompts, eot=document_token(tokenizer), **options)
+    texts = generation.complete(loaded.model, prompts, eot=loaded.ends, **options)
     printed([tokenizer.decode(text) for text in texts])
+
+
+def load(args: argparse.Namespace, device: str) -> Any:
+    """Return the model of a run, or of a folder of Hugging Face's or peft's. Raises ConfigError."""
+    from armature.finetune import folder
+
+    path, base = args.path, args.base
+    is_run = (path / "config.yaml").is_file() or not any((path / name).is_file() for name in folder.DESCRIPTIONS)
+    unused = {"--best": args.best, "--trust": args.trust, **dict.fromkeys(args.overrides, True)}
+    if not is_run and (typed := [option for option, is_typed in unused.items() if is_typed]):
+        raise ConfigError(f"{', '.join(typed)} would change nothing: {path} is no run. Leave it out.")
+    if is_run and base is not None:
+        raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
+    from armature.finetune import inference
+
+    if not is_run:
+        return inference.load(path, base=base, device=device)
+    return inference.load_run(path, device=device, best=args.best, overrides=args.overrides, trust=args.trust)
 
 
 def printed(texts: list[str]) -> None:
@@ -113,35 +118,17 @@ def printed(texts: list[str]) -> None:
             print("-" * 40)
 
 
-def chat_template(tokenizer_file: Path) -> Any:
-    """Return the run's chat template. Raises ConfigError if it was not trained on conversations."""
+def chat_template(folder: Path) -> Any:
+    """Return the chat template of a run or a model. Raises ConfigError if it was not trained on conversations."""
     from armature.data.chat import template
-    from armature.finetune.folder import CHAT_TEMPLATE
+    from armature.finetune import folder as model_folder
 
-    if not tokenizer_file.with_name(CHAT_TEMPLATE).is_file():
+    if model_folder.chat_template(folder) is None:
         raise ConfigError(
-            f"--chat: {tokenizer_file.parent} has no {CHAT_TEMPLATE}: it was not trained on conversations (data=chat). "
+            f"--chat: {folder} has no {model_folder.CHAT_TEMPLATE}: it was not trained on conversations (data=chat). "
             "Leave --chat out."
         )
-    return template.load(tokenizer_file.parent, template=None)
-
-
-def answers(
-    chats: list[list[dict[str, str]]], *, model: Any, tokenizer: Any, template: Any, **options: Any
-) -> list[str]:
-    """Return the assistant's next message in each conversation."""
-    from armature.models.decoder import generation
-
-    texts = [template.render(messages, add_generation_prompt=True) for messages in chats]
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    room = int(model.context)
-    prompts = [prompt[-(room - 1) :] for prompt in prompts]
-    end = template.end_of_turn
-    last = tokenizer.encode(end, add_special_tokens=False).ids if end else []
-    found = generation.complete(model, prompts, eot=last[0] if len(last) == 1 else None, **options)
-    new = [ids[len(prompt) :] for ids, prompt in zip(found, prompts, strict=True)]
-    decoded = (tokenizer.decode(ids, skip_special_tokens=False) for ids in new)
-    return [(text.partition(end)[0] if end else text).strip() for text in decoded]
+    return template.load(folder, template=None)
 
 
 def talk(answer: Any) -> None:

@@ -32,6 +32,8 @@ def test_prompts_of_different_lengths_continue_as_each_alone(model):
     for prompt, whole, got in zip(prompts, alone, ended, strict=False):
         new = whole[len(prompt) :]
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
+    first = alone[1][1]
+    assert complete(model, prompts[1:2], max_new_tokens=30, temperature=0, eot=[30, first]) == [alone[1][:2]]
 
 
 def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(model, monkeypatch):

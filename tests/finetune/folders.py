@@ -1,4 +1,4 @@
-"""A tiny Hugging Face folder, written without torch and transformers: the weights are zeros."""
+"""Tiny Hugging Face folders, written without transformers: of zeros, without torch, or of random numbers."""
 
 import json
 import struct
@@ -39,6 +39,23 @@ def write_model(path: Path, **changes: Any) -> Path:
         write_shard(path / file, {name: named[name] for name in part})
         listed |= dict.fromkeys(part, file)
     (path / folder.INDEX).write_text(json.dumps({"weight_map": listed}))
+    return path
+
+
+def write_random_model(path: Path, **changes: Any) -> Path:
+    """Write config.json with these changes, and random weights in one file, norms as well; large ones, which matter."""
+    import torch
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    config = {**CONFIG, **changes}
+    (path / folder.CONFIG).write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        str(names.theirs(name)): float(len(shape) == 1) + 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in names.shapes(architecture.arguments(config, name="random")).items()
+    }
+    save_file(tensors, path / folder.WEIGHTS, metadata={"format": "pt"})
     return path
 
 

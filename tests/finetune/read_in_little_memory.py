@@ -1,6 +1,7 @@
-"""Reads a small and a big folder under two ranks; prints the peak of anonymous memory for the big one, in shares of it.
+"""Reads a small and a big folder, sharded over all ranks, and adds adapters.
 
-Mapped files do not count: the kernel drops them when memory is short. Started by forks.
+Prints the peak of anonymous memory for the big one, as a multiple of a rank's share of its parameters. Mapped files do
+not count: the kernel drops them when memory is short. Started by forks.
 """
 
 import gc
@@ -16,6 +17,7 @@ from torch import nn
 
 from armature.checkpoint import huggingface
 from armature.finetune import architecture, folder
+from armature.finetune.lora import Lora
 from tests.parallel.building import decoder_on_meta, parallelize
 
 
@@ -27,15 +29,17 @@ def anonymous_bytes() -> int:
 def read(path: Path) -> nn.Module:
     args = architecture.arguments(folder.config(path), name=str(path))
     model = decoder_on_meta(**args, context=64, pretrained=str(path))
+    Lora(rank=8).add_to(model)
     names = huggingface.imported_names(model)
-    parallelize(model, axes={"shard": 2}, imported=names)
+    parallelize(model, axes={"shard": dist.get_world_size()}, imported=names)
     huggingface.read(model, names)
     return model
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
     small, big = map(Path, sys.argv[1:])
     read(small)  # imports and allocates what every process does once
     gc.collect()
@@ -51,7 +55,7 @@ def main() -> None:
     model = read(big)
     ended.set()
     watcher.join()
-    share = sum(param.numel() for param in model.parameters()) * 4 / 2
+    share = sum(param.numel() for param in model.parameters()) * 4 / dist.get_world_size()
     os.write(1, f"{(peak[0] - before) / share:.3f}\n".encode())  # at once: both ranks write
     dist.barrier()
     dist.destroy_process_group()

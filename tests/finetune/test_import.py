@@ -196,7 +196,8 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     }  # fmt: skip
 
 
-def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path, ranks):
     path = write_model(
         tmp_path / "big", vocab_size=60_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4
     )
@@ -205,7 +206,7 @@ def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path):
         [sys.executable, str(script), str(small), str(path)],
         cwd=running.ROOT,
         env=running.environment(),
-        ranks=2,
+        ranks=ranks,
         timeout=120,
     )
     assert result.returncode == 0, result.stderr[-4000:]

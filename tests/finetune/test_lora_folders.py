@@ -41,7 +41,12 @@ save_file({name: value.clone() for name, value in found.items()}, out)
 
 
 def command(*words: str | Path, python: str | Path = sys.executable) -> str:
-    result = subprocess.run([str(python), *map(str, words)], capture_output=True, text=True, timeout=300)
+    line = [str(python), *map(str, words)]
+    ours = str(words[0]).endswith(".py")
+    if ours:
+        result = running.run(line, cwd=running.ROOT, env=running.environment())
+    else:
+        result = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout
 
@@ -64,13 +69,13 @@ def trained(tmp_path_factory):
     ]  # fmt: skip
     command(*words)
     (root / "base").rename(root / "moved")
+    convert = running.ROOT / "scripts" / "convert.py"
+    assert "14 adapters of rank 4" in command(convert, root / "run", root / "adapter", "--adapter")
+    assert "its logits are the run's" in command(convert, root / "run", root / "merged")
     return root
 
 
 def test_peft_and_transformers_compute_what_was_trained(trained):
-    convert = running.ROOT / "scripts" / "convert.py"
-    assert "14 adapters of rank 4" in command(convert, trained / "run", trained / "adapter", "--adapter")
-    assert "its logits are the run's" in command(convert, trained / "run", trained / "merged")
     out = trained / "logits.safetensors"
     command("-c", LOGITS, trained / "moved", trained / "adapter", trained / "merged", out, python=EXTRA_PYTHON)
     logits = load_file(out)
@@ -90,6 +95,26 @@ def test_a_run_without_the_folder_answers_and_is_evaluated(trained):
     result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
     assert result.returncode == 2
     assert "Try --split val" in result.stderr
+
+
+def test_the_run_its_adapter_and_the_merged_folder_answer_alike(trained):
+    """Several prompts at once, until the end of the turn; the adapter on its base."""
+    generate = running.ROOT / "scripts" / "generate.py"
+    words = ["--temperature", "0", "--tokens", "40", "--accelerator", "cpu"]
+    words += [word for i in range(3) for word in ("--prompt", f"how are {i}")]
+    base = ["--base", trained / "moved"]
+    found = [
+        command(generate, trained / name, *words, "--chat", *more)
+        for name, more in (("run", []), ("merged", []), ("adapter", base))
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0].count("-" * 40) == 3
+    assert "<|im_" not in found[0]
+    result = running.run(
+        [sys.executable, str(generate), str(trained / "adapter")], cwd=trained, env=running.environment()
+    )
+    assert result.returncode == 2
+    assert "Type --base FOLDER" in result.stderr
 
 
 def test_options_that_do_not_fit_are_refused(trained):

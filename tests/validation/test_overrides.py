@@ -57,6 +57,16 @@ def test_an_option_of_a_group_can_be_chosen(tmp_path):
     assert (cfg.data._target_, cfg.data.eval_batch_size, cfg.data.seed) == ("armature.data.digits.DigitsData", 5, 1)
 
 
+def test_an_option_that_asks_for_a_value_takes_it(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    text = f"model: {{vocab_size: 300}}\n{REFERRING}"
+    cfg = changed(text, tmp_path, "data.path=chats.jsonl", "data=chat")
+    assert cfg.data.source.path == "chats.jsonl"
+    assert cfg.data.source.tokenizer == str(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"data.path: without a value. Type data.path=…, too"):
+        changed(text, tmp_path, "data=chat")
+
+
 @pytest.mark.parametrize("typed", ["data.pth=b", "data.eval_batch_size", "nothing=1"])
 def test_an_unknown_key_is_refused(typed, tmp_path):
     with pytest.raises(ConfigError, match=typed.split("=")[0]):

@@ -63,7 +63,7 @@ def export(
         part = beside / target.name
         part.mkdir()
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
-        _write_tokenizer(kept, Path(cfg.run.dir), part)
+        write_tokenizer(kept, Path(cfg.run.dir), part)
         source = Source(checkpoint, form.rename, average=average, adapter=adapter_of(cfg))
         names = _write_weights(source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out)
         far = _difference(cfg, source, form, part, getattr(torch, dtype), average=average)
@@ -206,7 +206,8 @@ class Source:
         return state.load_tensors(self.checkpoint, saved_as, self.saved)
 
 
-def _write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
+def write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
+    """Write the tokenizer and chat template of a run, which started from the folder of which `kept` is its copy."""
     if kept is not None:
         for name in folder.SMALL_FILES:
             if name != folder.CONFIG and (kept / name).is_file():
@@ -278,16 +279,18 @@ def _difference(
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def read_decoder(path: Path, *, context: int) -> nn.Module:
-    """Return the decoder of a Hugging Face folder, in fp32 on the CPU and in evaluation mode, in one process."""
+def read_decoder(
+    path: Path, *, context: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
     args = architecture.arguments(folder.config(path), name=str(path))
     with torch.device("meta"):
-        model = Decoder(**args, context=context, pretrained=str(path))
-    return _read(model)
+        model = Decoder(**args, context=context, pretrained=str(path)).to(dtype)
+    return _read(model, device=device)
 
 
-def _read(model: nn.Module) -> nn.Module:
+def _read(model: nn.Module, *, device: str | torch.device = "cpu") -> nn.Module:
     """Give a model on the meta device the weights of the folder that it names."""
-    initialization.materialize(model, device=torch.device("cpu"))
+    initialization.materialize(model, device=torch.device(device))
     huggingface.read(model, huggingface.imported_names(model))
     return model.eval()

@@ -21,6 +21,7 @@ from armature.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+DESCRIPTIONS = (CONFIG, "adapter_config.json")  # one of them says what a folder's weights are
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # what a model folder has besides its weights; a run keeps a copy
 SMALL_FILES = (

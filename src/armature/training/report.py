@@ -13,6 +13,7 @@ from armature import run_dir
 from armature.checkpoint import resume
 from armature.data.batching import Batches
 from armature.data.tokenizer import TOKENIZER_FILE
+from armature.finetune.folder import CHAT_TEMPLATE
 from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
@@ -134,6 +135,7 @@ def finish(
         display.print(preview)
     if reason == "finished":
         script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
-        display.print(f"next: python scripts/{script}.py {cfg.run.dir}")
+        chat = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
+        display.print(f"next: python scripts/{script}.py {cfg.run.dir}{chat}")
     elif reason == "max_time":
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")

@@ -39,16 +39,28 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
             continue
         before = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False)
         missing = before is _MISSING
-        if missing and key not in {f"data.{name}" for name in LOADER_KEYS}:  # those of a plain LightningDataModule
+        if (
+            missing and not _is_required(cfg, key) and key not in {f"data.{name}" for name in LOADER_KEYS}
+        ):  # those of a plain LightningDataModule
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         with open_dict(cfg):
             OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
         if not referring and not missing:
             _update_copies(cfg, key, before)
+    nodes = {group: cfg[group] for group in ("model", "data", "task") if isinstance(cfg.get(group), DictConfig)}
+    if empty := [f"{group}.{key}" for group, node in nodes.items() for key in node if OmegaConf.is_missing(node, key)]:
+        raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
     tokenizer = run_dir / TOKENIZER_FILE
     changed = _source(cfg)
     if changed != source and changed.get("tokenizer", _MISSING) is None and tokenizer.is_file():
         cfg.data.source.tokenizer = str(tokenizer)
+
+
+def _is_required(cfg: DictConfig, key: str) -> bool:
+    """Return whether the key is there and waits for a value (???)."""
+    group, _, leaf = key.rpartition(".")
+    node = OmegaConf.select(cfg, group, throw_on_missing=False) if group else cfg
+    return isinstance(node, DictConfig) and OmegaConf.is_missing(node, leaf)
 
 
 def _source(cfg: DictConfig) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from armature.models.decoder.model import KeyValueCache
 
 
 def complete(
-    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eot: int | None = None, **options: Any
-) -> list[list[int]]:
-    """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` being its last.
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+    eot: int | Sequence[int] | None = None, **options: Any,
+) -> list[list[int]]:  # fmt: skip
+    """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` (or one of them) its last.
 
     Prompts of different lengths are continued together, a short one while a longer one is still read. Up to the model's
     context, each is continued as it would be alone; beyond it, all rows read their newest half again at the same time.
@@ -30,21 +31,26 @@ def complete(
         model, torch.tensor(rows, device=device), max_new_tokens=max_new_tokens, eot=eot,
         lengths_B=torch.tensor(lengths, device=device), **options,
     ).tolist()  # fmt: skip
-    texts = []
+    texts, ends = [], _ends(eot)
     for length, row in zip(lengths, ids, strict=True):
-        new = row[length : length + max_new_tokens]
-        texts.append(row[:length] + (new[: new.index(eot) + 1] if eot in new else new))
+        last = next((i for i in range(length, len(row)) if row[i] in ends), len(row))
+        texts.append(row[: min(last + 1, length + max_new_tokens)])
     return texts
+
+
+def _ends(eot: int | Sequence[int] | None) -> list[int]:
+    return [] if eot is None else [eot] if isinstance(eot, int) else list(eot)
 
 
 @torch.inference_mode()
 @torch.compiler.set_stance("force_eager")  # compiled blocks would be recompiled for each length of the cache
 def generate(
     model: nn.Module, prompt_BT: Tensor, *, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-    top_p: float | None = None, eot: int | None = None, generator: torch.Generator | None = None,
+    top_p: float | None = None, eot: int | Sequence[int] | None = None, generator: torch.Generator | None = None,
     lengths_B: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the prompt (B, T) of token ids and up to `max_new_tokens` more. End early once every row has met `eot`.
+    """Return the prompt (B, T) of token ids and up to `max_new_tokens` more. End early once every row has met `eot`,
+    one token or several.
 
     Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it is read again and
     generation continues. Of a row, only the first `lengths_B` ids are its prompt, if given: what follows is replaced.
@@ -66,6 +72,7 @@ def generate(
     make_cache: Any = getattr(model, "make_cache", KeyValueCache)
     cache = make_cache(positions=min(context, end))
     ended_B = torch.zeros(prompt_BT.shape[0], dtype=torch.bool, device=prompt_BT.device)
+    ends = torch.tensor(_ends(eot), dtype=ids_BT.dtype, device=prompt_BT.device)
     position = int(lengths_B.min())
     begin = max(0, position - context)
     model.eval()
@@ -78,12 +85,12 @@ def generate(
             new_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)[:, 0]
             if position < length:
                 new_B = torch.where(position < lengths_B, ids_BT[:, position], new_B)
-            if eot is not None:
-                new_B = torch.where(ended_B, eot, new_B)
-                ended_B |= (new_B == eot) & (position >= lengths_B)
+            if len(ends):
+                new_B = torch.where(ended_B, ends[0], new_B)
+                ended_B |= torch.isin(new_B, ends) & (position >= lengths_B)
             ids_BT[:, position] = new_B
             begin, position = position, position + 1
-            if eot is not None and bool(ended_B.all()):
+            if len(ends) and bool(ended_B.all()):
                 break
         return ids_BT[:, :position]
     finally:

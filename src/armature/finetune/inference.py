@@ -1,0 +1,122 @@
+"""Decoders that generate text in one process: of a run, of a Hugging Face folder, or with peft's adapters added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from armature import loading
+from armature.data import tokenizer as tokens
+from armature.data.chat.template import ChatTemplate, Message
+from armature.errors import ConfigError, error_line
+from armature.finetune import architecture, check, folder, peft
+from armature.finetune.export import DTYPES, read_decoder
+from armature.models.decoder import generation
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LONGEST = 8192  # positions; of a longer text, the newest half of them is read again
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, its tokenizer with the folder it is from, and the ids that end a text."""
+
+    model: nn.Module
+    folder: Path
+    tokenizer: Tokenizer
+    ends: list[int]
+
+    @classmethod
+    def of(cls, model: nn.Module, path: Path, ends: list[int]) -> Loaded:
+        """Read the tokenizer. A text ends where the next document begins if the folder does not say."""
+        tokenizer = _tokenizer(path / folder.TOKENIZER)
+        begins = tokens.document_token(tokenizer)
+        return cls(model, path, tokenizer, ends or ([] if begins is None else [begins]))
+
+
+def load_run(
+    path: Path, *, device: str = "cpu", best: bool = False, overrides: Sequence[str] = (), trust: bool = False
+) -> Loaded:
+    """Load the model of a run or of one of its checkpoints. Options and errors are those of `loading.open_run`."""
+    cfg, checkpoint = loading.open_run(path, best=best, overrides=[*overrides], trust=trust)
+    run_dir = Path(cfg.run.dir)
+    if not (run_dir / folder.TOKENIZER).exists():
+        raise ConfigError(f"{path}: this run's data have no tokenizer, so there is no text to sample.")
+    kept = folder.kept_in(run_dir)
+    model = loading.load_task(cfg, checkpoint).get_submodule("model").to(device)
+    return Loaded.of(model, run_dir, [] if kept is None else folder.end_tokens(kept))
+
+
+def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
+    """Load a model's folder, or an adapter's on top of its base. On CPUs in fp32, else in the folder's type.
+
+    Args:
+        base: the adapter's base model; None: the one that its adapter_config.json names.
+
+    Raises:
+        ConfigError: a folder that is no decoder's, is not whole, or is not the one that the adapter belongs to.
+    """
+    is_adapter = (path / peft.CONFIG).is_file()
+    if base is not None and not is_adapter:
+        raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
+    whole = _base_of(path, base) if is_adapter else path
+    config = folder.config(whole)
+    if problems := check.weight_problems(whole, architecture.arguments(config, name=str(whole))):
+        raise ConfigError(problems)
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name) if device != "cpu" and name in DTYPES else torch.float32
+    longest = min(architecture.longest_context(config) or LONGEST, LONGEST)
+    model = read_decoder(whole, context=longest, device=device, dtype=dtype)
+    if is_adapter:
+        peft.add_to(model, path)
+    own = next((each for each in (path, whole) if (each / folder.TOKENIZER).is_file()), None)
+    if own is None:
+        raise ConfigError(f"{path}: there is no {folder.TOKENIZER}. Copy that of the model into it.")
+    return Loaded.of(model, own, folder.end_tokens(whole))
+
+
+def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: ChatTemplate, **options: Any) -> list[str]:
+    """Return the assistant's next message in each conversation, generated together. Options are `complete`'s."""
+    tokenizer, end, room = loaded.tokenizer, template.end_of_turn, int(loaded.model.context)  # pyright: ignore[reportArgumentType]
+    texts = [template.render(messages, add_generation_prompt=True) for messages in chats]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids[-(room - 1) :] for text in texts]
+    last = tokenizer.encode(end, add_special_tokens=False).ids if end else []
+    ends = [*(last if len(last) == 1 else []), *loaded.ends]
+    found = generation.complete(loaded.model, prompts, eot=ends, **options)
+    new = [ids[len(prompt) :] for ids, prompt in zip(found, prompts, strict=True)]
+    decoded = (tokenizer.decode(ids[: -1 if ids[-1] in ends else None], skip_special_tokens=False) for ids in new)
+    return [(text.partition(end)[0] if end else text).strip() for text in decoded]
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except BaseException as error:  # PanicException of a hostile file is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(
+            f"{file} is damaged ({error_line(error)}). Copy it from another run on the same data."
+        ) from None
+    tokens.forget_lengths(tokenizer)
+    return tokenizer
+
+
+def _base_of(path: Path, base: str | None) -> Path:
+    name = base or folder.read_json(path / peft.CONFIG).get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"{path / peft.CONFIG} names no base model. Type --base FOLDER.")
+    try:
+        return folder.find(str(name))
+    except ConfigError as error:
+        if base:
+            raise ConfigError([problem.replace("model.pretrained=", "--base ") for problem in error.problems]) from None
+        raise ConfigError(f"{path}: the adapter's base model {name} is not there. Type --base FOLDER.") from None

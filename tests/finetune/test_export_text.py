@@ -1,0 +1,36 @@
+"""A decoder that was trained from scratch, exported: transformers continues a text as scripts/generate.py does."""
+
+import subprocess
+
+import pytest
+
+from tests import running
+from tests.finetune.test_import import EXTRA_PYTHON
+
+pytestmark = pytest.mark.slow
+PROMPT = "line 3 of file"
+TOKENS = 24
+CONTINUE = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, prompt, tokens = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=int(tokens), do_sample=False)
+print(tokenizer.decode(ids[0], skip_special_tokens=True))
+"""
+
+
+def test_transformers_continues_a_text_as_the_run_does(corpus, tmp_path):
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    running.train("run.name=run", "data.context=64", "trainer.max_steps=60", cwd=tmp_path, corpus=corpus)
+    run, out = tmp_path / "outputs" / "run", tmp_path / "out"
+    assert "its logits are the run's" in running.script("convert.py", str(run), str(out), cwd=tmp_path).stdout
+    words = ["--prompt", PROMPT, "--temperature", "0", "--tokens", str(TOKENS), "--accelerator", "cpu"]
+    found = [running.script("generate.py", str(path), *words, cwd=tmp_path).stdout for path in (run, out)]
+    command = [str(EXTRA_PYTHON), "-c", CONTINUE, str(out), PROMPT, str(TOKENS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert found[0] == found[1] == result.stdout
+    assert len(found[0]) > len(PROMPT) + 10

@@ -1,0 +1,112 @@
+"""Folders of models and of peft's adapters, loaded to generate text, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from armature.errors import ConfigError
+from armature.finetune import inference, peft
+from armature.finetune.export import read_decoder
+from armature.finetune.lora import LoraLinear
+from armature.models.decoder.model import Decoder
+from tests.data import chat_parts
+from tests.finetune.folders import write_random_model
+
+IDS = torch.arange(12)[None]
+
+
+def write_base(path: Path, **changes) -> Decoder:
+    """Write a folder with random weights and a tokenizer, and return its decoder."""
+    write_random_model(path, vocab_size=64, **changes)
+    chat_parts.folder(path)
+    return read_decoder(path, context=32)  # pyright: ignore[reportReturnType]
+
+
+def write_adapter(path: Path, model: Decoder, **changes) -> None:
+    """Adapt queries and values of the model, and write the adapter."""
+    path.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(path.parent / "base")}
+    config |= changes
+    (path / peft.CONFIG).write_text(json.dumps(config))
+    scale = 8 / (math.sqrt(4) if config.get("use_rslora") else 4)
+    tensors = {}
+    for i, block in model.blocks.items():
+        for part in "qv":
+            adapted = LoraLinear(getattr(block.attention, part), rank=4, scale=scale, dropout=0.0)
+            torch.nn.init.normal_(adapted.lora_B)
+            setattr(block.attention, part, adapted)
+            prefix = f"base_model.model.model.layers.{i}.self_attn.{part}_proj"
+            tensors |= {f"{prefix}.{name}.weight": getattr(adapted, name).detach() for name in ("lora_A", "lora_B")}
+    save_file(tensors, path / peft.WEIGHTS)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_is_added_to_its_base(tmp_path, rslora):
+    model = write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", model, use_rslora=rslora)
+    loaded = inference.load(tmp_path / "adapter")
+    assert loaded.folder == tmp_path / "base"
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(IDS), model(IDS), atol=1e-4, rtol=1e-4)
+        plain = inference.load(tmp_path / "base").model(IDS)
+        assert (loaded.model(IDS) - plain).abs().max() > 0.01
+
+
+def test_text_ends_where_the_folder_says(tmp_path):
+    write_base(tmp_path / "base", eos_token_id=[3, 5])
+    assert inference.load(tmp_path / "base").ends == [3, 5]
+
+
+def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
+    write_base(tmp_path / "base", max_position_embeddings=1 << 20)
+    assert inference.load(tmp_path / "base").model.context == inference.LONGEST
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"modules_to_save": ["lm_head"], "peft_type": "IA3"}, "modules_to_save.*peft_type=IA3"),
+        ({"r": 8}, r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of rank 8"),
+        ({"base_model_name_or_path": "/gone"}, "base model /gone is not there. Type --base FOLDER"),
+        ({"base_model_name_or_path": None}, "names no base model. Type --base FOLDER"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused(tmp_path, changes, says):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"), **changes)
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        inference.load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"num_hidden_layers": 1}])
+def test_an_adapter_of_another_model_is_refused(tmp_path, changes):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    write_base(tmp_path / "other", **changes)
+    with pytest.raises(ConfigError, match="adapter and base model do not belong together"):
+        inference.load(tmp_path / "adapter", base=str(tmp_path / "other"))
+
+
+def test_files_that_are_no_adapter_are_refused(tmp_path):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    file = tmp_path / "adapter" / peft.WEIGHTS
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        inference.load(tmp_path / "adapter")
+    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 16)}, file)
+    with pytest.raises(ConfigError, match="no pair of lora_A and lora_B"):
+        inference.load(tmp_path / "adapter")
+    file.rename(file.with_suffix(".bin"))
+    with pytest.raises(ConfigError, match="Pickled adapters"):
+        inference.load(tmp_path / "adapter")
+
+
+def test_a_base_for_what_is_no_adapter_is_refused(tmp_path):
+    write_base(tmp_path / "base")
+    with pytest.raises(ConfigError, match="--base x: only for an adapter's folder"):
+        inference.load(tmp_path / "base", base="x")
