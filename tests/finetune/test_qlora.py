@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from armature.checkpoint import huggingface
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, is_adapter, merge
-from armature.models.decoder import names
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
 from benchmarks.parity.harness import LAYOUTS, difference, fit_once
-from tests.finetune.folders import write_model
+from tests.finetune.folders import write_random_model
 from tests.finetune.test_import import EXTRA_PYTHON
 
 SIZES: dict[str, Any] = {
@@ -193,19 +191,8 @@ def test_the_seeds_weights_are_quantized_as_they_are():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("base")
     config = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-    write_model(path, **config, num_key_value_heads=2, num_hidden_layers=2)
-    (path / "model.safetensors.index.json").unlink()
-    for shard in path.glob("model-*"):
-        shard.unlink()
-    model = Decoder(**SIZES)
-    generator = torch.Generator().manual_seed(1)
-    for name, param in model.named_parameters():
-        torch.nn.init.normal_(param, float("norm" in name), 0.1, generator=generator)
-    tensors = {str(names.theirs(name)): param.detach().bfloat16() for name, param in model.named_parameters()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_random_model(tmp_path_factory.mktemp("base"), **config, num_key_value_heads=2)
 
 
 def test_a_folder_is_quantized_while_it_is_read(folder, monkeypatch):

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from armature.checkpoint import convert
 from armature.finetune import nf4
-from armature.models.decoder import names
-from armature.models.decoder.model import Decoder
 from tests import running
 from tests.data.chat_parts import folder, write
-from tests.finetune.folders import write_model
+from tests.finetune.folders import write_random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ALSO = [
@@ -32,14 +30,7 @@ def command(*words: str | Path, refused: bool = False) -> str:
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("qlora")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 64}
-    write_model(path / "base", **sizes)
-    for file in [*(path / "base").glob("model*")]:
-        file.unlink()
-    model = Decoder(vocab_size=320, context=8, width=64, layers=2, heads=2, kv_heads=1, ffn_hidden=128)
-    for name, param in model.named_parameters():
-        torch.nn.init.normal_(param, float("norm" in name), 0.2, generator=torch.Generator().manual_seed(len(name)))
-    tensors = {str(names.theirs(name)): param.detach().bfloat16() for name, param in model.named_parameters()}
-    save_file(tensors, path / "base" / "model.safetensors", metadata={"format": "pt"})
+    write_random_model(path / "base", **sizes)
     folder(path / "base")
     chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
     write(path / "chats.jsonl", chats)
