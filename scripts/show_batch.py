@@ -1,6 +1,7 @@
 """Print a batch of training data as the model gets it: text, and in color what is learned.
 
 python scripts/show_batch.py data=chat data.path=chats.jsonl data.source.tokenizer=path/to/model
+python scripts/show_batch.py experiment=dpo model.pretrained=path/to/model data.path=pairs.jsonl --rows 2
 python scripts/show_batch.py data=text data.path=book.txt --step 3 --rows 2
 
 Takes train.py's command line. In a file or a pipe, where there is no color, what is learned stands between ⟦ and ⟧.
@@ -60,9 +61,13 @@ def show(cfg: DictConfig, *, step: int, rows: int, console: Console) -> None:
     tokenizer = getattr(data, "tokenizer", None)
     if tokenizer is None or not isinstance(batch, dict) or not {"inputs", "targets"} <= batch.keys():
         return
+    of_pairs = batch["inputs"].ndim == 3  # (pairs, 2, tokens), as data=preference
+    if of_pairs:
+        batch, rows = {name: batch[name].flatten(0, 1) for name in ("inputs", "targets")}, 2 * rows
     for row in range(min(rows, len(batch["inputs"]))):
         learned = int((batch["targets"][row] != -100).sum())
-        console.rule(f"row {row}: {learned} of {len(batch['targets'][row])} targets are learned")
+        name = f"pair {row // 2}, {('chosen', 'rejected')[row % 2]}" if of_pairs else f"row {row}"
+        console.rule(f"{name}: {learned} of {len(batch['targets'][row])} targets are learned")
         for document in texts(batch, row, tokenizer, colored=console.is_terminal):
             console.print(document, soft_wrap=True)
 

@@ -144,7 +144,7 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
     assert all(word in "\n".join(problems) for word in words), problems
 
 
-FAST = {*AS_A_COMMAND} - {"nothing to go on from"}  # which tokenizes a text
+FAST = {*AS_A_COMMAND} - {"nothing to go on from", "a long sweep", "a sweep over files"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])

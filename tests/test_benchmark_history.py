@@ -41,6 +41,7 @@ def tokens(tmp_path, monkeypatch):
     monkeypatch.setattr("armature.data.corpus.Corpus.tokens", lambda self, split: np.memmap(file, np.uint16, mode="r"))
 
 
+@pytest.mark.slow
 def test_no_default_of_training_moves_the_ruler(tmp_path, monkeypatch, tokens):
     """All numbers and choices of the default job are other ones, and the measured job is the same."""
     before, tiny = job.compose([]).job, job.compose(job.TINY).job

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,20 @@ def commands(text: str) -> list[str]:
     text = text.replace("\\\n", " ")
     blocks = [body for _, language, body in FENCE.findall(text) if language in ("", "bash")]
     blocks += re.findall(r"^    (\S.*)$", FENCE.sub("", text), re.MULTILINE)
-    lines = "\n".join(blocks).splitlines() + [" ".join(span.split()) for span in spans(text)]
-    start = r"\s*(?:[A-Z]+=\S+ )*(?:python |torchrun |sbatch |srun |kubectl |scripts/multinode/)"
-    return [line.strip() for line in lines if re.match(start, line)]
+    lines = [line for block in blocks for line in block.splitlines()]
+    start = re.compile(r"\s*(?:[A-Z]+=\S+ )*(?:python |torchrun |sbatch |srun |kubectl |scripts/multinode/)")
+    typed = [whole(lines[i:]) for i, line in enumerate(lines) if start.match(line)]
+    return typed + [" ".join(span.split()) for span in spans(text) if start.match(span)]
+
+
+def whole(lines: list[str]) -> str:
+    """The command that begins with the first line: an open quotation continues on the next ones."""
+    for end in range(1, len(lines) + 1):
+        command = "\n".join(lines[:end]).strip()
+        with suppress(ValueError):
+            shlex.split(command, comments=True)
+            return command
+    raise AssertionError(f"no closing quotation: {lines[0]}")
 
 
 def words_of(command: str) -> list[str]:

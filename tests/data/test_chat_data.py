@@ -1,8 +1,6 @@
 """Conversations: what is read, refused, cut and held out, how rows are packed, and that packed documents do not mix."""
 
-import contextlib
 import gzip
-import importlib.util
 import json
 import re
 import subprocess
@@ -268,24 +266,6 @@ def test_a_checkpoint_of_other_chats_is_refused(source):
     data(source([chat(i) for i in range(4)])).load_state_dict(state)
     with pytest.raises(ConfigError, match="other tokens"):
         data(source([chat(i) for i in range(5)])).load_state_dict(state)
-
-
-@pytest.fixture
-def script(monkeypatch, capsys):
-    def run(name: str, *words: str) -> str:
-        spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-        GlobalHydra.instance().clear()
-        with contextlib.suppress(SystemExit):
-            module.main()
-        captured = capsys.readouterr()
-        return captured.out + captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -162,7 +162,10 @@ def test_the_tiny_folder_is_one_that_passes(model):
 
 def test_a_strategy_that_does_not_read_folders_is_refused(model):
     layout = Layout(kind="other", options={}, world_size=1, data_ranks=1, axes={}, plan=None)
-    cfg = {"model": {"pretrained": str(model)}, "strategy": {"_target_": "lightning.pytorch.strategies.DDPStrategy"}}
+    cfg = {
+        "model": {"_target_": check.DECODER, "pretrained": str(model)},
+        "strategy": {"_target_": "lightning.pytorch.strategies.DDPStrategy"},
+    }
     (problem,) = parallelism.problems(cfg, layout)
     assert "only armature's own strategies read model.pretrained" in problem
     assert parallelism.problems(cfg | {"model": {}}, layout) == []

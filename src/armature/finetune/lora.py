@@ -7,7 +7,8 @@ with two more parameters per Linear. The frozen weights may be held in 4 bits (Q
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ class LoraLinear(nn.Linear):
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
+    active: bool = True  # False: the Linear's own output (`without_adapters`)
 
     def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
         nn.Module.__init__(self)
@@ -48,6 +50,8 @@ class LoraLinear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
+        if not self.active:
+            return output
         # fp32 adapters of 16-bit weights compute in the weights' type, as autocast does anyway
         a, b = (adapter.to(input.dtype) for adapter in (self.lora_A, self.lora_B))
         return output + self.scale * F.linear(F.linear(self._dropped(input), a), b)
@@ -198,6 +202,19 @@ def merge(model: nn.Module) -> nn.Module:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, plain)
     return model
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what it would without its adapters, inside a `with` block."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.active = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.active = True
 
 
 def is_adapter(name: str) -> bool:

@@ -19,6 +19,12 @@ def mean_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: floa
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each target (…), in fp32 and nats, for logits (…, classes); 0 where it is IGNORED."""
+    logits_NV = logits.float().flatten(0, -2)
+    return F.cross_entropy(logits_NV, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
     """The part of the vocabulary that a rank's head holds, if a tensor axis shards it.

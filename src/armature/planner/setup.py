@@ -137,7 +137,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     """Return the numbers of a configuration with its `auto` values decided; None if the model has no formula.
 
     With adapters (`task.adapter`) there is one if all Linears inside the blocks have them and nothing else is trained,
-    without DeepSpeed.
+    without DeepSpeed. There is none for pairs, which are several rows and pass the model twice.
 
     Raises ConfigError if the batch does not divide.
     """
@@ -146,6 +146,8 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         return None
     adapter = cfg.task.get("adapter")
     if adapter and (layout.kind == "deepspeed" or not _adapts_all(cfg, cost)):
+        return None
+    if signatures.class_attribute(cfg.task._target_, "reads") == "pairs":
         return None
     batches = batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks)
     matrix_state, other_state = optimizer_bytes(cfg)

@@ -40,6 +40,8 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
     )
+    if note := getattr(trainer.lightning_module, "start_note", ""):
+        line += f"\n{note}"
     if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"

@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Monitor(Protocol):
-    """An entry of `StepLog.monitors`, which adds columns; called on every rank."""
+    """An entry of `StepLog.monitors`, which adds columns; called on every rank.
+
+    An attribute `mean_columns` names columns of which each rank has its own: their mean over the ranks is logged.
+    """
 
     def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
         """Return columns of this step's row in metrics.csv: equal on every rank, and independent of the clock.
@@ -227,7 +230,8 @@ class StepLog(Callback):
         """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank."""
         device = trainer.strategy.root_device
         cells = [(row, name) for row in rows for name, value in row.items() if isinstance(value, Tensor)]
-        losses = [i for i, (_, name) in enumerate(cells) if name == "train/loss"]
+        means = {"train/loss"}.union(*(getattr(monitor, "mean_columns", ()) for monitor in self.monitors))
+        losses = [i for i, (_, name) in enumerate(cells) if name in means]
         values = [row[name].detach().to(device, torch.float32).reshape(()) for row, name in cells]
         values = torch.stack(values) if values else torch.zeros(0, device=device)
         mine = torch.tensor(own, dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from armature.validation import signatures
+from armature.validation import preferences, signatures
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def problems(cfg: dict[str, Any]) -> list[str]:
             every,
             steps,
         )
-    return [*_monitors(cfg), *_factories(cfg), *_sizes(cfg), *_schedule(cfg)]
+    return [*_monitors(cfg), *_factories(cfg), *_sizes(cfg), *_schedule(cfg), *preferences.problems(cfg)]
 
 
 def _monitors(cfg: dict[str, Any]) -> Iterator[str]:

@@ -203,6 +203,7 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.path": _paths,
     "data.source.path": _paths,
     "data.source.context": _count,
+    "data.multiple": _number(least=1, whole=True, null="data.context"),
     "data.source.vocab_size": _number(least=257, most=2**24, whole=True),
     "data.source.tokenizer_bytes": _count,
     "data.source.held_out": _count,

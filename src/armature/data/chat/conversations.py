@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from armature.data import sources
 from armature.data.chat.template import Message
 from armature.data.sources import SourceFile
 from armature.errors import ConfigError
 
+T = TypeVar("T")
 _SHOWN = 10  # problems in one message
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
@@ -36,20 +37,20 @@ class Conversation:
         return sources.hash_place(json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False))
 
 
-def read(files: list[SourceFile]) -> Iterator[Conversation]:
-    """Yield the conversations of all files. Raises ConfigError with the first ten bad lines."""
+def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
+    """Yield what `parse(record, where=…)` makes of each line. Raises ConfigError with the first ten bad lines."""
     problems: list[str] = []
     for file in files:
         for where, record in sources.json_lines(file):
             try:
-                conversation = parse(record, where=where)
+                parsed = parse(record, where=where)
             except ConfigError as error:
                 problems += error.problems
                 if len(problems) == _SHOWN:
                     raise ConfigError([*problems, "There may be more such lines."]) from None
                 continue
             if not problems:
-                yield conversation
+                yield parsed
     if problems:
         raise ConfigError(problems)
 
@@ -63,29 +64,41 @@ def parse(record: object, *, where: str) -> Conversation:
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a {type(record).__name__}, not an object. Write {FORM}.")
     if "messages" in record:
-        messages, first = _messages(record["messages"], "messages", where=where), 0
+        read, first = messages(record["messages"], "messages", where=where), 0
     elif "prompt" in record and "completion" in record:
-        prompt = _messages(record["prompt"], "prompt", where=where, role="user")
-        messages = prompt + _messages(record["completion"], "completion", where=where, role="assistant")
+        prompt = messages(record["prompt"], "prompt", where=where, role="user")
+        read = prompt + messages(record["completion"], "completion", where=where, role="assistant")
         first = len(prompt)
     else:
         there = ", ".join(map(str, sorted(record))) or "nothing"
         raise ConfigError(f"{where}: neither messages, nor prompt and completion (there: {there}). Write {FORM}.")
-    learned = tuple(
-        i for i, message in enumerate(messages)
-        if i >= first and message["role"] == "assistant" and message.pop("weight", 1)
-    )  # fmt: skip
-    for message in messages:
-        message.pop("weight", None)
+    learned = learned_of(read, first)
     if not learned:
         raise ConfigError(f"{where}: no message of the role assistant, so there is nothing to learn. Remove the line.")
-    tools = record.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise ConfigError(f"{where}: tools hold a {type(tools).__name__}, not a list. Write a list of JSON schemas.")
-    return Conversation(where, messages, tools or None, learned)
+    return Conversation(where, read, tools(record, where=where), learned)
 
 
-def _messages(value: object, key: str, *, where: str, role: str | None = None) -> list[Message]:
+def learned_of(read: list[Message], first: int) -> tuple[int, ...]:
+    """Return the indices from `first` on of assistant messages that are learned, and remove all messages' weights."""
+    learned = tuple(
+        i for i, message in enumerate(read)
+        if i >= first and message["role"] == "assistant" and message.get("weight", 1)
+    )  # fmt: skip
+    for message in read:
+        message.pop("weight", None)
+    return learned
+
+
+def tools(record: dict[str, Any], *, where: str) -> list[Any] | None:
+    """Return a record's tools. Raises ConfigError."""
+    found = record.get("tools")
+    if found is not None and not isinstance(found, list):
+        raise ConfigError(f"{where}: tools hold a {type(found).__name__}, not a list. Write a list of JSON schemas.")
+    return found or None
+
+
+def messages(value: object, key: str, *, where: str, role: str | None = None) -> list[Message]:
+    """Return a record's messages; of a text one of that role, if a role is given. Raises ConfigError."""
     if isinstance(value, str) and role is not None:
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from typing_extensions import override
 
@@ -40,21 +42,24 @@ class Rows(Dataset[Batch]):
         shape = (len(indices), self.context)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         documents = np.zeros(shape, np.int32)
-        starts, rows = self.arrays["starts"], self.arrays["rows"]
+        rows = self.arrays["rows"]
         for b, index in enumerate(indices):
             t = 0
             members = self.arrays["members"][rows[index] : rows[index + 1]]
             for document, member in enumerate(members):
-                ids = self.arrays["ids"][starts[member] : starts[member + 1]]
-                learned = self.arrays["learned"][starts[member] + 1 : starts[member + 1]]
-                end = t + len(ids) - 1
-                inputs[b, t:end] = ids[:-1]
-                targets[b, t:end] = np.where(learned, ids[1:].astype(np.int64), IGNORED)
-                documents[b, t:end] = document
+                own_inputs, own_targets = self.conversation(member)
+                end = t + len(own_inputs)
+                inputs[b, t:end], targets[b, t:end], documents[b, t:end] = own_inputs, own_targets, document
                 t = end
             documents[b, t:] = len(members)
         found = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         return found | {"documents": torch.from_numpy(documents)} if self.packing else found
+
+    def conversation(self, member: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return one conversation's inputs and targets."""
+        first, end = self.arrays["starts"][member : member + 2]
+        ids, learned = self.arrays["ids"][first:end], self.arrays["learned"][first + 1 : end]
+        return ids[:-1], np.where(learned, ids[1:].astype(np.int64), IGNORED)
 
 
 class ChatData(TokenData):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,8 @@ class Conversations:
         val_fraction, test_fraction: approximate shares of the conversations that are held out.
         cache_dir: folder of prepared data; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
     """
+
+    kind: ClassVar[str] = "chat"  # begins the name of the cache's folder
 
     def __init__(
         self, path: str | Sequence[str], *, tokenizer: str | None, context: int, vocab_size: int | None = None,
@@ -143,7 +145,7 @@ class Conversations:
     @cached_property
     def _opened(self) -> tuple[Path, dict[str, Any]]:
         files = self.check()
-        folder = cache.root(self.cache_dir) / f"chat-{self._key(files)}"
+        folder = cache.root(self.cache_dir) / f"{self.kind}-{self._key(files)}"
         header = cache.open_or_build(folder, lambda part: self._build(part, files))
         if self.vocab_size is not None and header["largest_id"] >= self.vocab_size:
             size = self.tokenizer.get_vocab_size()
@@ -157,7 +159,7 @@ class Conversations:
     def _report(self, header: dict[str, Any]) -> None:
         for split, counts in header["splits"].items():
             if counts["read"]:
-                log.info("%s: %s", split, _described(counts, context=self.context))
+                log.info("%s: %s", split, self._described(counts))
         if self.template.end_of_turn is None:
             log.warning(
                 "The chat template marks no end of the assistant's messages, or none could be found: the model may not "
@@ -178,14 +180,32 @@ class Conversations:
         log.info("Preparing the conversations of %s.", self.path)
         dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 1 << 16 else "<u4")
         with ExitStack() as opened:
-            writers = {split: _Writer(part / split, dtype, opened) for split in SPLITS}
-            for encoded in self._encoded(conversations.read(files)):
-                writers[self._split(encoded.conversation)].add(encoded, room=self.context, too_long=self.too_long)
-        statistics = {split: w.pack(room=self.context, packing=self.packing) for split, w in writers.items()}
+            writers = {split: Writer(part / split, dtype, opened) for split in SPLITS}
+            self._write(files, writers)
+        statistics = {split: writer.pack(self._rows_of(writer.lengths)) for split, writer in writers.items()}
         if not statistics["train"]["conversations"]:
             raise ConfigError(self._nothing_left(statistics["train"]))
         largest = max(writer.largest for writer in writers.values())
         return {"version": _VERSION, "dtype": dtype.str, "splits": statistics, "largest_id": largest}
+
+    def _write(self, files: list[SourceFile], writers: dict[str, Writer]) -> None:
+        for encoded in self._encoded(conversations.read(files, conversations.parse)):
+            writer = writers[self._split(encoded.conversation)]
+            writer.counts["read"] += 1
+            # of n tokens, n - 1 are inputs, which predict the tokens after them
+            cut = len(encoded.ids) - 1 > self.context
+            kept = encoded.up_to(self.context + 1)
+            if cut and self.too_long == "drop":
+                writer.counts["dropped"] += 1
+            elif not kept.has_targets:
+                writer.counts["emptied" if cut else "dropped"] += 1
+            else:
+                writer.counts["cut"] += cut
+                writer.add(kept)
+
+    def _rows_of(self, lengths: list[int]) -> list[list[int]]:
+        """Return the conversations of each row, given their numbers of inputs."""
+        return best_fit(lengths, room=self.context) if self.packing else [[i] for i in range(len(lengths))]
 
     def _split(self, conversation: Conversation) -> str:
         place = conversation.place
@@ -198,6 +218,15 @@ class Conversations:
             read = iter(read)
             while some := list(islice(read, _TOGETHER)):
                 yield from encode(some, self.template, self.tokenizer)
+
+    def _described(self, counts: dict[str, Any]) -> str:
+        filled = counts["tokens"] / max(counts["rows"] * self.context, 1)
+        text = (
+            f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of {self.context:,} tokens, "
+            f"{filled:.0%} filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the "
+            "assistant's."
+        )
+        return " ".join([text, *left_out(counts, LEFT_OUT)])
 
     def _nothing_left(self, counts: dict[str, Any]) -> str:
         if not counts["read"]:
@@ -219,6 +248,14 @@ class Encoded:
     conversation: Conversation
     ids: list[int]
     learned: NDArray[np.bool_]
+
+    def up_to(self, tokens: int) -> Encoded:
+        """Return the beginning, of at most so many tokens."""
+        return Encoded(self.conversation, self.ids[:tokens], self.learned[:tokens])
+
+    @property
+    def has_targets(self) -> bool:
+        return bool(self.learned[1:].any())
 
 
 def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Encoded]:
@@ -243,7 +280,7 @@ def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Toke
 
 
 @dataclass
-class _Writer:
+class Writer:
     """Appends the conversations of one split to its files, and counts them."""
 
     stem: Path
@@ -258,46 +295,35 @@ class _Writer:
         paths = {name: self.stem.with_suffix(f".{name}") for name in ("ids", "learned")}
         self._files = {name: self.opened.enter_context(path.open("wb")) for name, path in paths.items()}
 
-    def add(self, encoded: Encoded, *, room: int, too_long: str) -> None:
-        self.counts["read"] += 1
-        # of n tokens, n - 1 are inputs, which predict the tokens after them
-        cut = len(encoded.ids) - 1 > room
-        if cut and too_long == "drop":
-            self.counts["dropped"] += 1
-            return
-        ids, learned = encoded.ids[: room + 1], encoded.learned[: room + 1].copy()
-        if not learned[1:].any():
-            self.counts["emptied" if cut else "dropped"] += 1
-            return
-        self.counts["cut"] += cut
-        self.counts["tokens"] += len(ids) - 1
-        self.counts["targets"] += int(learned[1:].sum())
-        self.largest = max(self.largest, *ids)
-        self._files["ids"].write(np.array(ids, self.dtype).tobytes())
-        self._files["learned"].write(learned.tobytes())
-        self._starts.append(self._starts[-1] + len(ids))
+    def add(self, encoded: Encoded) -> None:
+        self.counts["tokens"] += len(encoded.ids) - 1
+        self.counts["targets"] += int(encoded.learned[1:].sum())
+        self.largest = max(self.largest, *encoded.ids)
+        self._files["ids"].write(np.array(encoded.ids, self.dtype).tobytes())
+        self._files["learned"].write(encoded.learned.tobytes())
+        self._starts.append(self._starts[-1] + len(encoded.ids))
 
-    def pack(self, *, room: int, packing: bool) -> dict[str, Any]:
+    @property
+    def lengths(self) -> list[int]:
+        """The number of inputs of each conversation."""
+        return (np.diff(np.array(self._starts, np.int64)) - 1).tolist()
+
+    def pack(self, rows: list[list[int]]) -> dict[str, Any]:
         """Write the conversations' places and rows, and return what was counted."""
-        starts = np.array(self._starts, np.int64)
-        lengths = (np.diff(starts) - 1).tolist()
-        rows = best_fit(lengths, room=room) if packing else [[i] for i in range(len(lengths))]
         members = np.array([i for row in rows for i in row], np.int64)
         ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        for name, array in {"starts": starts, "members": members, "rows": ends}.items():
+        for name, array in {"starts": np.array(self._starts, np.int64), "members": members, "rows": ends}.items():
             np.save(self.stem.with_suffix(f".{name}.npy"), array)
-        names = ("read", "cut", "emptied", "dropped", "tokens", "targets")
-        return {"conversations": len(lengths), "rows": len(rows), **{name: self.counts[name] for name in names}}
+        counts = {name: self.counts[name] for name in ("read", "cut", "emptied", "dropped", "tokens", "targets")}
+        return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts, **self.counts}
 
 
-def _described(counts: dict[str, Any], *, context: int) -> str:
-    filled = counts["tokens"] / max(counts["rows"] * context, 1)
-    text = (
-        f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of {context:,} tokens, {filled:.0%} "
-        f"filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the assistant's."
-    )
-    said = {
-        "cut": "cut to the context", "emptied": "left out: their answer begins beyond the context",
-        "dropped": "left out: too long, or an empty answer",
-    }  # fmt: skip
-    return " ".join([text, *(f"{counts[key]:,} {words}." for key, words in said.items() if counts[key])])
+LEFT_OUT = {
+    "cut": "cut to the context", "emptied": "left out: their answer begins beyond the context",
+    "dropped": "left out: too long, or an empty answer",
+}  # fmt: skip
+
+
+def left_out(counts: dict[str, Any], words: dict[str, str]) -> list[str]:
+    """Return a sentence for each thing that was counted and happened."""
+    return [f"{counts[key]:,} {each}." for key, each in words.items() if counts.get(key)]

@@ -1,12 +1,15 @@
 """Cross-entropy of the decoder's head, computed in chunks so that the logits of all tokens never exist at once.
 
+`ChunkedCrossEntropy` is the mean loss, `ChunkedTokenLosses` each target's own.
+
 Shapes: N tokens, D width, V vocabulary, R rows (tokens) of one chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +20,13 @@ from typing_extensions import TypeIs, override
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import IGNORED, VocabularyShard
 
+# 32 (CPU) or 512 MiB of fp32 logits per chunk: with fewer rows, accumulating the weight's gradient costs more than
+# computing it
+CHUNK_LOGITS, OTHER_CHUNK_LOGITS = {"cpu": 2**23}, 2**27
+
 
 class Head(nn.Linear):
-    """A bias-free Linear that returns the logits of x (..., D), or with targets their mean loss, without the logits.
+    """A bias-free Linear that returns the logits of x (..., D), or with targets their loss, without the logits.
 
     It is called either way, so that whatever shards, gathers or casts the weight in hooks does so.
 
@@ -41,8 +48,10 @@ class Head(nn.Linear):
         return [key for registered in hooks for key in registered]
 
     @override
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return F.linear(x, self.weight) if targets is None else chunked_loss(x, self.weight, targets, self.vocabulary)
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, per_token: bool = False) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if targets is None:
+            return F.linear(x, self.weight)
+        return chunked_loss(x, self.weight, targets, self.vocabulary, per_token=per_token)
 
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
@@ -57,9 +66,17 @@ def is_plain_linear(head: nn.Module | None) -> TypeIs[nn.Linear]:
     return type(head) is nn.Linear and head.bias is None and not head._forward_pre_hooks and not head._forward_hooks
 
 
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
-    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the logits."""
-    return ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), torch.is_grad_enabled(), vocabulary)
+def chunked_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyShard | None = None, *, per_token: bool = False
+) -> Tensor:
+    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the logits.
+
+    With `per_token`, each target's own loss, of the targets' shape: 0 where a target does not count.
+    """
+    x_ND, targets_N = x.flatten(0, -2), targets.flatten()
+    if per_token:
+        return ChunkedTokenLosses.apply(x_ND, weight, targets_N, vocabulary).view(targets.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return ChunkedCrossEntropy.apply(x_ND, weight, targets_N, torch.is_grad_enabled(), vocabulary)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -80,37 +97,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_gradients: bool,
         part: VocabularyShard | None = None,
     ) -> Tensor:  # fmt: skip
-        device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
         weight_low_VD = to_compute_dtype(weight_VD)
-        dtype = weight_low_VD.dtype
-        x_low_ND = x_ND.to(dtype)
+        x_low_ND = x_ND.to(weight_low_VD.dtype)
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         gx_ND = torch.empty_like(x_low_ND) if needs_x else None
         gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), device=x_ND.device)
         share = 1 / (targets_N != IGNORED).sum().clamp(min=1)
-        # 32 (CPU) or 512 MiB of fp32 logits: with fewer rows, accumulating the weight's gradient costs more than
-        # computing it
-        rows = min(tokens, max(1, (2**23 if device.type == "cpu" else 2**27) // vocabulary))
-        # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
-        logits_all, p_all = (torch.empty(rows, vocabulary, dtype=d, device=device) for d in (dtype, torch.float32))
         product_VD = torch.empty_like(weight_low_VD) if needs_weight else None
-        for start in range(0, tokens, rows):
-            chunk = slice(start, min(start + rows, tokens))
-            x_RD, targets_R1 = x_low_ND[chunk], targets_N[chunk, None]
-            keep_R1, target_R1 = (targets_R1 != IGNORED).float(), targets_R1.clamp(min=0)
-            logits_RV = torch.mm(x_RD, weight_low_VD.T, out=logits_all[: len(x_RD)])
-            softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
-            p_RV, log_p_R1, target_R1, hit_R1 = softmax(logits_RV, target_R1, out_RV=p_all[: len(x_RD)])
-            total -= (log_p_R1 * keep_R1).sum()
+        for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
+            total -= (chunk.log_p_R1 * chunk.keep_R1).sum()
             if gx_ND is None and gweight_VD is None:
                 continue
-            g_RV = p_RV.scatter_add_(1, target_R1, -hit_R1).mul_(keep_R1)
-            g_RV = g_RV if dtype == torch.float32 else logits_RV.copy_(g_RV)
+            g_RV = chunk.gradient(chunk.keep_R1)
             if gx_ND is not None:
-                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk])
+                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk.rows])
             if gweight_VD is not None:
-                gweight_VD += torch.mm(g_RV.T, x_RD, out=product_VD)
+                gweight_VD += torch.mm(g_RV.T, x_low_ND[chunk.rows], out=product_VD)
         # backward applies `share` together with the scaler's factor: fp16 gradients would underflow before
         ctx.save_for_backward(gx_ND, gweight_VD, share)
         ctx.dtypes = x_ND.dtype, weight_VD.dtype
@@ -125,6 +128,76 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         gx_ND = (gx_ND.float() * (grad * share)).to(ctx.dtypes[0]) if gx_ND is not None else None
         gweight_VD = (gweight_VD * (grad * share)).to(ctx.dtypes[1]) if gweight_VD is not None else None
         return gx_ND, gweight_VD, None, None, None
+
+
+class ChunkedTokenLosses(torch.autograd.Function):
+    """Each target's cross-entropy (N,), in fp32 and nats, or 0 if it is IGNORED, without the logits of all tokens.
+
+    Its gradients depend on what the caller makes of the losses, so backward computes each chunk's logits once more.
+    Arguments: as those of `ChunkedCrossEntropy`, without `with_gradients`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None = None
+    ) -> Tensor:
+        weight_low_VD = to_compute_dtype(weight_VD)
+        x_low_ND = x_ND.to(weight_low_VD.dtype)
+        losses_N = torch.empty(len(x_ND), device=x_ND.device)
+        for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
+            losses_N[chunk.rows] = -(chunk.log_p_R1 * chunk.keep_R1).squeeze(1)
+        ctx.save_for_backward(x_low_ND, weight_low_VD, targets_N)
+        ctx.part, ctx.dtypes = part, (x_ND.dtype, weight_VD.dtype)
+        return losses_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (grad_N,), (x_low_ND, weight_low_VD, targets_N) = grad_outputs, ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        gx_ND = torch.empty_like(x_low_ND) if needs_x else None
+        gweight_VD = torch.zeros_like(weight_low_VD, dtype=torch.float32) if needs_weight else None
+        for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, ctx.part):
+            g_RV = chunk.gradient(chunk.keep_R1 * grad_N[chunk.rows, None])
+            if gx_ND is not None:
+                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk.rows])
+            if gweight_VD is not None:
+                gweight_VD += torch.mm(g_RV.T, x_low_ND[chunk.rows])
+        gx_ND = gx_ND.to(ctx.dtypes[0]) if gx_ND is not None else None
+        return gx_ND, gweight_VD.to(ctx.dtypes[1]) if gweight_VD is not None else None, None, None
+
+
+class _Chunk(NamedTuple):
+    """Some rows of the head's logits and what is made of them, until the next chunk overwrites it."""
+
+    rows: slice
+    logits_RV: Tensor
+    keep_R1: Tensor  # 1, or 0 for a target that does not count
+    p_RV: Tensor
+    log_p_R1: Tensor  # of the targets
+    target_R1: Tensor  # the targets' columns here
+    hit_R1: Tensor  # 1 for each target that is among the columns
+
+    def gradient(self, weight_R1: Tensor) -> Tensor:
+        """Return the logits' gradient of the losses' weighted sum, in the logits' type and in place of p or logits."""
+        g_RV = self.p_RV.scatter_add_(1, self.target_R1, -self.hit_R1).mul_(weight_R1)
+        return g_RV if self.logits_RV.dtype == torch.float32 else self.logits_RV.copy_(g_RV)
+
+
+def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None) -> Iterator[_Chunk]:
+    device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
+    rows = min(tokens, max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary))
+    # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
+    logits_all, p_all = (torch.empty(rows, vocabulary, dtype=d, device=device) for d in (x_ND.dtype, torch.float32))
+    softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
+    for start in range(0, tokens, rows):
+        place = slice(start, min(start + rows, tokens))
+        x_RD, targets_R1 = x_ND[place], targets_N[place, None]
+        logits_RV = torch.mm(x_RD, weight_VD.T, out=logits_all[: len(x_RD)])
+        found = softmax(logits_RV, targets_R1.clamp(min=0), out_RV=p_all[: len(x_RD)])
+        yield _Chunk(place, logits_RV, (targets_R1 != IGNORED).float(), *found)
 
 
 def _softmax(logits_RV: Tensor, target_R1: Tensor, *, out_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ from armature.models.decoder import documents as packing
 from armature.models.decoder import names, rope
 from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
-from armature.models.loss import mean_cross_entropy
+from armature.models.loss import mean_cross_entropy, token_losses
 
 
 class KeyValueCache:
@@ -230,10 +230,11 @@ class Decoder(nn.Module):
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | None = None, per_token: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
 
+        `per_token`: in place of the mean loss, that of each target (B, T), in fp32 and 0 where a target is -100.
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each. A
         pipeline stage without an embedding takes (B, T, D); one without a head returns (B, T, D).
         """
@@ -256,11 +257,14 @@ class Decoder(nn.Module):
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss  # a tensor axis replaces it
-        if targets is not None and own_loss and computes_loss(self.head):
-            return self.head(x_BTD, targets)  # `self.loss` of the head's outputs, without holding all of them
-        if targets is not None and own_loss and is_plain_linear(self.head):  # a tensor axis would have hooks on it
-            return chunked_loss(x_BTD, self.head.weight, targets)
+        if targets is not None and (own_loss or per_token) and computes_loss(self.head):
+            # `self.loss` of the head's outputs, without holding all of them
+            return self.head(x_BTD, targets, per_token=per_token)
+        if targets is not None and (own_loss or per_token) and is_plain_linear(self.head):
+            return chunked_loss(x_BTD, self.head.weight, targets, per_token=per_token)  # a tensor axis has hooks on it
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
+        if targets is not None and per_token:
+            return token_losses(outputs, targets)
         return outputs if targets is None else self.loss(outputs, targets)
 
     @staticmethod
@@ -269,18 +273,18 @@ class Decoder(nn.Module):
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """Return the FLOPs of forward and backward of one sample of `inputs` (B, T), by PaLM's formula.
+        """Return the FLOPs of forward and backward of one sample of `inputs` (B, …, T), by PaLM's formula.
 
         Per token, 6 for each weight of a matrix and 12 L H K T for attention (arXiv:2204.02311, appendix B).
         """
-        positions = inputs.shape[1]
+        positions, tokens = inputs.shape[-1], inputs[0].numel()  # a sample may be several rows
         linears = [module for module in self.modules() if isinstance(module, nn.Linear)]
         matrices = sum(module.in_features * module.out_features for module in linears)
         attention = sum(  # L H K T; a window in place of T where it is shorter
             module.q.out_features * min(positions, module.window or positions)
             for module in self.modules() if isinstance(module, Attention)
         )  # fmt: skip
-        return float((6 * matrices + 12 * attention) * positions)
+        return float((6 * matrices + 12 * attention) * tokens)
 
     def within_documents(
         self, inputs_BT: Tensor, cache: KeyValueCache | None, document_BT: Tensor | None = None

@@ -1,0 +1,125 @@
+"""Fits of DirectPreference on a few pairs, under any layout: run by the ranks of benchmarks.parity.harness."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parity.harness import DECODER, LAYOUTS, STRATEGIES, Run, import_object, on_ranks
+
+VOCABULARY = 320
+MODEL = {**DECODER, "vocab_size": VOCABULARY, "context": 64, "layers": 2}
+
+
+def pair(i: int, *, draw: random.Random) -> dict[str, Any]:
+    words = ["hello", "world", "how", "are", "you", "I", "am", "fine", "thank"]
+    prompt = f"how {i} " + " ".join(draw.choices(words, k=draw.randint(1, 8)))
+    chosen = "I am fine" + " world" * draw.randint(0, 9)
+    return {"prompt": prompt, "chosen": chosen, "rejected": "hello" + " you" * draw.randint(0, 9)}
+
+
+def write_pairs(path: Path, count: int = 48) -> Path:
+    draw = random.Random(0)
+    path.write_text("".join(json.dumps(pair(i, draw=draw)) + "\n" for i in range(count)))
+    return path
+
+
+@dataclass(frozen=True)
+class Job:
+    """One fit: files, a key of the harness's LAYOUTS, and arguments of the task, of Lora and of the data."""
+
+    folder: str  # with pairs.jsonl and tokenizer/
+    layout: str = "single"
+    task: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    steps: int = 4
+    micro: int | str = 2
+    lr: float = 1e-2
+    options: dict[str, Any] = field(default_factory=dict)  # of the strategy
+
+
+def source_of(folder: str | Path, **settings: Any) -> Any:
+    from armature.data.chat.preferences import Preferences
+
+    options = {"context": MODEL["context"], "val_fraction": 0.25, "vocab_size": VOCABULARY, **settings}
+    path = Path(folder)
+    return Preferences(
+        str(path / "pairs.jsonl"), tokenizer=str(path / "tokenizer"), cache_dir=str(path / "cache"), **options
+    )
+
+
+def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
+    from armature.data.chat.pairs import PreferenceData
+
+    loader = {"global_batch_size": 8, "micro_batch_size": micro, "eval_batch_size": 4, "seed": 1, "multiple": 8}
+    return PreferenceData(source_of(folder), context=MODEL["context"], **{**loader, **changes})
+
+
+def task_of(*, adapter: dict[str, Any] | None = None, lr: float = 1e-2, **settings: Any) -> Any:
+    import torch
+
+    from armature.finetune.lora import Lora
+    from armature.models.decoder.model import Decoder
+    from armature.tasks.direct_preference import DirectPreference
+
+    return DirectPreference(
+        partial(Decoder, **MODEL), optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-6),
+        adapter=None if adapter is None else Lora(**adapter), **settings,
+    )  # fmt: skip
+
+
+def fit(job: Job) -> Run:
+    return on_ranks(_fit, job, ranks=LAYOUTS[job.layout].ranks)[0]
+
+
+def _fit(job: Job) -> Run:
+    import logging
+    import warnings
+
+    import lightning as L
+    import torch
+
+    from benchmarks.parity import harness
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+    class Record(L.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.columns: list[dict[str, float]] = []
+            self.norms: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+            own = outputs["loss"].detach().clone().float()
+            self.losses.append(float(trainer.strategy.reduce(own)))
+            columns = pl_module.batch_ended(trainer, stepped=stepped)
+            if stepped:
+                mean = {name: float(trainer.strategy.reduce(value.clone())) for name, value in columns.items()}
+                self.columns.append(mean)
+                self.norms.append(float(trainer.strategy.grad_norm))
+
+    layout, data = LAYOUTS[job.layout], data_of(job.folder, micro=job.micro, **job.data)
+    strategy = import_object(STRATEGIES[layout.strategy])(seed=3, **{**layout.options, **job.options})
+    task, record = task_of(adapter=job.adapter, lr=job.lr, **job.task), Record()
+    data_ranks = layout.ranks // layout.options.get("tensor", 1)
+    accumulate = 1 if job.micro == "auto" else data.global_batch_size // job.micro // data_ranks
+    trainer = L.Trainer(
+        accelerator="cpu", devices=layout.ranks, strategy=strategy, max_steps=job.steps, precision="32-true",
+        accumulate_grad_batches=accumulate, gradient_clip_val=1.0, callbacks=[record], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=job.steps * accumulate,
+        default_root_dir=job.folder, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(task, datamodule=data)
+    losses = torch.tensor(record.losses).view(job.steps, accumulate).mean(dim=1) * accumulate
+    facts = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    facts |= {f"{name} {step}": value for step, row in enumerate(record.columns) for name, value in row.items()}
+    return Run(losses.tolist(), record.norms, harness._whole(task, strategy), facts)

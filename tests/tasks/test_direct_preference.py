@@ -1,0 +1,249 @@
+"""DPO: the loss and its gradients against the formula, the reference, and the same losses in any layout."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from armature.errors import ConfigError
+from armature.finetune.lora import is_adapter
+from armature.models.loss import IGNORED
+from armature.parallel.initialization import initialize_by_name, materialize
+from benchmarks.parity.harness import difference
+from tests.data.chat_parts import folder
+from tests.tasks.preference_runs import Job, data_of, fit, task_of, write_pairs
+
+ADAPTER = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("preferences")
+    folder(path / "tokenizer")
+    write_pairs(path / "pairs.jsonl")
+    return str(path)
+
+
+def ready(**settings):
+    """Return a task whose model is initialized, as a strategy does."""
+    task = task_of(**settings)
+    task.configure_model()
+    materialize(task.model, device=torch.device("cpu"))
+    initialize_by_name(task.model, seed=0)
+    return task
+
+
+def moved(task):
+    """Change all weights that are trained."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in task.model.parameters():
+            if param.requires_grad:
+                param.add_(0.1 * torch.randn(param.shape, generator=generator))
+    return task
+
+
+def batch_of(pairs: str) -> dict[str, torch.Tensor]:
+    return data_of(pairs)._dataset("train").batch([0, 3, 5])
+
+
+def naive(model, batch) -> torch.Tensor:
+    """Each answer's log-probability, from all the logits, one answer at a time."""
+    found = []
+    for pair_inputs, pair_targets in zip(batch["inputs"], batch["targets"], strict=True):
+        for inputs, targets in zip(pair_inputs, pair_targets, strict=True):
+            log_p = model(inputs[None])[0].double().log_softmax(dim=-1)
+            found.append(sum(log_p[t, target] for t, target in enumerate(targets.tolist()) if target != IGNORED))
+    return torch.stack(found).view(-1, 2)
+
+
+def naive_loss(
+    ratios: torch.Tensor, counts: torch.Tensor, *, beta, loss="sigmoid", label_smoothing=0.0, normalized=False
+):
+    if normalized:
+        ratios = ratios / counts
+    margin = ratios[:, 0] - ratios[:, 1]
+    if loss == "ipo":
+        return ((margin - 0.5 / beta) ** 2).mean()
+    right, wrong = (1 / (1 + torch.exp(-sign * beta * margin)) for sign in (1, -1))
+    return (-(1 - label_smoothing) * right.log() - label_smoothing * wrong.log()).mean()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1}, {"beta": 0.5, "label_smoothing": 0.2}, {"beta": 0.3, "loss": "ipo"},
+        {"beta": 2.0, "length_normalized": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_formula(pairs, settings):
+    task, batch = ready(reference="cached", **settings), batch_of(pairs)
+    batch["reference"] = naive(task.model, batch).detach().float()
+    moved(task)
+    losses, columns = task.compare(batch)
+    losses.mean().backward()
+    gradients = {name: param.grad.clone() for name, param in task.model.named_parameters()}
+    task.model.zero_grad()
+    policy = naive(task.model, batch)
+    counts = (batch["targets"] != IGNORED).sum(-1)
+    options = {key: value for key, value in settings.items() if key != "length_normalized"}
+    expected = naive_loss(
+        policy - batch["reference"], counts, **options, normalized=settings.get("length_normalized", False)
+    )
+    expected.backward()
+    assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
+    ours, formula = (
+        torch.cat([each.flatten() for each in found])
+        for found in (gradients.values(), [param.grad for param in task.model.parameters()])
+    )
+    assert (ours - formula).norm() < 1e-5 * formula.norm()
+    torch.testing.assert_close(columns["chosen_logp"], policy[:, 0].detach().float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        columns["reward_margin"], columns["chosen_reward"] - columns["rejected_reward"], rtol=1e-5, atol=1e-6
+    )
+
+
+@given(st.floats(-20, 20), st.floats(-20, 20), st.floats(0.01, 5))
+def test_the_gradient_raises_the_chosen_answer_and_lowers_the_rejected_one(chosen, rejected, beta):
+    task = task_of(reference="cached", beta=beta)
+    policy = torch.tensor([[chosen, rejected]], requires_grad=True)
+    task.log_probabilities = lambda batch: policy
+    task.compare({"reference": torch.zeros(1, 2), "targets": torch.ones(1, 2, 3)})[0].mean().backward()
+    expected = beta / (1 + math.exp(beta * (chosen - rejected)))  # beta × sigmoid(-m), arXiv:2305.18290, section 4
+    assert policy.grad.tolist()[0] == pytest.approx([-expected, expected], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{"adapter": ADAPTER}, {"reference": "cached"}], ids=str)
+def test_the_loss_begins_at_ln_2(pairs, settings):
+    task, batch = ready(**settings), batch_of(pairs)
+    if task.reference == "cached":
+        batch["reference"] = task.log_probabilities(batch).detach()
+    assert task.training_step(batch, 0).item() == pytest.approx(0.6931472, abs=1e-6)
+
+
+def test_without_its_adapters_the_model_is_the_reference_and_nothing_remembers_it(pairs):
+    task, batch = ready(adapter={**ADAPTER, "dropout": 0.5}), batch_of(pairs)
+    task.model.blocks["0"].eval()
+    modes = [module.training for module in task.model.modules()]
+    before = copy.deepcopy(task.model)
+    reference = naive(before.eval(), batch).float()
+    moved(task)
+    for _ in range(2):
+        torch.testing.assert_close(task.reference_of(batch), reference.detach(), rtol=1e-5, atol=1e-4)
+    assert [module.training for module in task.model.modules()] == modes
+    task.training_step(batch, 0).backward()
+    assert {name for name, param in task.model.named_parameters() if param.grad is not None} == {
+        name for name, _ in task.model.named_parameters() if is_adapter(name)
+    }
+
+
+def test_the_reference_that_is_chosen():
+    assert task_of(adapter=ADAPTER).reference == "adapters_off"
+    assert task_of().reference == "cached"
+    assert task_of(adapter={**ADAPTER, "train": ["embed"]}).reference == "cached"
+    assert task_of(adapter=ADAPTER, reference="cached").reference == "cached"
+    assert "computed once" in task_of().start_note
+
+
+def test_micro_batches_and_padding_do_not_change_the_gradient(pairs):
+    task = ready(adapter=ADAPTER)
+    moved(task)
+    gradients = []
+    for micro, multiple in ((6, 8), (2, 8), (3, None)):
+        rows = data_of(pairs, multiple=multiple)._dataset("train")
+        task.model.zero_grad()
+        for first in range(0, 6, micro):
+            (task.training_step(rows.batch(list(range(first, first + micro))), 0) * micro / 6).backward()
+        gradients.append([param.grad.clone() for param in task.model.parameters() if param.requires_grad])
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_in_evaluation_does_not_count(pairs):
+    task, batch = ready(adapter=ADAPTER), batch_of(pairs)
+    moved(task)
+    whole, padded = task.metrics(), task.metrics()
+    task.update(whole, {name: value[:2] for name, value in batch.items()})
+    batch["targets"][2] = IGNORED
+    task.update(padded, batch)
+    for name, metric in whole.items():
+        assert float(metric.compute()) == pytest.approx(float(padded[name].compute()), rel=1e-5)
+
+
+def test_pairs_without_a_reference_and_batches_that_are_no_pairs_are_refused(pairs):
+    with pytest.raises(ConfigError, match="reference's log-probabilities of these pairs are not known"):
+        ready().training_step(batch_of(pairs), 0)
+    one = {name: value[:, 0] for name, value in batch_of(pairs).items()}
+    with pytest.raises(TypeError, match="data=preference"):
+        ready(adapter=ADAPTER).training_step(one, 0)
+
+
+def test_a_run_that_begins_with_trained_adapters_and_one_without_its_reference_are_refused(pairs):
+    task = ready(adapter=ADAPTER)
+    trainer = SimpleNamespace(callbacks=[], strategy=SimpleNamespace(initial_weights="step=000003"), datamodule=None)
+    task.trainer = trainer
+    with pytest.raises(ConfigError, match=r"Type task\.reference=cached"):
+        task.on_train_start()
+    task, trainer.datamodule = ready(), data_of(pairs)
+    task.trainer = trainer
+    trainer.datamodule.samples_seen = 8
+    with pytest.raises(ConfigError, match="the checkpoint has no log-probabilities of the reference"):
+        task.on_train_start()
+    trainer.datamodule = object()
+    with pytest.raises(ConfigError, match="object cannot keep the reference"):
+        task.on_train_start()
+
+
+# ------------------------------------------------------------ layouts
+LAYOUTS_TRIED = ["ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "tensor 2, sequence parallel", "fsdp 2 × tensor 2"]
+KINDS = {
+    "adapters off": {"adapter": ADAPTER},
+    "cached": {},
+    "adapters, cached": {"adapter": ADAPTER, "task": {"reference": "cached"}},
+}
+
+
+@pytest.fixture(scope="module")
+def run(pairs):
+    done: dict[str, object] = {}
+
+    def once(job: Job):
+        if (key := repr(job)) not in done:
+            done[key] = fit(job)
+        return done[key]
+
+    return lambda **settings: once(Job(pairs, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(layout, kind) for layout in LAYOUTS_TRIED for kind in ("adapters off", "cached")]
+    + [("fsdp 2 × tensor 2", "adapters, cached"), ("deepspeed 2 at 2", "cached"), ("deepspeed 3 at 2", "cached")],
+)
+def test_layouts_learn_preferences_as_one_process_does(run, layout, kind):
+    single, other = run(**KINDS[kind]), run(layout=layout, **KINDS[kind])
+    assert single.losses[0] == pytest.approx(math.log(2), abs=1e-6) == other.losses[0]
+    assert single.losses[-1] < 0.3
+    far = difference(other, single)
+    assert max(far.values()) <= 1e-5, far
+    for name, value in single.facts.items():
+        assert other.facts[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert single.facts["val/reward_accuracy"] == 1.0
+    assert single.facts["train/reward_margin 3"] > single.facts["train/reward_margin 1"] > 0.0
+
+
+@pytest.mark.slow
+def test_cached_and_adapter_free_references_and_any_accumulation_give_the_same_losses(run):
+    job = KINDS["adapters off"]
+    first = run(**job)
+    for other in (run(**KINDS["adapters, cached"]), run(**job, micro="auto"), run(**job, data={"multiple": None})):
+        assert max(difference(other, first).values()) <= 1e-5

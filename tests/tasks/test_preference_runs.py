@@ -1,0 +1,115 @@
+"""Runs of experiment=dpo through train.py: resumes, other ranks, evaluation and export."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from armature.checkpoint import state
+from armature.data.chat.pairs import REFERENCE_FILE
+from armature.finetune import architecture
+from armature.models.decoder import names
+from benchmarks.faults.tiny_run import ROOT, environment, rows
+from tests import running
+from tests.data.chat_parts import folder
+from tests.finetune.folders import CONFIG
+from tests.tasks.preference_runs import VOCABULARY, write_pairs
+
+pytestmark = pytest.mark.slow
+FULL = ("task.adapter=null", "optimizer.lr=1e-3")
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> Path:
+    """A folder with a random model (base/), its tokenizer, and pairs.jsonl."""
+    path = tmp_path_factory.mktemp("dpo")
+    base = folder(path / "base")
+    (base / "config.json").write_text(json.dumps(CONFIG | SIZES))
+    shapes = names.shapes(architecture.arguments(CONFIG | SIZES, name="base"))
+    draw = torch.Generator().manual_seed(0)
+    weights = {names.theirs(name): torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes.items()}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})  # pyright: ignore[reportArgumentType]
+    write_pairs(path / "pairs.jsonl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def train(parts):
+    def start(name: str, *words: str, ranks: int = 1) -> Path:
+        overrides = [
+            "experiment=dpo", f"model.pretrained={parts / 'base'}", f"data.path={parts / 'pairs.jsonl'}",
+            "data.context=64", "data.multiple=16", "data.source.val_fraction=0.25", "data.global_batch_size=8",
+            "data.eval_batch_size=4", f"data.source.cache_dir={parts / 'cache'}", "trainer.accelerator=cpu",
+            "trainer.precision=32-true", "logger=none", "callbacks=none", "scheduler.final=1.0", "scheduler.warmup=0",
+            "optimizer.lr=0.01",
+            f"run.root={parts / 'runs'}", f"run.name={name}", "trainer.max_epochs=null", "trainer.max_steps=6",
+            "trainer.val_every_n_steps=3", *([f"trainer.devices={ranks}"] if ranks > 1 else []), *words,
+        ]  # fmt: skip
+        words = [sys.executable, str(ROOT / "train.py"), *overrides]
+        result = running.run(words, cwd=parts, env=environment(), ranks=ranks)
+        assert result.returncode == 0, result.stderr[-4000:]
+        (parts / "runs" / name / "screen.txt").write_text(result.stdout + result.stderr)
+        return parts / "runs" / name
+
+    return start
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return state.read_whole(max((run / "checkpoints").glob("step=*")))["state_dict"]
+
+
+def equal(one: Path, other: Path) -> None:
+    assert rows(one) == rows(other)
+    ours, theirs = weights(one), weights(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_resumes_bit_for_bit_in_its_own_folder_and_in_another(train, parts):
+    straight = train("straight", *FULL)
+    assert "reference: log-probabilities that were computed once" in (straight / "screen.txt").read_text()
+    table = rows(straight)
+    assert float(table[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
+    assert float(table[-1]["train/reward_margin"]) > float(table[1]["train/reward_margin"]) > 0.0
+    assert float(table[-1]["val/reward_accuracy"]) == 1.0
+    stopped = train("stopped", *FULL, "trainer.max_steps=3")
+    (stopped / REFERENCE_FILE).unlink()  # the checkpoint has it, too
+    train("stopped", *FULL)
+    equal(straight, stopped)
+    assert (stopped / REFERENCE_FILE).is_file()
+    moved = train("moved", *FULL, f"resume={straight / 'checkpoints' / 'step=000003'}")
+    assert rows(moved)[-1] == table[-1]
+    shown = running.script("evaluate.py", str(stopped), "--split", "val", cwd=parts).stdout
+    found = dict(line.split() for line in shown.splitlines()[1:])
+    for name, value in found.items():
+        assert float(value) == pytest.approx(float(table[-1][name]), abs=1e-5)
+    exported = running.script("convert.py", str(straight), str(parts / "exported"), cwd=parts).stdout
+    assert "its logits are the run's" in exported
+
+
+def test_adapters_resume_bit_for_bit_and_are_evaluated_on_other_pairs(train, parts):
+    straight, stopped = train("adapters"), train("adapters-stopped", "trainer.max_steps=3")
+    assert "reference: the model without its adapters" in (straight / "screen.txt").read_text()
+    assert not (straight / REFERENCE_FILE).exists()
+    equal(straight, train("adapters-stopped"))
+    assert stopped.name == "adapters-stopped"
+    other = parts / "other.jsonl"
+    other.write_text((parts / "pairs.jsonl").read_text().replace("how", "you"))
+    shown = running.script("evaluate.py", str(straight), "--split", "val", f"data.path={other}", cwd=parts).stdout
+    assert "val/reward_margin" in shown
+    exported = running.script("convert.py", str(straight), str(parts / "adapter"), "--adapter", cwd=parts).stdout
+    assert "14 adapters of rank 16" in exported
+
+
+def test_two_ranks_log_what_one_process_logs(train):
+    one, two = rows(train("one")), rows(train("two", "strategy=ddp", ranks=2))
+    for ours, theirs in zip(one, two, strict=True):
+        for name, value in ours.items():
+            assert float(theirs[name] or 0.0) == pytest.approx(float(value or 0.0), rel=1e-5, abs=1e-5), name

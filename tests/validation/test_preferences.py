@@ -1,0 +1,92 @@
+"""Preference data and a task that does not read them, settings of DPO, and layouts that it cannot have: refused."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from armature import config
+from armature.errors import ConfigError
+from armature.validation import checks, preferences
+from tests.data.chat_parts import folder, write
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAIR = {"prompt": "how are you", "chosen": "I am fine", "rejected": "world"}
+
+
+@pytest.fixture
+def checked(tmp_path):
+    tokenizer, path = folder(tmp_path / "tokenizer"), write(tmp_path / "pairs.jsonl", [PAIR])
+    files = [f"data.path={path}", f"data.source.tokenizer={tokenizer}", "trainer.accelerator=cpu"]
+    config.register()
+    GlobalHydra.instance().clear()
+
+    def check(*words: str) -> str:
+        overrides = ["data=preference", "task=dpo", *files, f"run.root={tmp_path}", *words]
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+            try:
+                checks.check(compose("train", overrides=overrides), prepare=False)
+            except ConfigError as error:
+                return str(error)
+        return ""
+
+    yield check
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize("words", [[], ["strategy=fsdp_tensor", "trainer.devices=4", "task.adapter=null"]])
+def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
+    assert checked(*words) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["strategy=pipeline", "trainer.devices=2", "model.tied=false"], "does not work with this strategy (pipeline)"),
+        (
+            ["strategy=tensor", "trainer.devices=2", "strategy.sequence_parallel=true", "data.multiple=9"],
+            "does not divide data.multiple=9, so the positions of a batch cannot be sharded. Type data.multiple=10",
+        ),
+        (["data.multiple=0", "task.beta=0", "data.source.too_long=maybe"], "data.multiple=0: must be"),
+        (["task.beta=0"], "task.beta=0: must be a number above 0"),
+    ],
+)
+def test_what_a_layout_or_the_data_cannot_have_is_refused_by_name(checked, words, says):
+    assert says in " ".join(checked(*words).split())
+
+
+DPO, PAIRS = "armature.tasks.direct_preference.DirectPreference", "armature.data.chat.pairs.PreferenceData"
+CHAT, LANGUAGE = "armature.data.chat.data.ChatData", "armature.tasks.language_modeling.LanguageModeling"
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "says"),
+    [
+        (DPO, CHAT, "task=DirectPreference learns from pairs of answers, and data=ChatData gives none"),
+        (LANGUAGE, PAIRS, "data=PreferenceData gives pairs of answers, which task=LanguageModeling does not compare"),
+    ],
+)
+def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data, says):
+    (problem,) = preferences.problems({"task": {"_target_": task}, "data": {"_target_": data}})
+    assert says in problem
+    assert preferences.problems({"task": {"_target_": LANGUAGE}, "data": {"_target_": CHAT}}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"beta": 0}, "task.beta=0: must be a number above 0"),
+        ({"beta": "x"}, "task.beta=x"),
+        ({"label_smoothing": 0.5}, "task.label_smoothing=0.5: must be a number from 0, below 0.5"),
+        ({"label_smoothing": 0.1, "loss": "ipo"}, "is of task.loss=sigmoid"),
+        ({"loss": "hinge"}, "task.loss=hinge: must be one of sigmoid, ipo"),
+        ({"reference": "model"}, "task.reference=model: must be one of auto, adapters_off, cached"),
+        ({"reference": "adapters_off"}, "task.adapter=null. Type task.reference=cached"),
+        ({"reference": "adapters_off", "adapter": {"train": ["embed"]}}, "changes the model without its adapters"),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(settings, says):
+    cfg = {"task": {"_target_": DPO, **settings}, "data": {"_target_": PAIRS}}
+    (problem,) = preferences.problems(cfg)
+    assert says in problem
