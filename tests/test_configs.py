@@ -39,8 +39,10 @@ EXTRA = {  # what a file cannot do without
         "model.image_size=64",
     ],
     "model/pretrained": ["model.pretrained=base"],
+    "model/huggingface": ["model.pretrained=base"],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
+    "experiment/finetune_qlora": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/dpo": ["model.pretrained=base", "data.path=pairs.jsonl"],
     "experiment/gpt2_124m": ["data.path=text/*.txt"],
     "experiment/llama3_8b": ["data.path=text"],
@@ -67,7 +69,7 @@ def _hydra(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, which says little. " * 400)
-    write_model(tmp_path / "base")
+    write_model(tmp_path / "base", hidden_size=64, intermediate_size=64)  # whole blocks of 4-bit weights
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
@@ -75,7 +77,8 @@ def _hydra(tmp_path, monkeypatch):
     GlobalHydra.instance().clear()
 
 
-NEEDS = {"logger/mlflow": "mlflow", "logger/comet": "comet_ml"}  # packages that are not among the requirements
+# packages that are not among the requirements
+NEEDS = {"logger/mlflow": "mlflow", "logger/comet": "comet_ml", "model/huggingface": "transformers"}
 
 
 def composed(name: str) -> DictConfig:

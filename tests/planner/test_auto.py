@@ -52,9 +52,14 @@ def chosen(overrides: list[str], hardware: str, gpus: int) -> tuple[str, str]:
     return " ".join([layout.kind, *axes, cfg.strategy.activation_checkpointing]), line
 
 
+ADAPTED = [*LLAMA_8B, "task=lora", "data.global_batch_size=1"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "hardware", "gpus", "layout"),
     [
+        (ADAPTED, "h100_80gb", 1, "single every"),
+        ([*ADAPTED, "task.adapter.quantize=nf4", "strategy.compile=none"], "a100_40gb", 1, "single every"),
         (GPT2, "h100_80gb", 1, "single none"),
         (GPT2, "h100_80gb", 8, "ddp none"),
         # ddp would need 37.5 of 39.4 GiB, less room than the formulas are exact: fsdp
@@ -179,3 +184,11 @@ def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
     cfg.data.micro_batch_size = "auto"
     assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=None) is None
     assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=100 * memory_bytes) is None  # the whole share fits
+
+
+@pytest.mark.parametrize("typed", ["task.adapter.targets=[q]", "task.adapter.train=[embed]"])
+def test_other_adapters_have_no_formula(typed: str) -> None:
+    cfg, _ = run(ADAPTED, "h100_80gb", 1)
+    assert setup.setup_of(cfg, Layout.of(cfg)) is not None
+    cfg, _ = run([*ADAPTED, typed], "h100_80gb", 1)
+    assert setup.setup_of(cfg, Layout.of(cfg)) is None

@@ -7,13 +7,15 @@ import torch
 import yaml
 
 from armature.config import CONFIGS
+from armature.finetune import nf4
+from armature.finetune.lora import Lora
 from armature.models.cost import Cost
 from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder
 from armature.models.vit.cost import cost as vit_cost
 from armature.models.vit.model import VisionTransformer
 from armature.planner import budget, devices, memory, seconds
-from armature.planner.setup import Setup
+from armature.planner.setup import Adapters, Setup
 
 GIB = 2**30
 H100 = devices.named("h100_80gb")
@@ -102,6 +104,37 @@ def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any],
     changes = {"layers": setup.pop("layers")} if "layers" in setup else {}
     found = memory.peak(Setup(cost=cost_of(setup.pop("name"), **changes), **setup))
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
+
+
+LORA, NF4 = {"adapters": Adapters(rank=16)}, {"adapters": Adapters(rank=16, in_4_bits=True)}
+SIMULATED_ADAPTERS = [  # of llama3_8b, on the same day
+    ({"kind": "single", "layers": 2, **LORA}, 11.26),
+    ({"kind": "single", "layers": 2, **NF4}, 9.08),
+    ({"kind": "single", "layers": 4, **NF4}, 12.27),
+    ({"kind": "single", "layers": 4, "recompute": "every", **NF4}, 7.31),
+    ({"layers": 8, **mesh(shard=8), **NF4}, 15.36),
+]
+
+
+@pytest.mark.parametrize(("setup", "simulated_gib"), SIMULATED_ADAPTERS)
+def test_the_formulas_of_adapters_are_within_a_tenth_of_the_simulator(setup: dict[str, Any], simulated_gib) -> None:
+    setup = dict(setup)
+    found = memory.peak(Setup(cost=cost_of("llama3_8b", layers=setup.pop("layers")), **setup))
+    assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
+
+
+def test_matrices_of_4_bits_have_the_bytes_of_their_parts() -> None:
+    args = {**arguments("llama3_1b"), "layers": 1, "vocab_size": 64}
+    with torch.device("meta"):
+        model = Decoder(**args)
+        Lora(rank=16, quantize="nf4").add_to(model)
+    setup = Setup(cost=decoder_cost(args), kind="single", **NF4)
+    linears = nf4.in_4_bits(model).values()
+    assert setup.matrix_bytes == sum(linear.get_parameter(part).nbytes for linear in linears for part in nf4.PARTS)
+    assert setup.adapted == sum(param.numel() for param in model.parameters() if param.requires_grad)
+    state = memory.peak(setup).state_bytes
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert state == sum(param.nbytes for param in model.parameters()) + 12 * trained
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ name of one of its parameters, or None for one that they do not have. A model wh
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from typing_extensions import override
 from armature.checkpoint import storage
 from armature.errors import ConfigError
 from armature.finetune import folder as folders
+from armature.finetune import nf4
+
+QUANTIZED_AT_ONCE = 64_000_000  # elements of the unsharded matrices that are in memory in fp32 while they are read
 
 
 def imported_names(model: nn.Module) -> set[str]:
@@ -32,8 +35,8 @@ def imported_names(model: nn.Module) -> set[str]:
         return set(_names_in(model, _weights(folders.find(str(model.pretrained)))))
     if not hasattr(model, "pretrained_name"):
         return set()
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, _ in named if model.pretrained_name(name) is not None}  # pyright: ignore[reportCallIssue]
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name for name in named if model.pretrained_name(nf4.weight_of(name)) is not None}  # pyright: ignore[reportCallIssue]
 
 
 def read_others(module: nn.Module, held: Container[str]) -> set[str]:
@@ -52,8 +55,9 @@ def read_others(module: nn.Module, held: Container[str]) -> set[str]:
 def read(model: nn.Module, names: Iterable[str]) -> None:
     """Fill these parameters from the model's folder. Called by all ranks; each reads the part that it holds.
 
-    Values are converted to the parameters' types while they are copied out of the mapped files. A head that is not tied
-    takes the embedding's values if the folder's is. Raises ConfigError, or OSError if a file cannot be read.
+    Values are converted to the parameters' types while they are copied out of the mapped files. A matrix of 4 bits is
+    quantized from this rank's part of it in fp32, a few at a time. A head that is not tied takes the embedding's values
+    if the folder's is. Raises ConfigError, or OSError if a file cannot be read.
     """
     folder, held, wanted = folders.find(str(model.pretrained)), dict(model.named_parameters()), set(names)
     found = _weights(folder)
@@ -61,11 +65,32 @@ def read(model: nn.Module, names: Iterable[str]) -> None:
         theirs, held = _names_in(model, found), held | dict(model.named_buffers())
         _load(folder, found.files, {theirs[name]: held[name].detach() for name in held if name in wanted})
         return
+    quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
+    targets.pop(None, None)  # the parts of quantized matrices
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
     _load(folder, found.files, own)
     _load(folder, found.files, {tied[name]: value for name, value in targets.items() if name not in own})
+    for few in _few_at_once({name: linear for name, linear in quantized.items() if name in wanted}):
+        named = {model.pretrained_name(nf4.weight_of(name)): linear for name, linear in few.items()}  # pyright: ignore[reportCallIssue]
+        weights = {name: linear.empty_weight() for name, linear in named.items()}
+        _load(folder, found.files, weights)
+        for name, linear in named.items():
+            linear.fill(weights.pop(name))
+
+
+def _few_at_once(linears: dict[str, nf4.Nf4Linear]) -> Iterator[dict[str, nf4.Nf4Linear]]:
+    """Yield groups of matrices of at most QUANTIZED_AT_ONCE elements, or one matrix; the same on all ranks."""
+    few, elements = dict[str, nf4.Nf4Linear](), 0
+    for name, linear in linears.items():
+        size = linear.in_features * linear.out_features
+        if few and elements + size > QUANTIZED_AT_ONCE:
+            yield few
+            few, elements = {}, 0
+        few[name], elements = linear, elements + size
+    if few:
+        yield few
 
 
 def _weights(folder: Path) -> folders.Weights:

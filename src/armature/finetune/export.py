@@ -21,7 +21,7 @@ from armature import files
 from armature.checkpoint import convert, huggingface, state, storage
 from armature.data.chat import template
 from armature.errors import ConfigError
-from armature.finetune import architecture, check, folder
+from armature.finetune import architecture, check, folder, nf4
 from armature.finetune.lora import Lora, is_adapter, merge, merged
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
@@ -159,7 +159,7 @@ class Source:
     """The weights of a checkpoint, under Hugging Face's names. Adapters are added to their weights.
 
     Attributes:
-        names: the checkpoint's names of weights by Hugging Face's.
+        names: the checkpoint's names of weights by Hugging Face's; of a matrix of 4 bits that of its codes.
         lacking: the shapes of weights that the checkpoint leaves out, by Hugging Face's names.
         base: these weights, by the LightningModule's names.
         adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
@@ -188,22 +188,35 @@ class Source:
                 self.adapters.setdefault(base, []).append(saved_as)
                 self.adapters[base].sort()
                 continue
-            if (renamed := rename(name.removeprefix(convert.MODEL))) is None:
+            if (renamed := rename(nf4.weight_of(name.removeprefix(convert.MODEL)))) is None:
                 raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
-            self.names[renamed] = saved_as
+            if nf4.weight_of(name) == name or name.endswith(".codes"):
+                self.names[renamed] = saved_as
         renamed = {str(rename(name)): name for name in shapes}
         self._own = {name: own for name, own in renamed.items() if name not in self.names}
         self.lacking = {name: shapes[own] for name, own in self._own.items()}
 
+    def elements(self, name: str) -> int:
+        """Return the number of elements of a weight."""
+        if name in self.lacking:
+            return math.prod(self.lacking[name])
+        saved_as = self.names[name]
+        return self.saved[saved_as].size.numel() * (1 if nf4.weight_of(saved_as) == saved_as else 2)
+
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        held = [name for name in names if name in self.names]
-        found = self._load([self.names[name] for name in held])
-        weights = {name: found[self.names[name]] for name in held}
-        weights |= {name: self.base[convert.MODEL + self._own[name]] for name in names if name in self._own}
+        parts = {name: nf4.parts_of(self.names[name]) for name in names if name in self.names}
+        found = self._load([saved_as for of_weight in parts.values() for saved_as in of_weight])
+        weights = {name: nf4.joined([found.pop(part) for part in parts[name]]) for name in parts}
+        weights |= {name: self._read_base(convert.MODEL + self._own[name]) for name in names if name in self._own}
         for name in weights.keys() & self.adapters.keys():
             a, b = self.read_adapter(name)
             weights[name] = merged(weights[name], a, b, scale=self.scale)
         return weights
+
+    def _read_base(self, own: str) -> Tensor:
+        if own in self.base:
+            return self.base[own]
+        return nf4.joined([self.base[part] for part in nf4.parts_of(f"{own.rpartition('.')[0]}.codes")])
 
     def read_adapter(self, name: str) -> tuple[Tensor, Tensor]:
         """Return A (rank, in) and B (out, rank) of the adapter of a weight."""
@@ -248,10 +261,8 @@ def _write_weights(
     source: Source, target: Path, dtype: torch.dtype, shard_bytes: int, *, left_out: Collection[str]
 ) -> list[str]:
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
-    numbers = {name: source.saved[own].size.numel() for name, own in source.names.items()}
-    numbers |= {name: math.prod(shape) for name, shape in source.lacking.items()}
-    names = [name for name in numbers if name not in left_out]
-    sizes = {name: numbers[name] * dtype.itemsize for name in names}
+    names = [name for name in (*source.names, *source.lacking) if name not in left_out]
+    sizes = {name: source.elements(name) * dtype.itemsize for name in names}
     shards: list[list[str]] = [[]]
     for name in names:
         if shards[-1] and sum(sizes[each] for each in shards[-1]) + sizes[name] > shard_bytes:

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): a frozen matrix W learns W + scale · B A, whose rank is small.
 
 An adapter is part of its Linear, whose weight keeps its name: plans, checkpoints and every strategy see the same model
-with two more parameters per Linear.
+with two more parameters per Linear. The frozen weights may be held in 4 bits (QLoRA, arXiv:2305.14314; `nf4.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from armature.errors import ConfigError
+from armature.finetune import nf4
 
 ADAPTERS = ("lora_A", "lora_B")
 
@@ -36,9 +37,10 @@ class LoraLinear(nn.Linear):
     def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        for name, param in base._parameters.items():
+            self.register_parameter(name, param)
         self.scale, self.dropout = scale, dropout
-        new = partial(torch.empty, dtype=torch.float32, device=base.weight.device)
+        new = partial(torch.empty, dtype=torch.float32, device=next(base.parameters()).device)
         self.lora_A = nn.Parameter(new(rank, base.in_features))
         self.lora_B = nn.Parameter(new(base.out_features, rank))
         if not self.lora_A.is_meta:
@@ -47,7 +49,7 @@ class LoraLinear(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        output = F.linear(input, self.weight, self.bias)
+        output = super().forward(input)
         if not self.active:
             return output
         # fp32 adapters of 16-bit weights compute in the weights' type, as autocast does anyway
@@ -69,6 +71,10 @@ class LoraLinear(nn.Linear):
         return f"{super().extra_repr()}, rank={self.lora_A.shape[0]}, scale={self.scale:g}"
 
 
+class LoraNf4Linear(LoraLinear, nf4.Nf4Linear):
+    """A Linear of 4 bits with an adapter."""
+
+
 class Lora:
     """Adds adapters to a model and freezes the rest.
 
@@ -80,11 +86,12 @@ class Lora:
         targets: patterns of the Linears that get an adapter: their whole names, or the last part ("q", "blocks.0.*");
             None: every Linear inside the model's blocks.
         train: patterns of other parameters, or modules, that are trained as a whole ("embed", "*_norm.weight").
+        quantize: nf4 holds the frozen Linears inside the model's blocks in 4 bits, whether they have an adapter or not.
     """
 
     def __init__(
         self, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.0, rslora: bool = False,
-        targets: Sequence[str] | None = None, train: Sequence[str] = (),
+        targets: Sequence[str] | None = None, train: Sequence[str] = (), quantize: str | None = None,
     ) -> None:  # fmt: skip
         problems = []
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -93,8 +100,11 @@ class Lora:
             problems.append(f"task.adapter.alpha={alpha}: type a number above 0.")
         if not 0 <= dropout < 1:
             problems.append(f"task.adapter.dropout={dropout}: type a number from 0, below 1.")
+        if quantize not in (None, "nf4"):
+            problems.append(f"task.adapter.quantize={quantize}: type nf4 or null.")
         if problems:
             raise ConfigError(problems)
+        self.quantize = quantize
         self.rank, self.alpha, self.dropout, self.rslora = rank, float(alpha), dropout, rslora
         self.targets, self.train = None if targets is None else list(targets), list(train)
 
@@ -118,13 +128,18 @@ class Lora:
                 f"task.adapter.targets: {', '.join(special[:3])} is a {type(linears[special[0]]).__name__}, which "
                 f"takes no adapter. Train it as a whole: task.adapter.train=[{special[0]}]."
             )
+        if self.quantize is not None:
+            linears |= self._in_4_bits({name: linears[name] for name in _inside(linears)}, extra)
         model.requires_grad_(False)
         for name in tied:
             model.get_parameter(name).requires_grad_(True)
         for name in targets:
-            owner, _, last = name.rpartition(".")
-            adapted = LoraLinear(linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout)
-            setattr(model.get_submodule(owner), last, adapted)
+            kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else LoraLinear
+            linears[name] = kind(linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout)
+        for name, module in linears.items():
+            if isinstance(module, LoraLinear | nf4.Nf4Linear):
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, module)
         if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
             torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the Linears' forward
         if (own := getattr(model, "initialize_parameter", None)) is not None:
@@ -132,9 +147,7 @@ class Lora:
 
     def _chosen(self, linears: dict[str, nn.Linear]) -> list[str]:
         if self.targets is None:
-            inside = [name for name, module in linears.items() if type(module) is nn.Linear and _is_repeated(name)]
-            chosen = inside or [name for name, module in linears.items() if type(module) is nn.Linear]
-            if not chosen:
+            if not (chosen := _inside(linears)):
                 raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
             return chosen
         if missing := [each for each in self.targets if not any(_matches(name, each) for name in linears)]:
@@ -143,6 +156,20 @@ class Lora:
                 f"{_kinds(linears)}."
             )
         return [name for name in linears if any(_matches(name, each) for each in self.targets)]
+
+    def _in_4_bits(self, linears: dict[str, nn.Linear], trained: set[str]) -> dict[str, nn.Linear]:
+        """Return these Linears in 4 bits, without those that have hooks or a weight that is trained as a whole."""
+        chosen = {
+            name: linear
+            for name, linear in linears.items()
+            if f"{name}.weight" not in trained and not (linear._forward_hooks or linear._forward_pre_hooks)
+        }
+        if odd := [f"{name} ({linear.in_features})" for name, linear in chosen.items() if not nf4.fits(linear)]:
+            raise ConfigError(
+                f"task.adapter.quantize={self.quantize} holds rows in blocks of {nf4.BLOCK} elements, which do not "
+                f"divide those of {_kinds(odd)}. Type task.adapter.quantize=null."
+            )
+        return {name: nf4.Nf4Linear(linear) for name, linear in chosen.items()}
 
     def _trained(self, model: nn.Module) -> set[str]:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -158,13 +185,19 @@ class Lora:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Add each adapter to its weight, in place, and return the model with plain Linears. All parts must be whole."""
+    """Add each adapter to its weight, and return the model with plain Linears. All parts must be whole.
+
+    Weights of 4 bits become fp32, others are changed in place.
+    """
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLinear):
-            with torch.no_grad():
-                module.weight.copy_(merged(module.weight, module.lora_A, module.lora_B, scale=module.scale))
+        if isinstance(module, LoraLinear | nf4.Nf4Linear):
+            is_dense = not isinstance(module, nf4.Nf4Linear)
+            weight = module.weight if is_dense else nn.Parameter(module.dense(), requires_grad=False)
+            if isinstance(module, LoraLinear):
+                with torch.no_grad():
+                    weight.copy_(merged(weight, module.lora_A, module.lora_B, scale=module.scale))
             plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
-            plain.weight, plain.bias = module.weight, module.bias
+            plain.weight, plain.bias = weight, module.bias
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, plain)
     return model
@@ -208,6 +241,12 @@ def _initialize(own: Any, name: str, param: Tensor, generator: torch.Generator) 
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _inside(linears: dict[str, nn.Linear]) -> list[str]:
+    """Return the plain Linears inside the model's blocks; without such, all plain Linears."""
+    plain = [name for name, module in linears.items() if type(module) is nn.Linear]
+    return [name for name in plain if _is_repeated(name)] or plain
 
 
 def _is_repeated(name: str) -> bool:

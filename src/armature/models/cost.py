@@ -26,6 +26,7 @@ class Cost:
         classes: logits of each position that has a loss; `losses` of those positions in a sample.
         chunked_loss: whether the loss is computed in chunks of positions.
         unit: what throughput counts: tokens or samples.
+        linears: (out, in) of each Linear of a block, if all its matrices are Linears and may have adapters.
     """
 
     first: int
@@ -48,6 +49,7 @@ class Cost:
     losses: int
     chunked_loss: bool
     unit: str
+    linears: tuple[tuple[int, int], ...] = ()
 
     @property
     def parameters(self) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from armature.finetune import nf4
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -43,22 +46,37 @@ def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
     """
     owners = {name: owner for name, owner in module.named_modules() if hasattr(owner, "initialize_parameter")}
     done: set[Tensor] = set()
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if (names is not None and name not in names) or param in done:
-            continue
+
+    def initial(name: str, shape: Sequence[int]) -> Tensor:
         owner = next((o for o in sorted(owners, key=len) if not o or name.startswith(f"{o}.")), None)
         if owner is None:
             raise ValueError(
                 f"Parameter {name!r} was built on the meta device, but its model has no initialize_parameter(name, "
                 "param, generator) to fill it: add one, or build the model on a real device."
             )
-        full = torch.empty(param.shape, dtype=torch.float32)
+        full = torch.empty(tuple(shape), dtype=torch.float32)
         relative, generator = name.removeprefix(f"{owner}."), generator_for(seed, prefix + name)
         owners[owner].initialize_parameter(relative, full, generator)  # pyright: ignore[reportCallIssue]
-        if isinstance(param, DTensor):
-            # src_data_rank=None: no communication, since every rank has the same `full`
-            full = full.to(param.device, param.dtype)
-            full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-        with torch.no_grad():
-            param.copy_(full)
-        done.add(param)
+        return full
+
+    for name, linear in nf4.in_4_bits(module).items():
+        if names is not None and f"{name}.codes" not in names:
+            continue
+        full = initial(f"{name}.weight", (linear.out_features, linear.in_features))
+        for part, value in zip(nf4.PARTS, nf4.quantize(full), strict=True):
+            _place(value, param := linear.get_parameter(part))
+            done.add(param)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if (names is None or name in names) and param not in done:
+            _place(initial(name, param.shape), param)
+            done.add(param)
+
+
+@torch.no_grad()
+def _place(full: Tensor, param: nn.Parameter) -> None:
+    """Copy this rank's part of a whole tensor, of which every rank has the same, into a parameter."""
+    if isinstance(param, DTensor):
+        full = full.to(param.device, param.dtype)
+        # src_data_rank=None: no communication
+        full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+    param.copy_(full)

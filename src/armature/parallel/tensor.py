@@ -6,12 +6,14 @@ the positions (dim 1) there, otherwise each rank holds all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +24,7 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.finetune.lora import ADAPTERS
+from armature.finetune.nf4 import PARTS, Nf4Linear
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
@@ -165,7 +168,8 @@ def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh,
     for name, module in model.named_modules():
         if name in styles:
             adapters = {each: module._parameters.pop(each) for each in ADAPTERS if each in module._parameters}
-            parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
+            with divided_as_weight(module, mesh) if isinstance(module, Nf4Linear) else nullcontext():
+                parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
             divide_adapter(module, adapters, mesh=mesh, style=styles[name])
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(param, DTensor) for param in own):
@@ -186,6 +190,22 @@ def adapter_problem(style: str) -> str | None:
         f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave it out of "
         "task.adapter.targets, or type strategy=fsdp."
     )
+
+
+@contextmanager
+def divided_as_weight(module: Nf4Linear, mesh: DeviceMesh) -> Iterator[None]:
+    """Divide a matrix of 4 bits as the style within the context divides a parameter `weight`, which it lacks."""
+    parts = {name: module._parameters.pop(name) for name in PARTS}
+    stand_in = torch.empty(module.out_features, module.in_features, device="meta")
+    module.register_parameter("weight", nn.Parameter(stand_in, requires_grad=False))
+    yield
+    weight: Any = module._parameters.pop("weight")
+    for name, part in parts.items():
+        assert part is not None
+        columns = weight.placements == (Shard(1),)
+        placements = [Replicate()] if columns and name == "row" else weight.placements
+        distributed = distribute_tensor(part, mesh, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(distributed, requires_grad=False))
 
 
 def divide_adapter(

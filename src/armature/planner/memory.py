@@ -92,6 +92,8 @@ def _part(setup: Setup, stage: int) -> Part:
 
 def _state(setup: Setup, part: Part) -> dict[str, float]:
     """Return resting bytes of parameters, gradients and optimizer state."""
+    if setup.adapters is not None:
+        return _adapted_state(setup, part)
     ends, matrices = part.first + part.last, part.blocks * part.block
     optimizer = matrices * setup.matrix_state + ends * setup.other_state
     optimizer *= setup.weight_bytes / 4 if setup.kind != "deepspeed" else 1
@@ -101,6 +103,24 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
     on_device = 0 if setup.offload else 1 / share
     weights = part.total * setup.weight_bytes * on_device
     return {"parameters": weights, "gradients": weights, "optimizer state": optimizer * on_device}
+
+
+def _adapted_state(setup: Setup, part: Part) -> dict[str, float]:
+    """Return resting bytes if all weights but the adapters are frozen."""
+    share = setup.axes["shard"] if setup.kind == "mesh" else 1
+    on_device = 0 if setup.offload else 1 / share
+    trained = part.blocks * setup.adapted * setup.weight_bytes * on_device
+    frozen = _held(setup, part, blocks=part.blocks, ends=part.first + part.last, each=setup.weight_bytes) * on_device
+    state = setup.other_state / 4 * trained
+    return {"parameters": frozen + trained, "gradients": trained, "optimizer state": state}
+
+
+def _held(setup: Setup, part: Part, *, blocks: float, ends: float, each: int) -> float:
+    """Return bytes of the weights of blocks and of `ends` parameters, if an element has `each`; of 4 bits less."""
+    dense = each * (blocks * part.block + ends)
+    if setup.matrix_bytes is None:
+        return dense
+    return dense - blocks * (each * setup.cost.block_matrices - setup.matrix_bytes) / setup.axes["tensor"]
 
 
 def _deepspeed_state(setup: Setup, total: float, optimizer: float) -> dict[str, float]:
@@ -124,13 +144,19 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
     between = tensor if setup.sequence_parallel else 1  # ranks that share the positions between blocks
     if recompute == "none":
-        norms = cost.norms * cost.norm_bytes * cost.width / between
-        return cost.positions * (norms + c * cost.shared_inputs + c * cost.inner / tensor)
+        norms = cost.norms * _norm_bytes(setup) * cost.width / between
+        adapters = 0 if setup.adapters is None else setup.adapters.rank * len(cost.linears)
+        return cost.positions * (norms + c * cost.shared_inputs + c * adapters + c * cost.inner / tensor)
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
         products = (cost.products - cost.outputs) / tensor + cost.outputs
         return cost.positions * (stream + c * products)
     return cost.positions * stream
+
+
+def _norm_bytes(setup: Setup) -> float:
+    """Return bytes that a norm keeps per element. A frozen one keeps its input, and not what its weight multiplies."""
+    return setup.cost.norm_bytes / (1 if setup.adapters is None else 2)
 
 
 def residual_bytes(setup: Setup) -> int:
@@ -173,13 +199,15 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
     gathered, unit_gradients = _gathered(setup, part)
-    end = piece * cost.losses * cost.width * (cost.norm_bytes + 2 * c) / between if part.last else 0
+    working += _dense_matrix(setup)
+    end = piece * cost.losses * cost.width * (_norm_bytes(setup) + 2 * c) / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
     last_gathered = _unsharded(setup, _last_unit(setup, part))
-    finish = max(_unit(setup, part.first), _unit(setup, part.block))
+    arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
+    finish = max(_unit(setup, part.first), _unit(setup, part.block)) if setup.adapters is None else 0
     return [
-        {**held, "activations": whole + end, "16-bit copies": low, "gathered": last_gathered + _ahead(setup, part),
-         "temporary": loss},
+        {**held, "activations": whole + end, "16-bit copies": low,
+         "gathered": last_gathered + arriving + _ahead(setup, part), "temporary": loss},
         {**held, "activations": whole + end, "16-bit copies": low if setup.recompute == "none" else 0,
          "gathered": last_gathered + _ahead(setup, part), "temporary": loss_backward},
         {**held, "activations": whole, "16-bit copies": low if setup.recompute == "none" else 0,
@@ -194,7 +222,15 @@ def _low_copies(setup: Setup, part: Part) -> float:
     """Return bytes of the 16-bit copies of weights that autocast makes and backward needs (no FSDP, no DeepSpeed)."""
     autocast = setup.precision.endswith("-mixed") and (setup.kind in ("single", "ddp") or _is_unsharded(setup))
     matrices = part.blocks * setup.cost.block_matrices / setup.axes["tensor"]
-    return 2 * matrices if autocast else 0
+    return 2 * matrices if autocast and setup.matrix_bytes is None else 0
+
+
+def _dense_matrix(setup: Setup) -> float:
+    """Return bytes of the largest matrix of 4 bits while it is made: its fp32 values, and those in the compute type."""
+    if setup.matrix_bytes is None:
+        return 0
+    largest = max(rows * columns for rows, columns in setup.cost.linears) / setup.axes["tensor"]
+    return (4 + (setup.compute_bytes if setup.compute_bytes < 4 else 2)) * largest
 
 
 def _is_unsharded(setup: Setup) -> bool:
@@ -224,8 +260,10 @@ def _ahead(setup: Setup, part: Part) -> float:
     """Return bytes of the gathered weights that stay so from forward to backward, beside the last unit."""
     if not _sharded(setup) or (setup.kind == "mesh" and setup.reshard):
         return 0
-    kept = min(part.total, DEEPSPEED_KEPT) if setup.kind == "deepspeed" else part.total
-    return setup.compute_bytes * max(0, kept - _last_unit(setup, part))
+    if setup.kind == "deepspeed":
+        return setup.compute_bytes * max(0, min(part.total, DEEPSPEED_KEPT) - _last_unit(setup, part))
+    ends = part.first + part.last - _last_unit(setup, part)
+    return max(0, _held(setup, part, blocks=part.blocks, ends=ends, each=setup.compute_bytes))
 
 
 def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
@@ -236,8 +274,11 @@ def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
         return 0, 0
     blocks = max(1, round(setup.min_unit / part.block)) if part.block < setup.min_unit else 1
     unit = min(part.blocks, blocks) * part.block
-    gathered = setup.compute_bytes * (part.total if not setup.reshard else 2 * unit)
-    return gathered, 2 * _unit(setup, unit)
+    whole = part.blocks if not setup.reshard else 2 * min(part.blocks, blocks)
+    ends = part.first + part.last if not setup.reshard else 0
+    gathered = _held(setup, part, blocks=whole, ends=ends, each=setup.compute_bytes)
+    trained = unit if setup.adapters is None else min(part.blocks, blocks) * setup.adapted
+    return gathered, 2 * _unit(setup, trained)
 
 
 def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
@@ -251,6 +292,8 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
     copy = 0 if _sharded(setup) or c == 4 else c * matrix  # of the weight
+    if setup.adapters is not None:  # the head has no gradient
+        return (c + 4) * chunk + copy + positions * cost.width * c, 3 * positions * cost.width * c
     workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c
     return workspace, (8 + c) * matrix + 3 * positions * cost.width * c
 
@@ -262,4 +305,6 @@ def _optimizer_temporary(setup: Setup, part: Part) -> float:
     """
     if setup.kind == "deepspeed":
         return 4 * part.total / setup.world_size if setup.compute_bytes < 4 and not setup.offload_optimizer else 0
+    if setup.adapters is not None:
+        return 0
     return 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0

@@ -21,7 +21,16 @@ from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
+LORA, LANGUAGE_MODELING = "armature.finetune.lora.Lora", "armature.tasks.language_modeling.LanguageModeling"
 KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters of all Linears inside the blocks, which alone are trained; the matrices may have 4 bits."""
+
+    rank: int
+    in_4_bits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +64,19 @@ class Setup:
     offload: bool = False
     offload_optimizer: bool = False
     on_cpu: bool = False
+    adapters: Adapters | None = None
+
+    @property
+    def adapted(self) -> int:
+        """Parameters of one block's adapters."""
+        return 0 if self.adapters is None else self.adapters.rank * sum(map(sum, self.cost.linears))
+
+    @property
+    def matrix_bytes(self) -> float | None:
+        """Bytes of one block's matrices if they have 4 bits (`finetune.nf4`), else None."""
+        if self.adapters is None or not self.adapters.in_4_bits:
+            return None
+        return sum(rows * (columns * (1 / 2 + 1 / 64) + 4) for rows, columns in self.cost.linears)
 
     @property
     def compute_bytes(self) -> int:
@@ -114,13 +136,16 @@ def cost_of(cfg: DictConfig) -> Cost | None:
 def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     """Return the numbers of a configuration with its `auto` values decided; None if the model has no formula.
 
-    With adapters (`task.adapter`) there is none: most weights then have no gradient and no optimizer state. Nor is
-    there for pairs, which are several rows and pass the model twice.
+    With adapters (`task.adapter`) there is one if all Linears inside the blocks have them and nothing else is trained,
+    without DeepSpeed. There is none for pairs, which are several rows and pass the model twice.
 
     Raises ConfigError if the batch does not divide.
     """
     cost, size = cost_of(cfg), batching.configured_batch_size(cfg.data)
-    if cost is None or size is None or layout.kind == "other" or cfg.task.get("adapter"):
+    if cost is None or size is None or layout.kind == "other":
+        return None
+    adapter = cfg.task.get("adapter")
+    if adapter and (layout.kind == "deepspeed" or not _adapts_all(cfg, cost)):
         return None
     if signatures.class_attribute(cfg.task._target_, "reads") == "pairs":
         return None
@@ -138,7 +163,15 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
+        adapters=Adapters(rank=adapter.rank, in_4_bits=adapter.get("quantize") is not None) if adapter else None,
     )  # fmt: skip
+
+
+def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:
+    """Return whether adapters of all the blocks' Linears are all that is trained, by a loss that `cost` is of."""
+    adapter, known = cfg.task.adapter, str(cfg.task._target_) == LANGUAGE_MODELING
+    ours = known and str(adapter.get("_target_")) == LORA
+    return ours and bool(cost.linears) and adapter.get("targets") is None and not adapter.get("train")
 
 
 def knows_optimizer(cfg: DictConfig) -> bool:

@@ -158,8 +158,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return True
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards."""
-        return {name: param for param, name in state.parameter_names(self.module).items()}  # pyright: ignore[reportReturnType]
+        """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards.
+
+        Frozen weights of 4 bits are left out: their bytes are no values.
+        """
+        named = state.parameter_names(self.module).items()
+        return {name: param for param, name in named if param.is_floating_point()}  # pyright: ignore[reportReturnType]
 
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
         """Return the names that any rank has, each once, sorted. Called by all ranks."""

@@ -18,7 +18,7 @@ from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
-from armature.validation import lightning_callbacks, signatures
+from armature.validation import lightning_callbacks, quantization, signatures
 
 KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
@@ -292,4 +292,5 @@ def _deepspeed_entries(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
     _precision, _features, _classes, _compile, _float8, _plan, _tensor, _pipeline, _shard, _deepspeed_entries,
+    quantization.problems,
 )  # fmt: skip

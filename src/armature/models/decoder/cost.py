@@ -27,4 +27,5 @@ def cost(args: Mapping[str, Any]) -> Cost:
         products=2 * queries + 2 * width + 2 * keys + 2 * hidden, outputs=2 * width, block_matrices=matrices,
         head_matrices=vocabulary * width, attention=queries if share == 1.0 else queries * share,
         classes=vocabulary, losses=args["context"], chunked_loss=True, unit="tokens",
+        linears=((queries, width), *[(keys, width)] * 2, (width, queries), *[(hidden, width)] * 2, (width, hidden)),
     )  # fmt: skip

@@ -278,7 +278,8 @@ class Decoder(nn.Module):
         Per token, 6 for each weight of a matrix and 12 L H K T for attention (arXiv:2204.02311, appendix B).
         """
         positions, tokens = inputs.shape[-1], inputs[0].numel()  # a sample may be several rows
-        matrices = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+        linears = [module for module in self.modules() if isinstance(module, nn.Linear)]
+        matrices = sum(module.in_features * module.out_features for module in linears)
         attention = sum(  # L H K T; a window in place of T where it is shorter
             module.q.out_features * min(positions, module.window or positions)
             for module in self.modules() if isinstance(module, Attention)

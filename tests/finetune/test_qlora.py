@@ -1,0 +1,225 @@
+"""Frozen weights of 4 bits: bitsandbytes' codes, the dense layer's gradients, and every layout as one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from armature.checkpoint import huggingface
+from armature.errors import ConfigError
+from armature.finetune import nf4
+from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, is_adapter, merge
+from armature.models.decoder.model import Decoder
+from armature.parallel import initialization
+from benchmarks.parity.harness import LAYOUTS, difference, fit_once
+from tests.finetune.folders import write_random_model
+from tests.finetune.test_import import EXTRA_PYTHON
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "context": 16,
+    "width": 128,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_hidden": 256,
+}
+ADAPTER = {"rank": 4, "alpha": 8.0, "quantize": "nf4"}
+COMPARE = """
+import sys, logging, torch
+logging.disable(logging.WARNING)
+import bitsandbytes.functional as theirs
+from armature.finetune import nf4
+torch.manual_seed(0)
+for weight in (torch.randn(48, 256) * torch.rand(48, 1), torch.randn(8, 128).bfloat16(), torch.zeros(2, 64)):
+    expected, state = theirs.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
+    codes, scales, row = nf4.quantize(weight)
+    assert torch.equal(codes.flatten(), expected.flatten())
+    found = nf4.dequantize(codes, scales, row, dtype=torch.float32)
+    whole = theirs.dequantize_4bit(expected, state)
+    assert (found - weight).norm() <= 1.01 * (whole - weight).norm()
+assert nf4.computes_alike(nf4.bitsandbytes_kernel(), torch.device("cpu"))
+"""
+
+
+@pytest.mark.slow
+def test_codes_are_those_of_bitsandbytes_and_its_kernel_computes_the_same():
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("bitsandbytes is not in .venv-extras: make .venv-extras/.installed")
+    source = str(Path(nf4.__file__).parents[2])
+    run = subprocess.run([EXTRA_PYTHON, "-c", COMPARE], env={"PYTHONPATH": source}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_kernel_that_computes_otherwise_is_found():
+    def other(codes, block_max, dtype):
+        return nf4.plain_kernel(codes, block_max, dtype) * (1 + 2**-10)
+
+    assert not nf4.computes_alike(other, torch.device("cpu"))
+
+
+def test_slices_of_rows_and_columns_are_slices_of_the_whole():
+    weight = torch.randn(64, 512)
+    whole, largest = nf4.quantize(weight), weight.abs().amax(1, keepdim=True)
+    for i, part in enumerate(zip(*(nf4.quantize(rows) for rows in weight.chunk(4)), strict=True)):
+        assert torch.equal(torch.cat(part), whole[i])
+    codes, scales, row = zip(*(nf4.quantize(part, largest=largest) for part in weight.chunk(4, dim=1)), strict=True)
+    assert torch.equal(torch.cat(codes, dim=1), whole[0])
+    assert torch.equal(torch.cat(scales, dim=1), whole[1])
+    assert all(torch.equal(each, whole[2]) for each in row)
+
+
+def test_blocks_of_zeros_stay_zeros():
+    weight = torch.randn(4, 128)
+    weight[1], weight[2, 64:] = 0.0, 0.0
+    found = nf4.rounded(weight)
+    assert not found[1].any()
+    assert not found[2, 64:].any()
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_backward_are_those_of_the_dense_matrix(dtype, bias):
+    linear = nf4.Nf4Linear(nn.Linear(128, 32, bias=bias)).to(dtype)
+    biases = [linear.bias, copy.deepcopy(linear.bias)]
+    x = torch.randn(3, 5, 128, dtype=dtype, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    y = linear(x)
+    dense = nn.functional.linear(other, linear.dense(dtype), biases[1])
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    dense.backward(upstream)
+    torch.testing.assert_close(y, dense)
+    torch.testing.assert_close(x.grad, other.grad)
+    if bias:
+        torch.testing.assert_close(biases[0].grad, biases[1].grad)
+    assert linear.row.dtype == torch.int32  # a change of the model's type rounds nothing
+
+
+def test_autograd_keeps_no_dense_matrix():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        nf4.Nf4Linear(nn.Linear(256, 256))(torch.randn(2, 256, requires_grad=True))
+    assert max(t.nbytes for t in kept) == 256 * 256 // 2
+
+
+def adapted(**options) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(**SIZES)
+    Lora(**{**ADAPTER, **options}).add_to(model)
+    return model
+
+
+def test_all_linears_of_the_blocks_have_4_bits_and_only_adapters_are_trained():
+    model = adapted(targets=["q"])
+    for i in range(2):
+        assert type(model.get_submodule(f"blocks.{i}.attention.q")) is LoraNf4Linear
+        assert type(model.get_submodule(f"blocks.{i}.ffn.down")) is nf4.Nf4Linear
+    assert len(nf4.in_4_bits(model)) == 2 * 7
+    assert all(is_adapter(name) for name, param in model.named_parameters() if param.requires_grad)
+    assert model.get_parameter("head.weight").dtype == torch.float32
+
+
+def test_a_weight_that_is_trained_as_a_whole_stays_as_it_is():
+    model = adapted(targets=["q"], train=["blocks.1.ffn.down"])
+    assert type(model.get_submodule("blocks.1.ffn.down")) is nn.Linear
+    assert model.get_parameter("blocks.1.ffn.down.weight").requires_grad
+
+
+def test_the_weights_of_linears_take_a_quarter_of_16_bits():
+    model = adapted()
+    linears = nf4.in_4_bits(model).values()
+    resident = sum(linear.get_parameter(part).nbytes for linear in linears for part in nf4.PARTS)
+    in_16_bits = sum(2 * linear.in_features * linear.out_features for linear in linears)
+    assert not any(hasattr(linear, "weight") for linear in linears)
+    assert resident < 0.28 * in_16_bits  # rows of 128 and 256
+    wide = nf4.Nf4Linear(nn.Linear(1024, 64, bias=False))
+    assert sum(param.nbytes for param in wide.parameters()) < 0.261 * 2 * 64 * 1024
+
+
+def test_merged_weights_compute_what_4_bits_and_adapters_did():
+    model, tokens = adapted(), torch.arange(12)[None]
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("lora_B"):
+                param.normal_()
+        before = model(tokens)
+        merged = merge(copy.deepcopy(model))
+        assert not any(isinstance(module, nf4.Nf4Linear | LoraLinear) for module in merged.modules())
+        torch.testing.assert_close(merged(tokens), before, atol=1e-3, rtol=1e-4)
+
+
+def test_a_model_of_4_bits_can_be_copied_and_pickled():
+    model = adapted()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"quantize": "int4"}, "task.adapter.quantize=int4"), ({}, "blocks.*.attention.q (96)")],
+)
+def test_what_cannot_be_held_is_refused(options, says):
+    with pytest.raises(ConfigError) as caught:
+        Lora(**{**ADAPTER, **options}).add_to(Decoder(**{**SIZES, "width": 96}))
+    assert says in " ".join(str(caught.value).split())
+
+
+def test_the_seeds_weights_are_quantized_as_they_are():
+    models = []
+    for quantize in (None, "nf4"):
+        with torch.device("meta"):
+            model = Decoder(**SIZES)
+            Lora(**{**ADAPTER, "quantize": quantize}).add_to(model)
+        initialization.materialize(model, device=torch.device("cpu"))
+        initialization.initialize_by_name(model, seed=3, prefix="model.")
+        models.append(model)
+    dense, quantized = models
+    for name, linear in nf4.in_4_bits(quantized).items():
+        assert torch.equal(linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach()))
+    assert torch.equal(dense.get_parameter("embed.weight"), quantized.get_parameter("embed.weight"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    return write_random_model(tmp_path_factory.mktemp("base"), **config, num_key_value_heads=2)
+
+
+def test_a_folder_is_quantized_while_it_is_read(folder, monkeypatch):
+    monkeypatch.setattr(huggingface, "QUANTIZED_AT_ONCE", 40_000)
+    models = []
+    for quantize in (None, "nf4"):
+        with torch.device("meta"):
+            model = Decoder(**SIZES, pretrained=str(folder))
+            Lora(**{**ADAPTER, "quantize": quantize}).add_to(model)
+        initialization.materialize(model, device=torch.device("cpu"))
+        imported = huggingface.imported_names(model)
+        assert {name for name, _ in model.named_parameters() if not is_adapter(name)} == imported
+        huggingface.read(model, imported)
+        models.append(model)
+    dense, quantized = models
+    for name, linear in nf4.in_4_bits(quantized).items():
+        assert torch.equal(linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach()))
+
+
+LAYOUTS_TRIED = ["ddp 2", "fsdp 2", "tensor 2", "tensor 2, sequence parallel", "hsdp 2×2", "fsdp 2 × tensor 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS_TRIED)
+def test_layouts_train_on_4_bits_as_one_process_does(name, folder):
+    own = {"adapter": ADAPTER, "steps": 4, "model_args": {**SIZES, "pretrained": str(folder)}}
+    single, run = fit_once(replace(LAYOUTS["single"], **own)), fit_once(replace(LAYOUTS[name], **own))
+    far = difference(run, single)
+    assert max(far.values()) <= 1e-5, far
+    assert all((run.weights[n] == single.weights[n]).all() for n in single.weights if n.endswith(nf4.PARTS))

@@ -1,0 +1,74 @@
+"""What weights of 4 bits cannot be combined with is found before launch."""
+
+import pytest
+
+from armature.finetune import nf4
+from armature.layout import Layout
+from armature.models.decoder.plan import PLAN
+from armature.validation import parallelism, quantization
+
+MODEL = {
+    "_target_": "armature.models.decoder.model.Decoder", "pretrained": "base", "width": 128, "heads": 4,
+    "head_dim": None, "ffn_hidden": 256, "context": 64,
+}  # fmt: skip
+MESH = "armature.strategies.mesh.MeshStrategy"
+
+
+def problems(strategy: dict | None = None, *, ranks: int = 1, quantize: str | None = "nf4", **model) -> str:
+    strategy = {"_target_": "armature.strategies.single.SingleDevice", **(strategy or {})}
+    cfg = {"model": {**MODEL, **model}, "task": {"adapter": {"quantize": quantize}}, "strategy": strategy}
+    layout = Layout.resolve(strategy, world_size=ranks, plan=PLAN)
+    found = quantization.problems(cfg, layout)
+    assert all("Type " in problem or "must be" in problem for problem in found)
+    return " ".join(found)
+
+
+def test_the_rule_is_asked_and_knows_the_blocks():
+    assert quantization.problems in parallelism.RULES
+    assert quantization.BLOCK == nf4.BLOCK
+
+
+def test_what_works_is_not_refused():
+    assert problems() == problems(quantize=None, pretrained=None) == ""
+    assert problems({"_target_": "armature.strategies.ddp.DDP"}, ranks=2) == ""
+    for axes in ({"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 2}):
+        ranks = axes.get("shard", 1) * axes.get("tensor", 1) * axes.get("replicate", 1)
+        assert problems({"_target_": MESH, **axes}, ranks=ranks) == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "says"),
+    [
+        ({"_target_": MESH, "pipe": 2}, 2, "does not work with this strategy (pipeline)"),
+        ({"_target_": "armature.strategies.deepspeed.DeepSpeed"}, 2, "does not work with this strategy (deepspeed)"),
+        ({"compile": "block"}, 1, "with strategy.compile=block"),
+        ({"_target_": MESH, "tensor": 4}, 4, "strategy.tensor=4 does not give each rank whole blocks of 64 elements"),
+    ],
+)
+def test_strategies_that_cannot_are_refused(strategy, ranks, says):
+    assert says in problems(strategy, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"quantize": "int8"}, "task.adapter.quantize=int8: must be nf4 or null"),
+        ({"_target_": "example.model.Net"}, "has been tried with armature.models.decoder.model.Decoder alone"),
+        ({"width": 96, "heads": 3}, "do not divide model.width=96, model.heads × head_dim=96. Type"),
+    ],
+)
+def test_models_that_cannot_are_refused(arguments, says):
+    assert says in problems(**arguments)
+
+
+def test_a_checkpoint_of_dense_weights_is_refused(tmp_path):
+    cfg = {"model": MODEL | {"pretrained": None}, "task": {"adapter": {"quantize": "nf4"}}, "resume": str(tmp_path)}
+    layout = Layout.resolve({"_target_": "armature.strategies.single.SingleDevice"}, world_size=1, plan=PLAN)
+    assert "not from a checkpoint" in " ".join(quantization.problems(cfg, layout))
+    assert quantization.problems(cfg | {"resume": "auto"}, layout) == []
+
+
+def test_a_sharded_strategy_needs_a_torch_that_shards_integers(monkeypatch):
+    monkeypatch.setattr(quantization.importlib.metadata, "version", lambda name: "2.11.0+cu128")
+    assert "needs torch 2.12; here is 2.11" in problems({"_target_": MESH, "shard": 2}, ranks=2)
+    assert problems({"_target_": MESH, "tensor": 2}, ranks=2) == ""
