@@ -383,3 +383,13 @@ def test_the_first_difference_is_said_in_words(rows, text):
 def test_a_signal_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="Got SIGNOTHING"):
         StopAt({"SIGNOTHING": 3})
+
+
+def test_a_longer_limit_continues_a_run_without_validation(corpus, tmp_path):
+    """The end of the first start is then the last that its checkpoint knows, and no end of the epoch."""
+    words = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+    for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+        running.train(f"run.name={name}", f"trainer.max_steps={steps}", *words, cwd=tmp_path, corpus=corpus)
+    whole, parts = (running.losses(tmp_path / "outputs" / name) for name in ("whole", "parts"))
+    assert len(whole) == 6
+    assert parts == whole

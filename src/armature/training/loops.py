@@ -392,6 +392,9 @@ class FitLoop(_FitLoop):
             self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
         for function in functions:
             function()
+        if self.restarting and not self.epoch_loop.last_batch_is_done:
+            # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
+            self.epoch_progress.current.processed = 0
         super().run()
 
     @override
