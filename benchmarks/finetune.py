@@ -22,7 +22,7 @@ METHODS = {  # overrides of each experiment
     "finetune_lora": ("task.adapter.rank=4", "task.adapter.alpha=8", "optimizer.lr=1e-2"),
 }
 CHAT = ("data.source.template=plain", "data.context=256")
-ASKED = 300  # held-out questions whose answers are compared word for word
+ASKED = 100  # held-out questions whose answers are compared word for word
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def right_answers(run: Path, file: Path) -> float:
     asked = [chat for chat in held_out if not chat[0]["content"].startswith("What does it do?")][:ASKED]
     loaded = inference.load_run(run)
     answers = inference.answers(
-        loaded, [chat[:-1] for chat in asked], template=template.load(run, template="plain"), max_new_tokens=60,
+        loaded, [chat[:-1] for chat in asked], template=template.load(run, template="plain"), max_new_tokens=40,
         temperature=0.0,
     )  # fmt: skip
     return mean(answer == chat[-1]["content"] for answer, chat in zip(answers, asked, strict=True))
