@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 COUNT_FAULTS = """
-import resource
+import itertools, resource, statistics
 from pathlib import Path
 from lightning.pytorch import Callback
 
@@ -36,7 +36,9 @@ class Count(Callback):
     def on_train_batch_end(self, *args):
         self.counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     def on_train_end(self, *args):
-        Path("faults").write_text(str((self.counts[-1] - self.counts[-6]) / 5))
+        # the median: a step that writes rows imports what does so, once, in a thread
+        of_step = [after - before for before, after in itertools.pairwise(self.counts[-8:])]
+        Path("faults").write_text(str(statistics.median(of_step)))
 """
 
 
