@@ -51,7 +51,7 @@ habits: $(VENV)/.installed-dev .venv-extras/.installed ## Resume and compare all
 	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
 
 huggingface-check: $(VENV)/.installed-dev .venv-extras/.installed ## Train every kind of model of transformers under every layout
-	$(BIN)/python -m pytest tests/finetune/test_huggingface_runs.py --all-models $(ARGS)
+	$(BIN)/python -m pytest tests/finetune/test_huggingface_runs.py tests/finetune/test_against_trainer.py --all-models $(ARGS)
 
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
 	$(BIN)/python scripts/resume_proof.py $(ARGS)

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from armature import run_dir
 from armature.checkpoint import resume
@@ -97,7 +97,7 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
         if found := built.problems(cfg):
             raise ConfigError(found)
     plan = layout.plan if layout.kind == "mesh" and layout.world_size > 1 else None
-    adapter: Any = OmegaConf.select(cfg, "task.adapter")
+    adapter: Any = pretrained.adapter_of(cfg)
     if plan is None and (adapter is None or not cfg.model.get("_partial_")):
         return
     from hydra.utils import instantiate

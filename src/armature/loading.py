@@ -1,6 +1,6 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +149,20 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
         with storage.reading_beside_training(checkpoint):
             saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
         task.on_load_checkpoint(saved)
+        if folder is not None:
+            _convert_as(task, saved["state_dict"])
         lacking = set() if folder is None else huggingface.read_others(task, saved["state_dict"])
         state.load_tensors_of(
             checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True,
             may_lack=lacking.__contains__,
         )  # fmt: skip
     return task.eval()
+
+
+def _convert_as(task: L.LightningModule, saved: Mapping[str, Any]) -> None:
+    """Give a module's weights the type of those that a checkpoint holds, which the run's base model had as well."""
+    kinds = {value.dtype for value in saved.values() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    if len(kinds) == 1:
+        for param in task.parameters():
+            if param.is_floating_point():
+                param.data = param.data.to(*kinds)

@@ -194,20 +194,22 @@ def test_the_reference_comes_with_the_batch_and_outlives_the_run(source, tmp_pat
     assert "reference" not in made._dataset("train").batch([0])
     values = torch.arange(10.0).view(5, 2)
     made.set_reference({"train": values})
-    assert torch.equal(made._dataset("train").batch([3, 1])["reference"], values[[3, 1]])
+    assert torch.equal(made._dataset("train").batch([3, 1])["reference"].view(torch.float32), values[[3, 1]])
     made.save_assets(tmp_path)
     again = data(source(records))
     again.load_state_dict(made.state_dict())
-    assert torch.equal(again.dataset("train").batch([4])["reference"], values[[4]])
+    assert torch.equal(again.dataset("train").batch([4])["reference"].view(torch.float32), values[[4]])
     loaded = data(source(records))
     loaded.load_assets(tmp_path)
-    assert torch.equal(loaded.dataset("train").batch([2])["reference"], values[[2]])
+    assert torch.equal(loaded.dataset("train").batch([2])["reference"].view(torch.float32), values[[2]])
     other = data(source([record(i, "hello") for i in range(5)]))
     other.load_assets(tmp_path)
     assert other.reference is None
-    (tmp_path / REFERENCE_FILE).write_bytes(b"no")
-    with pytest.raises(ConfigError, match="Resume the run once"):
-        loaded.load_assets(tmp_path)
+    whole = (tmp_path / REFERENCE_FILE).read_bytes()
+    for damaged in (b"no", b"", whole[:-30]):
+        (tmp_path / REFERENCE_FILE).write_bytes(damaged)
+        with pytest.raises(ConfigError, match="Resume the run once"):
+            loaded.load_assets(tmp_path)
 
 
 def test_show_batch_shows_both_sides_of_a_pair(script, tmp_path, tokenizer_folder):

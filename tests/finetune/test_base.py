@@ -172,12 +172,23 @@ def test_a_base_weight_that_was_trained_for_a_while_is_saved():
     strategy.base = {"folder": "base", "fingerprint": "", "values": ""}
     optimizer = torch.optim.AdamW(module.parameters())
     strategy.optimizers = [optimizer]
+    assert strategy.unchanged_base() == set()  # no state tells yet what it steps
+    module.trained.grad = torch.ones(2)
+    optimizer.step()
     assert strategy.unchanged_base() == {"frozen", "unfrozen"}
     module.unfrozen.requires_grad_(True)
     assert strategy.unchanged_base() == {"frozen"}
     module.unfrozen.grad = torch.ones(2)
     optimizer.step()
     module.unfrozen.requires_grad_(False)
+    assert strategy.unchanged_base() == {"frozen"}
+
+
+def test_an_optimizer_without_state_may_have_changed_all_that_it_has():
+    module, strategy = Frozen(), SingleDevice()
+    strategy._lightning_module = module
+    strategy.frozen_base, strategy.base = {"frozen", "unfrozen"}, {"folder": "base", "fingerprint": "", "values": ""}
+    strategy.optimizers = [torch.optim.SGD([module.trained, module.unfrozen])]
     assert strategy.unchanged_base() == {"frozen"}
 
 
@@ -202,7 +213,8 @@ def test_norms_and_averages_are_of_what_is_trained():
 def run_config(path: Path, **changes: Any) -> Any:
     node = {"_target_": check.DECODER, "_partial_": True, "pretrained": str(path), "context": 64}
     keys = {
-        "model": node, "task": {"adapter": ADAPTER}, "data": {}, "checkpoint": {"include_base": False, "root": None},
+        "model": node,
+        "task": {"adapter": {"_target_": check.LORA, **ADAPTER}}, "data": {}, "checkpoint": {"include_base": False, "root": None},
         "run": {"root": str(path.parent), "name": "run", "dir": str(path.parent / "run")}, "resume": "auto",
     }  # fmt: skip
     return OmegaConf.create({**keys, **changes})

@@ -191,6 +191,17 @@ def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
     )
 
 
+def test_computed_tables_keep_their_type():
+    model = PretrainedModel.__new__(PretrainedModel)
+    nn.Module.__init__(model)
+    model.inner = Block()
+    model.inner.register_buffer("inv_freq", torch.tensor([0.123456789]), persistent=False)
+    model.to(torch.bfloat16)
+    assert model.inner.q.weight.dtype == torch.bfloat16
+    assert model.inner.inv_freq.dtype == torch.float32
+    assert model.inner.inv_freq.item() == pytest.approx(0.123456789, rel=1e-7)
+
+
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]

@@ -77,6 +77,20 @@ def test_slices_of_rows_and_columns_are_slices_of_the_whole():
     assert all(torch.equal(each, whole[2]) for each in row)
 
 
+def test_values_do_not_depend_on_the_default_type():
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    expected = nf4.quantize(weight), nf4.rounded(weight)
+    nf4._pairs.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)  # as trainer.precision=bf16-true does in each step
+    try:
+        found = nf4.quantize(weight), nf4.rounded(weight)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        nf4._pairs.cache_clear()
+    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+    assert torch.equal(found[1], expected[1])
+
+
 def test_blocks_of_zeros_stay_zeros():
     weight = torch.randn(4, 128)
     weight[1], weight[2, 64:] = 0.0, 0.0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from armature import loading
 from armature.checkpoint import convert
 from armature.finetune import nf4
 from tests import running
@@ -55,8 +56,12 @@ def run(root):
 
 def test_a_run_of_4_bits_resumes_bit_for_bit(root, run):
     command(*words(root, "again", *ALSO, f"resume={run / 'checkpoints/step=000003'}"))
-    straight, resumed = (convert.weights_of(root / n / "checkpoints/step=000006") for n in ("run", "again"))
+    last = [root / name / "checkpoints/step=000006" for name in ("run", "again")]
+    straight, resumed = (convert.weights_of(checkpoint) for checkpoint in last)
+    assert not [name for name in straight if name.endswith(nf4.PARTS)]  # they are in the folder of the base model
+    straight, resumed = (loading.load(checkpoint).state_dict() for checkpoint in last)
     assert straight.keys() == resumed.keys()
+    assert [name for name in straight if name.endswith(nf4.PARTS)]
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 

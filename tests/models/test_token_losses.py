@@ -78,3 +78,21 @@ def test_the_sums_are_in_fp32_in_16_bits_too(dtype):
     torch.testing.assert_close(losses, token_losses(model(inputs), targets), rtol=0.05, atol=0.05)
     losses.sum().backward()
     assert all(param.grad.dtype == dtype for param in model.parameters())
+
+
+@pytest.fixture
+def bf16_by_default():
+    torch.set_default_dtype(torch.bfloat16)  # as trainer.precision=bf16-true does in each step
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_sums_are_in_fp32_where_new_tensors_have_16_bits(bf16_by_default):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(64, 16) * 2).float(), torch.randn(97, 16).float()
+    targets = torch.randint(0, 97, (64,))
+    expected = F.cross_entropy(F.linear(x, weight), targets, reduction="none")
+    each, mean = (loss.chunked_loss(x, weight, targets, per_token=per_token) for per_token in (True, False))
+    assert (each.dtype, mean.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mean, expected.mean(), rtol=1e-6, atol=1e-6)

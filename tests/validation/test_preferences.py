@@ -73,6 +73,15 @@ def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data
     assert preferences.problems({"task": {"_target_": LANGUAGE}, "data": {"_target_": CHAT}}) == []
 
 
+def test_worker_processes_would_begin_before_the_reference_is_known():
+    cfg = {"task": {"_target_": DPO, "adapter": None}, "data": {"_target_": PAIRS, "num_workers": 2}}
+    (problem,) = preferences.problems(cfg)
+    assert "data.num_workers=2" in problem
+    assert "Type data.num_workers=0" in problem
+    cfg["task"]["adapter"] = {"rank": 4}
+    assert preferences.problems(cfg) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -3,6 +3,7 @@
 import pytest
 
 from armature.finetune import nf4
+from armature.finetune.check import LORA, adapter_of
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.validation import parallelism, quantization
@@ -16,7 +17,11 @@ MESH = "armature.strategies.mesh.MeshStrategy"
 
 def problems(strategy: dict | None = None, *, ranks: int = 1, quantize: str | None = "nf4", **model) -> str:
     strategy = {"_target_": "armature.strategies.single.SingleDevice", **(strategy or {})}
-    cfg = {"model": {**MODEL, **model}, "task": {"adapter": {"quantize": quantize}}, "strategy": strategy}
+    cfg = {
+        "model": {**MODEL, **model},
+        "task": {"adapter": {"_target_": LORA, "quantize": quantize}},
+        "strategy": strategy,
+    }
     layout = Layout.resolve(strategy, world_size=ranks, plan=PLAN)
     found = quantization.problems(cfg, layout)
     assert all("Type " in problem or "must be" in problem for problem in found)
@@ -62,7 +67,11 @@ def test_models_that_cannot_are_refused(arguments, says):
 
 
 def test_a_checkpoint_of_dense_weights_is_refused(tmp_path):
-    cfg = {"model": MODEL | {"pretrained": None}, "task": {"adapter": {"quantize": "nf4"}}, "resume": str(tmp_path)}
+    cfg = {
+        "model": MODEL | {"pretrained": None},
+        "task": {"adapter": {"_target_": LORA, "quantize": "nf4"}},
+        "resume": str(tmp_path),
+    }
     layout = Layout.resolve({"_target_": "armature.strategies.single.SingleDevice"}, world_size=1, plan=PLAN)
     assert "not from a checkpoint" in " ".join(quantization.problems(cfg, layout))
     assert quantization.problems(cfg | {"resume": "auto"}, layout) == []
@@ -72,3 +81,15 @@ def test_a_sharded_strategy_needs_a_torch_that_shards_integers(monkeypatch):
     monkeypatch.setattr(quantization.importlib.metadata, "version", lambda name: "2.11.0+cu128")
     assert "needs torch 2.12; here is 2.11" in problems({"_target_": MESH, "shard": 2}, ranks=2)
     assert problems({"_target_": MESH, "tensor": 2}, ranks=2) == ""
+
+
+@pytest.mark.parametrize("adapter", ["bottleneck", True, 3, {"_target_": "mine.Adapter", "quantize": "gptq"}])
+def test_a_task_of_ones_own_may_mean_something_else_by_adapter(adapter):
+    cfg = {"model": MODEL, "task": {"adapter": adapter}, "strategy": {}}
+    assert adapter_of(cfg) is None
+    assert quantization.problems(cfg, None) == []
+
+
+def test_sizes_that_are_not_typed_are_the_models_own():
+    sizes = {name: value for name, value in MODEL.items() if name != "ffn_hidden"}
+    assert quantization._size_problems(sizes, 1, typed="task.adapter.quantize=nf4") == []

@@ -45,15 +45,17 @@ def read_others(module: nn.Module, held: Container[str]) -> set[str]:
     for prefix, model in module.named_modules():
         names = {name for name in imported_names(model) if f"{prefix}.{name}" not in held}
         if names:
-            read(model, names)
+            read(model, names, alone=True)
             found |= {f"{prefix}.{name}" for name in names}
     params = dict(module.named_parameters(remove_duplicate=False))
     filled = {params[name] for name in found if name in params}
     return found | {name for name, param in params.items() if param in filled}  # the other names of tied ones
 
 
-def read(model: nn.Module, names: Iterable[str]) -> None:
+def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None:
     """Fill these parameters from the model's folder. Called by all ranks; each reads the part that it holds.
+
+    With `alone` this process reads for itself, whether or not it is a rank of several.
 
     Values are converted to the parameters' types while they are copied out of the mapped files. A matrix of 4 bits is
     quantized from this rank's part of it in fp32, a few at a time. A head that is not tied takes the embedding's values
@@ -63,19 +65,19 @@ def read(model: nn.Module, names: Iterable[str]) -> None:
     found = _weights(folder)
     if hasattr(model, "names_in"):
         theirs, held = _names_in(model, found), held | dict(model.named_buffers())
-        _load(folder, found.files, {theirs[name]: held[name].detach() for name in held if name in wanted})
+        _load(folder, found.files, {theirs[name]: held[name].detach() for name in held if name in wanted}, alone=alone)
         return
     quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
     targets.pop(None, None)  # the parts of quantized matrices
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
-    _load(folder, found.files, own)
-    _load(folder, found.files, {tied[name]: value for name, value in targets.items() if name not in own})
+    _load(folder, found.files, own, alone=alone)
+    _load(folder, found.files, {tied[name]: value for name, value in targets.items() if name not in own}, alone=alone)
     for few in _few_at_once({name: linear for name, linear in quantized.items() if name in wanted}):
         named = {model.pretrained_name(nf4.weight_of(name)): linear for name, linear in few.items()}  # pyright: ignore[reportCallIssue]
         weights = {name: linear.empty_weight() for name, linear in named.items()}
-        _load(folder, found.files, weights)
+        _load(folder, found.files, weights, alone=alone)
         for name, linear in named.items():
             linear.fill(weights.pop(name))
 
@@ -107,11 +109,11 @@ def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
         raise ConfigError(f"{error}.") from error
 
 
-def _load(folder: Path, files_of_index: list[str], tensors: dict[str, Tensor]) -> None:
+def _load(folder: Path, files_of_index: list[str], tensors: dict[str, Tensor], *, alone: bool) -> None:
     try:
         with storage.expect_single_process():
             reader = _Reader(folder, files_of_index)
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
     except CheckpointException as error:
         raise storage.failure(error) from error
 

@@ -13,9 +13,11 @@ from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, folder, others
 from armature.models.decoder import names
+from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 DECODER = "armature.models.decoder.model.Decoder"
+LORA = "armature.finetune.lora.Lora"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
 READ = {DECODER: architecture.arguments, **dict.fromkeys(others.TARGETS, others.arguments)}
@@ -53,8 +55,8 @@ def left_out(cfg: DictConfig, checkpoint: Path | None) -> dict[str, str] | None:
     A run with adapters leaves out what it has read from model.pretrained at this start. Raises ConfigError if the
     checkpoint to resume from leaves out another model: the folder may have changed since the checks before launch.
     """
-    needed, name, adapter = base.recorded(checkpoint), named_by(cfg), OmegaConf.select(cfg, "task.adapter")
-    leaves_out = adapter is not None and not cfg.checkpoint.include_base
+    needed, name = base.recorded(checkpoint), named_by(cfg)
+    leaves_out = adapter_of(cfg) is not None and not cfg.checkpoint.include_base
     if checkpoint is not None and needed is None:
         if leaves_out:
             log.info("Checkpoints hold the frozen weights too, since they come from %s.", checkpoint)
@@ -63,6 +65,13 @@ def left_out(cfg: DictConfig, checkpoint: Path | None) -> dict[str, str] | None:
         return None
     path = folder.find(name) if needed is None or checkpoint is None else base.found(name, needed, checkpoint)
     return base.record(path) if leaves_out else None
+
+
+def adapter_of(cfg: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the node of task.adapter if it makes our adapters; a task of a user's may mean something else by it."""
+    node = (cfg.get("task") or {}).get("adapter")
+    is_ours = isinstance(node, Mapping) and signatures.derives_from(str(node.get("_target_")), LORA)
+    return node if is_ours else None
 
 
 def named_by(cfg: DictConfig) -> str | None:

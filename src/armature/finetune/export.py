@@ -151,7 +151,7 @@ def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
 
 
 def adapter_of(cfg: DictConfig) -> Lora | None:
-    node = cfg.task.get("adapter")
+    node = check.adapter_of(cfg)
     return None if node is None else instantiate(node)
 
 
@@ -314,5 +314,5 @@ def read_decoder(
 def _read(model: nn.Module, *, device: str | torch.device = "cpu") -> nn.Module:
     """Give a model on the meta device the weights of the folder that it names."""
     initialization.materialize(model, device=torch.device(device))
-    huggingface.read(model, huggingface.imported_names(model))
+    huggingface.read(model, huggingface.imported_names(model), alone=True)
     return model.eval()

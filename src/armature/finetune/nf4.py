@@ -45,7 +45,7 @@ def quantize(weight: Tensor, *, largest: Tensor | None = None) -> tuple[Tensor, 
     block_max = blocks.abs().amax(-1)
     row = block_max.amax(1, keepdim=True) if largest is None else largest
     scaled = blocks * (1.0 / block_max.clamp(min=1e-38))[..., None]  # as bitsandbytes computes it
-    levels = torch.tensor(LEVELS, device=weight.device)
+    levels = torch.tensor(LEVELS, device=weight.device, dtype=torch.float32)  # the default may be bf16
     codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8).flatten(1)
     scales = (block_max / row.clamp(min=1e-38) * 255).round().to(torch.uint8)
     return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.view(torch.int32)
@@ -58,7 +58,8 @@ def dequantize(codes: Tensor, scales: Tensor, row: Tensor, *, dtype: torch.dtype
         local = dequantize(*(part.to_local() for part in (sharded, scales, row)), dtype=dtype)  # pyright: ignore[reportAttributeAccessIssue]
         return _sharded_as(sharded, local)
     block_max = scales.float() * (row.view(torch.float32) / 255)
-    return (_kernel(codes.device) or plain_kernel)(codes, block_max, dtype)
+    kernel = None if dtype == torch.float64 else _kernel(codes.device)
+    return (kernel or plain_kernel)(codes, block_max, dtype)
 
 
 def plain_kernel(codes: Tensor, block_max: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,7 +71,7 @@ def plain_kernel(codes: Tensor, block_max: Tensor, dtype: torch.dtype) -> Tensor
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """Return the two elements of each byte (256, 2)."""
-    levels = torch.tensor(LEVELS, device=device)
+    levels = torch.tensor(LEVELS, device=device, dtype=torch.float32)  # cached: the default may be bf16 now
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
 
 
@@ -95,7 +96,7 @@ def bitsandbytes_kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
 def computes_alike(kernel: Callable[..., Tensor], device: torch.device) -> bool:
     """Return whether a kernel's values are bit for bit those of `plain_kernel`, in each type."""
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(4).view(2, 512)
-    block_max = torch.linspace(1e-4, 3.0, 32, device=device).view(2, 16)
+    block_max = torch.linspace(1e-4, 3.0, 32, device=device, dtype=torch.float32).view(2, 16)
     types = (torch.float32, torch.bfloat16, torch.float16)
     return all(torch.equal(kernel(codes, block_max, t), plain_kernel(codes, block_max, t)) for t in types)
 

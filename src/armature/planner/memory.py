@@ -146,7 +146,10 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
     if recompute == "none":
         norms = cost.norms * _norm_bytes(setup) * cost.width / between
         adapters = 0 if setup.adapters is None else setup.adapters.rank * len(cost.linears)
-        return cost.positions * (norms + c * cost.shared_inputs + c * adapters + c * cost.inner / tensor)
+        dropped = 0  # each adapter's own input after dropout, and its mask
+        if setup.adapters is not None and setup.adapters.dropout:
+            dropped = (c + 1) * sum(columns for _, columns in cost.linears)
+        return cost.positions * (norms + c * cost.shared_inputs + c * adapters + c * cost.inner / tensor + dropped)
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
         products = (cost.products - cost.outputs) / tensor + cost.outputs

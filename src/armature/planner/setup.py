@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.data import batching
 from armature.errors import error_line
+from armature.finetune.check import LORA
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
@@ -21,7 +22,7 @@ from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
-LORA, LANGUAGE_MODELING = "armature.finetune.lora.Lora", "armature.tasks.language_modeling.LanguageModeling"
+LANGUAGE_MODELING = "armature.tasks.language_modeling.LanguageModeling"
 KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
 
 
@@ -31,6 +32,7 @@ class Adapters:
 
     rank: int
     in_4_bits: bool = False
+    dropout: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +165,13 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
-        adapters=Adapters(rank=adapter.rank, in_4_bits=adapter.get("quantize") is not None) if adapter else None,
+        adapters=_adapters(adapter) if adapter else None,
     )  # fmt: skip
+
+
+def _adapters(node: Mapping[str, Any]) -> Adapters:
+    given = {**signatures.defaults_of(LORA), **node}
+    return Adapters(rank=given["rank"], in_4_bits=given["quantize"] is not None, dropout=bool(given["dropout"]))
 
 
 def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:

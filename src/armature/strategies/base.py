@@ -119,7 +119,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
         filled = {params[name] for name in names if name in params}
         self.from_base = names | {name for name, param in params.items() if param in filled}  # tied ones have two
-        self.frozen_base = {name for name, param in params.items() if param in filled and not param.requires_grad}
+        adapted = tuple(f"{name}." for name, model in models if any(is_adapter(n) for n, _ in model.named_parameters()))
+        self.frozen_base = {
+            name for name, param in params.items()
+            if param in filled and not param.requires_grad and name.startswith(adapted)
+        }  # fmt: skip
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
         self.precision_plugin.convert_module(self.module)

@@ -13,7 +13,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import directory, lightning_file, plain, resume, state, storage
@@ -156,7 +156,7 @@ class CheckpointMixin(LayoutMixin):
         """Return the weights that checkpoints leave out: those that are as they were in the base model."""
         if self.base is None:
             return set()
-        stepped = {param for each in self.optimizers if isinstance(each, Optimizer) for param in each.state}
+        stepped = {param for each in self.optimizers if isinstance(each, Optimizer) for param in _stepped(each)}
         own = self.module.state_dict(keep_vars=True)
         changed = {n for n, v in own.items() if isinstance(v, Tensor) and (v.requires_grad or v in stepped)}
         return {*self.frozen_base} - changed
@@ -278,3 +278,10 @@ class CheckpointMixin(LayoutMixin):
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
     if late:
         rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module has None there.")
+
+
+def _stepped(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters that an optimizer may have changed: all of its own, if state does not tell which."""
+    own = {param for group in optimizer.param_groups for param in group["params"]}
+    tells = bool(optimizer.state) and not isinstance(optimizer, LBFGS)  # SGD without momentum has none
+    return {param for param in own if param in optimizer.state} if tells else own

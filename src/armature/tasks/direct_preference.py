@@ -125,9 +125,11 @@ class DirectPreference(LanguageModeling):
         if "reference" not in batch:
             raise ConfigError(
                 "The reference's log-probabilities of these pairs are not known: task.reference=cached computed those "
-                "of the run's own pairs. Name these, or train with task.reference=adapters_off."
+                "of the run's own pairs. Name these (if reference.npz is gone, resume once, which writes it again), "
+                "or train with task.reference=adapters_off."
             )
-        return batch["reference"]
+        found = batch["reference"]
+        return found if found.is_floating_point() else found.view(torch.float32)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -166,7 +168,7 @@ class DirectPreference(LanguageModeling):
 
     def batch_ended(self, trainer: Any, *, stepped: bool) -> dict[str, Tensor]:
         """Return the step's columns of metrics.csv, of this rank: the step log takes their mean over the ranks."""
-        if not stepped:
+        if not stepped or not self._sums:
             return {}
         means, self._sums = torch.stack(self._sums).mean(dim=0), []
         return {f"train/{name}": mean for name, mean in zip(self.COLUMNS, means.unbind(), strict=True)}
@@ -219,10 +221,15 @@ class DirectPreference(LanguageModeling):
                 for some, batch in data.share(split):
                     batch = self.trainer.strategy.batch_to_device(batch)
                     columns: Any = self.trainer.strategy.predict_step(batch, 0)
+                    if [*columns] != ["chosen_logp", "rejected_logp"]:
+                        raise ConfigError(
+                            f"task.reference=cached: predict_step of {type(self).__name__} returns {[*columns]}, not "
+                            "chosen_logp and rejected_logp. Type task.reference=adapters_off."
+                        )
                     values.append(torch.stack([*columns.values()], dim=1).float())
                     indices += some
             of_ranks: Any = self.all_gather({"at": torch.tensor(indices, device=self.device), "is": torch.cat(values)})
-            found[split] = torch.empty(size, 2)
+            found[split] = torch.empty(size, 2, dtype=torch.float32)
             found[split][of_ranks["at"].flatten().cpu()] = of_ranks["is"].reshape(-1, 2).cpu()
         data.set_reference(found)
         if self.trainer.is_global_zero:

@@ -41,7 +41,8 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
     It is not where the size was typed, nor after an error outside of training steps, such as in validation, whose
     batches are of data.eval_batch_size.
     """
-    in_step = any(frame.f_code is EpochLoop.advance.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    in_step = EpochLoop.advance.__code__ in codes or any(code.co_name == "_compute_reference" for code in codes)
     fits = trainer.state.fn == TrainerFn.FITTING and in_step
     if not (micro_batch.is_auto(cfg) and fits and memory.is_missing(error) and module.automatic_optimization):
         return None

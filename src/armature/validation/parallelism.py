@@ -124,7 +124,7 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if asked is not True and asked != "emulate":
         return [f"strategy.float8={asked}: must be false, true, or emulate."]
     problems = []
-    if cfg.get("task", {}).get("adapter"):
+    if pretrained.adapter_of(cfg) is not None:
         problems.append(
             f"strategy.float8={str(asked).lower()} converts the Linears that task.adapter adapts, and would leave its "
             "adapters out. Type strategy.float8=false."

@@ -32,7 +32,18 @@ def problems(cfg: Mapping[str, Any]) -> list[str]:
             'conversations. (A task of yours that reads pairs says so: reads = "pairs".)'
         ]
     ours = task["_target_"] == "armature.tasks.direct_preference.DirectPreference"
-    return _settings(task) if ours else []
+    return _settings(task) + _worker_problems(task, data) if ours else []
+
+
+def _worker_problems(task: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
+    adapter = task.get("adapter")
+    cached = task.get("reference", "auto") == "cached" or not adapter or adapter.get("train")
+    if not cached or not data.get("num_workers"):
+        return []
+    return [
+        f"data.num_workers={data['num_workers']}: workers would begin without the reference's log-probabilities "
+        "(task.reference=cached). Type data.num_workers=0: tokens come from memory-mapped files."
+    ]
 
 
 def _settings(task: Mapping[str, Any]) -> list[str]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from armature.checkpoint import resume
-from armature.finetune.check import DECODER
+from armature.finetune.check import DECODER, adapter_of
 from armature.layout import Layout
+from armature.models.decoder.check import ffn_hidden_of
 
 KEY = "task.adapter.quantize"
 BLOCK = 64  # elements of a row that share a scale (`finetune.nf4`)
@@ -21,7 +22,7 @@ REFUSED = {  # kinds of layout → what is in the way
 
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
-    value = ((cfg.get("task") or {}).get("adapter") or {}).get("quantize")
+    value = (adapter_of(cfg) or {}).get("quantize")
     if value is None:
         return []
     typed = f"{KEY}={value}"
@@ -56,7 +57,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 def _size_problems(model: Mapping[str, Any], tensor: int, *, typed: str) -> list[str]:
     """Return the sizes whose rows do not consist of whole blocks on every rank of the tensor axis."""
     heads = model["heads"] * (model.get("head_dim") or model["width"] // model["heads"])
-    whole = {"model.width": model["width"], "model.heads × head_dim": heads, "model.ffn_hidden": model["ffn_hidden"]}
+    hidden = model.get("ffn_hidden") or ffn_hidden_of(model["width"])
+    whole = {"model.width": model["width"], "model.heads × head_dim": heads, "model.ffn_hidden": hidden}
     if odd := [f"{name}={size}" for name, size in whole.items() if size % BLOCK]:
         return [
             f"{typed} holds rows in blocks of {BLOCK} elements, which do not divide {', '.join(odd)}. Type {KEY}=null."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Pairs(Rows):
 
     @override
     def batch(self, indices: list[int]) -> Batch:
-        """Return inputs and targets, each (B, 2, T) of int64, and `reference` (B, 2) of fp32 if it is known."""
+        """Return inputs and targets, each (B, 2, T) of int64, and if it is known `reference` (B, 2), fp32 as int32."""
         rows, members = self.arrays["rows"], self.arrays["members"]
         found = [self.conversation(member) for i in indices for member in members[rows[i] : rows[i + 1]]]
         length = self._length(max(len(own) for own, _ in found))
@@ -48,7 +49,10 @@ class Pairs(Rows):
             inputs[row, : len(own_inputs)], targets[row, : len(own_targets)] = own_inputs, own_targets
         shape = (len(indices), 2, length)
         batch = {"inputs": torch.from_numpy(inputs).view(shape), "targets": torch.from_numpy(targets).view(shape)}
-        return batch if self.reference is None else batch | {"reference": self.reference[indices]}
+        if self.reference is None:
+            return batch
+        # as bits: precision plugins (of bf16-true, DeepSpeed's) round the floats of a batch to 16 bits
+        return batch | {"reference": self.reference[indices].view(torch.int32)}
 
     def _length(self, longest: int) -> int:
         if self.multiple is None:
@@ -128,13 +132,14 @@ class PreferenceData(ChatData):
         if not file.is_file():
             return
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError) as error:
+                made_for = str(found.pop("fingerprint"))
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise ConfigError(
                 f"{file} cannot be read ({error}). Resume the run once, which writes it again."
             ) from error
-        if str(found.pop("fingerprint")) == self.source.fingerprint:
+        if made_for == self.source.fingerprint:
             self.set_reference({split: torch.from_numpy(values) for split, values in found.items()})
 
     @override

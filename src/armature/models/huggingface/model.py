@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from typing_extensions import override
 
 from armature.models.huggingface import names, sharding
 from armature.models.huggingface.check import problems
@@ -89,6 +90,22 @@ class PretrainedModel(nn.Module):
         with _weights_on(torch.get_default_device()):
             built = getattr(transformers, self.auto_class)
             return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> PretrainedModel:
+        """Keep the type of computed tables, as of rotary frequencies, which 16 bits would round."""
+        kept = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name in module._non_persistent_buffers_set and buffer.is_floating_point()
+        ]
+        super()._apply(fn, recurse)
+        for module, name, before in kept:
+            now = module.get_buffer(name)
+            if now.dtype != before.dtype:
+                setattr(module, name, before.to(now.device))
+        return self
 
     @cached_property
     def plan(self) -> Plan | None:
