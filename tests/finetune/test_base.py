@@ -214,7 +214,8 @@ def run_config(path: Path, **changes: Any) -> Any:
     node = {"_target_": check.DECODER, "_partial_": True, "pretrained": str(path), "context": 64}
     keys = {
         "model": node,
-        "task": {"adapter": {"_target_": check.LORA, **ADAPTER}}, "data": {}, "checkpoint": {"include_base": False, "root": None},
+        "task": {"adapter": {"_target_": check.LORA, **ADAPTER}}, "data": {},
+        "checkpoint": {"include_base": False, "root": None},
         "run": {"root": str(path.parent), "name": "run", "dir": str(path.parent / "run")}, "resume": "auto",
     }  # fmt: skip
     return OmegaConf.create({**keys, **changes})
