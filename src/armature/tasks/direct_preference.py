@@ -24,6 +24,7 @@ from armature.models.loss import IGNORED, token_losses
 from armature.tasks.base import Batch, inputs_and_targets, mean_metric
 from armature.tasks.language_modeling import LanguageModeling
 from armature.training.step_log import StepLog
+from armature.training.stop import StopOnSignal
 from armature.training.timings import Window
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ class DirectPreference(LanguageModeling):
                 "are trained already. Type task.reference=adapters_off, as the run began, or resume=never."
             )
         sizes, started, found = data.splits(), time.monotonic(), {}
+        stop = next((each for each in self.trainer.callbacks if isinstance(each, StopOnSignal)), None)  # pyright: ignore[reportAttributeAccessIssue]
         for split, size in sizes.items():
             indices, values = [], []
             with evaluating(self.model):
@@ -228,6 +230,8 @@ class DirectPreference(LanguageModeling):
                         )
                     values.append(torch.stack([*columns.values()], dim=1).float())
                     indices += some
+                    if stop is not None:
+                        stop.outside_of_steps()  # hours may pass here
             of_ranks: Any = self.all_gather({"at": torch.tensor(indices, device=self.device), "is": torch.cat(values)})
             found[split] = torch.empty(size, 2, dtype=torch.float32)
             found[split][of_ranks["at"].flatten().cpu()] = of_ranks["is"].reshape(-1, 2).cpu()

@@ -135,11 +135,12 @@ class StopOnSignal(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._vote.finish()
 
-    def _stop_evaluation(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._since = None  # evaluation batches say nothing about the length of a step
+    def outside_of_steps(self, *args: Any, **kwargs: Any) -> None:
+        """Stop if a rank wants to, in work that is no training step. Called by all ranks, equally often."""
+        self._since = None  # it says nothing about the length of a step
         self._end_if_agreed()
 
-    on_validation_batch_end = on_test_batch_end = _stop_evaluation
+    on_validation_batch_end = on_test_batch_end = outside_of_steps
 
 
 def seconds_of(max_time: str | None) -> float | None:
