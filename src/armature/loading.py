@@ -162,7 +162,8 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
 def _convert_as(task: L.LightningModule, saved: Mapping[str, Any]) -> None:
     """Give a module's weights the type of those that a checkpoint holds, which the run's base model had as well."""
     kinds = {value.dtype for value in saved.values() if isinstance(value, torch.Tensor) and value.is_floating_point()}
-    if len(kinds) == 1:
-        for param in task.parameters():
-            if param.is_floating_point():
-                param.data = param.data.to(*kinds)
+    if len(kinds) != 1:
+        return
+    for param in task.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(next(iter(kinds)))

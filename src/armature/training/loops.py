@@ -394,7 +394,8 @@ class FitLoop(_FitLoop):
             function()
         if self.restarting and not self.epoch_loop.last_batch_is_done:
             # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
-            self.epoch_progress.current.processed = 0
+            progress: Any = self.epoch_progress
+            progress.current.processed = 0
         super().run()
 
     @override
