@@ -1,29 +1,30 @@
-"""Run a script of ours in the test's own process."""
+"""Scripts of ours in the test's own process, and sources of conversations that are written for a test."""
 
-import contextlib
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-ROOT = Path(__file__).parents[2]
+from tests import scripts
+from tests.data import chat_parts
 
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    def run(name: str, *words: str) -> str:
-        spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-        GlobalHydra.instance().clear()
-        with contextlib.suppress(SystemExit):
-            module.main()
-        captured = capsys.readouterr()
-        return captured.out + captured.err
+    return lambda name, *words: scripts.run(scripts.load(name), words, monkeypatch, capsys)
 
-    return run
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    return chat_parts.folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def source_of(tmp_path, tokenizer_folder):
+    """Write records to a file of this name, and make a source of this class of them."""
+
+    def make(kind: type, file: str, records: list, **settings):
+        path = chat_parts.write(tmp_path / file, records)
+        options = {"context": 64, "val_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
+        return kind(str(path), tokenizer=str(tokenizer_folder), **options)
+
+    return make

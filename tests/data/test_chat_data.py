@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
 from armature.validation import checks
-from tests.data.chat_parts import CHAT, folder, small_tokenizer, write
+from tests.data.chat_parts import CHAT, small_tokenizer, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,19 +35,9 @@ def chat(i: int, answer: str = "fine") -> dict:
     return {"messages": [{"role": "user", "content": f"how {i}"}, {"role": "assistant", "content": answer}]}
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory) -> Path:
-    return folder(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def source(tmp_path, tokenizer_folder):
-    def make(records: list, **settings) -> Conversations:
-        path = write(tmp_path / "chats.jsonl", records)
-        options = {"context": 64, "val_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
-        return Conversations(str(path), tokenizer=str(tokenizer_folder), **options)
-
-    return make
+def source(source_of):
+    return partial(source_of, Conversations, "chats.jsonl")
 
 
 def data(source: Conversations, **loader) -> ChatData:

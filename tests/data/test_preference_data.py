@@ -1,6 +1,6 @@
 """Preferences: the forms that are read, what is refused or left out, batches of whole pairs, the reference's values."""
 
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from armature.data.chat.pairs import REFERENCE_FILE, PreferenceData
 from armature.data.chat.preferences import Preferences, parse
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
-from tests.data.chat_parts import folder, small_tokenizer, write
+from tests.data.chat_parts import small_tokenizer, write
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}
@@ -23,19 +23,9 @@ def record(i: int, chosen: str = "I am fine", rejected: str = "world") -> dict:
     return {"prompt": f"how {i}", "chosen": chosen, "rejected": rejected}
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory) -> Path:
-    return folder(tmp_path_factory.mktemp("tokenizer"))
-
-
 @pytest.fixture
-def source(tmp_path, tokenizer_folder):
-    def make(records: list, **settings) -> Preferences:
-        path = write(tmp_path / "pairs.jsonl", records)
-        options = {"context": 64, "val_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
-        return Preferences(str(path), tokenizer=str(tokenizer_folder), **options)
-
-    return make
+def source(source_of):
+    return partial(source_of, Preferences, "pairs.jsonl")
 
 
 def data(source: Preferences, **loader) -> PreferenceData:

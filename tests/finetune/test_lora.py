@@ -45,13 +45,19 @@ def test_an_adapted_model_begins_as_the_model_itself():
     assert torch.equal(model(tokens), plain(tokens))
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_merged_weights_compute_what_the_adapters_did(rslora):
-    model, tokens = adapted(rslora=rslora), torch.arange(12)[None]
+def fill_adapters(model: nn.Module) -> None:
+    """Give adapters a second matrix that is not 0, so that they change the model."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("lora_B"):
                 param.normal_()
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_weights_compute_what_the_adapters_did(rslora):
+    model, tokens = adapted(rslora=rslora), torch.arange(12)[None]
+    fill_adapters(model)
+    with torch.no_grad():
         before = model(tokens)
         merged = merge(copy.deepcopy(model))
         assert not any(isinstance(module, LoraLinear) for module in merged.modules())

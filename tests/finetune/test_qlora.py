@@ -22,6 +22,7 @@ from armature.parallel import initialization
 from benchmarks.parity.harness import LAYOUTS, difference, fit_once
 from tests.finetune.folders import write_random_model
 from tests.finetune.test_import import EXTRA_PYTHON
+from tests.finetune.test_lora import fill_adapters
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -162,10 +163,8 @@ def test_the_weights_of_linears_take_a_quarter_of_16_bits():
 
 def test_merged_weights_compute_what_4_bits_and_adapters_did():
     model, tokens = adapted(), torch.arange(12)[None]
+    fill_adapters(model)
     with torch.no_grad():
-        for name, param in model.named_parameters():
-            if name.endswith("lora_B"):
-                param.normal_()
         before = model(tokens)
         merged = merge(copy.deepcopy(model))
         assert not any(isinstance(module, nf4.Nf4Linear | LoraLinear) for module in merged.modules())

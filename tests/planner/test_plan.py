@@ -1,9 +1,6 @@
 """scripts/plan.py, in this process and by formulas alone."""
 
-import contextlib
-import importlib.util
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
@@ -12,33 +9,20 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature.planner import ranking
+from tests import scripts
 from tests.planner.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
 RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load("plan")
 
 
 @pytest.fixture
 def plan(script: ModuleType, monkeypatch, capsys):
-    def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["plan.py", *words])
-        GlobalHydra.instance().clear()
-        with contextlib.suppress(SystemExit):
-            script.main()
-        captured = capsys.readouterr()
-        return captured.out + captured.err
-
-    return run
+    return lambda *words: scripts.run(script, words, monkeypatch, capsys)
 
 
 def layouts(text: str) -> list[str]:

@@ -39,9 +39,8 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
             continue
         before = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False)
         missing = before is _MISSING
-        if (
-            missing and not _is_required(cfg, key) and key not in {f"data.{name}" for name in LOADER_KEYS}
-        ):  # those of a plain LightningDataModule
+        loaders = {f"data.{name}" for name in LOADER_KEYS}  # of a plain LightningDataModule
+        if missing and not _is_required(cfg, key) and key not in loaders:
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         with open_dict(cfg):
             OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)

@@ -1,0 +1,29 @@
+"""Run a script of scripts/ in the test's own process, which saves its imports."""
+
+import contextlib
+import importlib.util
+import sys
+from types import ModuleType
+
+from hydra.core.global_hydra import GlobalHydra
+
+from tests.running import ROOT
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: ModuleType, words: tuple[str, ...], monkeypatch, capsys) -> str:
+    """Call the script's main with a command line, and return what it prints."""
+    monkeypatch.setattr(sys, "argv", [str(script.__file__), *words])
+    GlobalHydra.instance().clear()
+    with contextlib.suppress(SystemExit):
+        script.main()
+    captured = capsys.readouterr()
+    return captured.out + captured.err
