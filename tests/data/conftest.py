@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import scripts
+from tests import in_process
 from tests.data import chat_parts
 
 
 @pytest.fixture
 def script(monkeypatch, capsys):
-    return lambda name, *words: scripts.run(scripts.load(name), words, monkeypatch, capsys)
+    return lambda name, *words: in_process.run(in_process.load(name), words, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature.planner import ranking
-from tests import scripts
+from tests import in_process
 from tests.planner.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
 
 RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
@@ -17,12 +17,12 @@ RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return scripts.load("plan")
+    return in_process.load("plan")
 
 
 @pytest.fixture
 def plan(script: ModuleType, monkeypatch, capsys):
-    return lambda *words: scripts.run(script, words, monkeypatch, capsys)
+    return lambda *words: in_process.run(script, words, monkeypatch, capsys)
 
 
 def layouts(text: str) -> list[str]:

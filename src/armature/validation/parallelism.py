@@ -188,8 +188,9 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
             "sharded. Type strategy.sequence_parallel=false, or another length."
         )
-    multiple = cfg["data"].get("multiple") if signatures.class_attribute(cfg["data"]["_target_"], "gives") else None
-    if shards and isinstance(multiple, int) and multiple % tensor:
+    multiple = cfg["data"].get("multiple")  # of rows that are padded
+    of_pairs = multiple is not None and signatures.class_attribute(cfg["data"]["_target_"], "gives") == "pairs"
+    if shards and of_pairs and isinstance(multiple, int) and multiple % tensor:
         problems.append(
             f"strategy.tensor={tensor} does not divide data.multiple={multiple}, so the positions of a batch cannot be "
             f"sharded. Type data.multiple={-(-multiple // tensor) * tensor}."
