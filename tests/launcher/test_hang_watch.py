@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 import time
 
 import pytest
@@ -14,11 +15,11 @@ from tests import forked, running
 
 @pytest.fixture
 def make(monkeypatch, tmp_path):
-    """Make the watches of two ranks with one store; each appends its rank and its error to `make.ended`."""
+    """Make the watches of two ranks with one store; each appends its rank and its error to `make.ended` as it exits."""
     for name, seconds in {"POLL": 0.05, "ASK": 0.05, "ANSWER": 1.0, "JUDGE": 2.0, "LAST": 0.0}.items():
         monkeypatch.setattr(hang_watch, f"{name}_SECONDS", seconds)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    store, watches = dist.HashStore(), []  # pyright: ignore[reportPrivateImportUsage]
+    store, watches, said = dist.HashStore(), [], threading.local()  # pyright: ignore[reportPrivateImportUsage]
 
     def made(rank, *, store=store, **options):
         monkeypatch.setenv("RANK", str(rank))
@@ -26,7 +27,7 @@ def make(monkeypatch, tmp_path):
         pulse = Pulse(beats=1, slowest=0.01)
 
         def record(error):
-            made.ended.append((rank, str(error)))
+            said.value = rank, str(error)
             watch.stop()
 
         watch = HangWatch(pulse, record=record, **options)
@@ -35,7 +36,8 @@ def make(monkeypatch, tmp_path):
         return watch
 
     made.ended = []
-    monkeypatch.setattr(hang_watch.os, "_exit", lambda code: None)
+    # only then: a test that ended before would give its process the real one back
+    monkeypatch.setattr(hang_watch.os, "_exit", lambda code: made.ended.append(said.value))
     yield made
     for watch in watches:
         watch.stop()
