@@ -56,15 +56,20 @@ class RankEnvironment(ClusterEnvironment):
 
 
 def init(
-    backend: str = "auto", accelerator: str = "cpu", *, timeout: timedelta | None = None, store: Any = None
+    backend: str = "auto",
+    accelerator: str = "cpu",
+    *,
+    timeout: timedelta | None = None,
+    store: Any = None,
+    alone: bool = False,
 ) -> None:
-    """Join the default process group, unless there is only one process or the group exists already.
+    """Join the default process group, unless the group exists already, or there is only one process and not `alone`.
 
     `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
     The timeout is that of a collective, in this group and in all groups that are created later; None: torch's.
     `store` is where the ranks meet; None: where the launcher's variables say.
     """
-    if dist.is_initialized() or environment.world_size() == 1:
+    if dist.is_initialized() or (environment.world_size() == 1 and not alone):
         return
     on_gpu = accelerator in ("gpu", "cuda")
     device = torch.device("cuda", environment.local_rank()) if on_gpu else None
@@ -86,6 +91,8 @@ def init(
 def _meeting_point(store: Any) -> dict[str, Any]:
     """Return where the ranks meet: in a file if they are on one machine, since a port would be open to everybody."""
     size, file = environment.world_size(), environment.store_file()
+    if store is None and size == 1:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     if store is None and file is not None:
         store = dist.FileStore(str(file), size)  # pyright: ignore[reportPrivateImportUsage]
     if store is None:

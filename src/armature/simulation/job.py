@@ -80,13 +80,12 @@ def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: 
         boundary = _in_child(lambda: _boundary(cfg, rank=stage_0, device=device))
         substitutes.pipeline(boundary)
         notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
-    _join(rank, world_size=world_size, devices=cfg.trainer.devices)
+    if layout.kind != "single":
+        _join(rank, world_size=world_size, devices=cfg.trainer.devices)
     return _simulate(cfg, rank=rank, device=device, notes=notes, recorder=recorder)
 
 
 def _join(rank: int, *, world_size: int, devices: int) -> None:
-    if world_size == 1:
-        return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % devices),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -79,6 +80,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             )
         return strategy
 
+    def join_group(self) -> None:
+        """Join the process group if the worker has not: one rank.
+
+        Lightning's own group has no backend for CPU tensors on a GPU, which votes and checkpoints need.
+        """
+        backend = getattr(self, "process_group_backend", None) or "auto"
+        process_group.init(backend, self.root_device.type, alone=True)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -140,6 +149,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if all(self.held(f"{name}.{each}") for each in own):
             return set()
         return {each for each in huggingface.imported_names(model) if not self.held(f"{name}.{each}")}
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create what `configure_model` makes on the CPU, whose random numbers are the same under every strategy.
+
+        Lightning's single device and ddp would draw them on the GPU, and sharded strategies on the CPU.
+        """
+        with self.precision_plugin.tensor_init_context():
+            yield
 
     def build(self, module: L.LightningModule) -> None:
         """Give the module its weights. Called once, after configure_model and before the optimizers are created."""

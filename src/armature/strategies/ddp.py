@@ -64,6 +64,11 @@ class DDP(StrategyMixin, DDPStrategy):
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
+    def setup_environment(self) -> None:
+        self.join_group()
+        super().setup_environment()
+
+    @override
     def build(self, module: L.LightningModule) -> None:
         if self.sync_batchnorm:
             batchnorm.synchronize(module, group=dist.group.WORLD)

@@ -66,6 +66,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self.join_group()
         DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's refuses a CPU, on which the engine works
         torch.manual_seed(self.seed)
 
@@ -74,6 +75,13 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)  # then all compile
         self.set_world_ranks()
         self._init_deepspeed_distributed()
+
+    @override
+    def build_once(self) -> None:
+        built = getattr(self.module, "_armature_built", False)
+        super().build_once()
+        if built:  # Lightning's teardown of the fit has moved the weights that stage 3 keeps whole to the CPU
+            self.module.to(self.root_device)
 
     @property
     @override

@@ -84,7 +84,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._setup_distributed()  # joins the process group
+        self.join_group()
+        self._setup_distributed()
         torch.manual_seed(self.seed)
         self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
         option, device = self.options["sequence_parallel"], self.root_device.type

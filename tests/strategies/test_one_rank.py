@@ -1,0 +1,55 @@
+"""A strategy of several ranks on one device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armature.parallel import process_group
+from armature.strategies.ddp import DDP
+from armature.strategies.deepspeed import DeepSpeed
+from armature.strategies.mesh import MeshStrategy
+from armature.strategies.single import SingleDevice
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What `init_process_group` was called with."""
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **named: calls.append((backend, named)))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return calls
+
+
+@pytest.mark.parametrize("strategy", [DDP, DeepSpeed, MeshStrategy])
+def test_one_rank_on_a_gpu_has_a_backend_for_tensors_of_the_cpu(strategy, joined):
+    """The vote on stopping and checkpoints use it; Lightning would set up NCCL alone."""
+    made = strategy()
+    made.parallel_devices = [torch.device("cuda", 0)]
+    made.join_group()
+    [(backend, named)] = joined
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert (named["rank"], named["world_size"]) == (0, 1)
+    assert named["device_id"] == torch.device("cuda", 0)
+
+
+def test_one_rank_on_a_cpu_meets_nobody_on_a_port(joined):
+    made = DDP()
+    made.parallel_devices = [torch.device("cpu")]
+    made.join_group()
+    [(backend, named)] = joined
+    assert (backend, named["device_id"]) == ("gloo", None)
+    assert isinstance(named["store"], dist.HashStore)
+
+
+@pytest.mark.parametrize("strategy", [SingleDevice, DDP, DeepSpeed, MeshStrategy])
+def test_what_configure_model_makes_has_the_random_numbers_of_the_cpu(strategy):
+    """Else initial weights would depend on the strategy: Lightning's ddp draws them on the GPU, FSDP2 on the CPU."""
+    made = strategy()
+    made.parallel_devices = [torch.device("meta")]
+    with made.tensor_init_context():
+        assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_a_single_process_needs_no_group(joined):
+    process_group.init()
+    assert not joined
