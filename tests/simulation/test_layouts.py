@@ -28,6 +28,7 @@ LAYOUTS = {
     "hsdp 2×2, muon": ["strategy=hsdp", "trainer.devices=4", "strategy.shard=2", "optimizer=muon"],
     "ddp 2, unused parameters": ["strategy=ddp", "trainer.devices=2", "strategy.find_unused_parameters=true"],
     "fsdp 2, fp16": ["strategy=fsdp", "trainer.devices=2", "trainer.precision=16-mixed"],
+    "fsdp 1, offloaded": ["strategy=fsdp", "trainer.devices=1", "strategy.cpu_offload=true"],
     "fsdp 2, offloaded": ["strategy=fsdp", "trainer.devices=2", "strategy.cpu_offload=true"],
     "replicate 2 × tensor 2": [
         "strategy=fsdp_tensor",

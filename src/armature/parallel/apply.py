@@ -100,8 +100,8 @@ def parallelize(
         blocks.compile_forward(repeated, mode=options.compile_mode)
     # 6. shard: units of blocks, and one unit for each end
     data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two axes: HSDP
-    if data_mesh.size() > 1:
-        if plan is None:
+    if data_mesh.size() > 1 or options.cpu_offload:  # FSDP2 moves offloaded weights to the GPU, of one rank as well
+        if plan is None and data_mesh.size() > 1:
             log.warning(
                 "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "
                 "plan.py beside it that names its blocks, and each rank gathers the weights of one block at a time.",
