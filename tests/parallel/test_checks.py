@@ -141,6 +141,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"shard": 2, "float8": "always"}, {}, "must be false, true, or emulate"),
         ({"shard": 2, "float8": "emulate"}, {"plan": None}, "has no plan, which names the blocks"),
         ({"shard": 2, "float8": True}, {"trainer": {"accelerator": "cpu"}}, "cpu has no float8 products"),
+        (
+            {"shard": 2, "float8": True},
+            {"trainer": {"accelerator": "gpu", "precision": "bf16-mixed"}},
+            "under autocast unless they are compiled, .* Type strategy.compile=block",
+        ),
         ({"shard": 2, "float8": True}, {}, "Type trainer.precision=bf16-mixed"),
         ({"shard": 3}, {}, "does not make up the 2 processes"),
         ({"_target_": "armature.strategies.single.SingleDevice"}, {}, "strategy=single is one process"),
@@ -160,7 +165,7 @@ def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest
     arguments = {"trainer": {"precision": "bf16-mixed"}}
     for capability, problems in (((9, 0), 0), ((8, 9), 0), ((8, 0), 1)):
         monkeypatch.setattr(checks.hardware, "compute_capability", lambda found=capability: found)
-        messages = found({"shard": 2, "float8": True}, **arguments)
+        messages = found({"shard": 2, "float8": True, "compile": "block"}, **arguments)
         assert len(messages) == problems
         assert all("this one has 8.0. Type strategy.float8=false" in message for message in messages)
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)

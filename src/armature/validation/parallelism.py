@@ -153,6 +153,11 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.float8=true with trainer.precision={trainer['precision']}: everything outside of float8 should "
             "be in bf16. Type trainer.precision=bf16-mixed, or strategy.float8=false."
         )
+    elif trainer["precision"] == "bf16-mixed" and layout.options["compile"] == "none":
+        problems.append(
+            "strategy.float8=true with strategy.compile=none and trainer.precision=bf16-mixed: torchao's products fail "
+            "under autocast unless they are compiled, and are slower than bf16's. Type strategy.compile=block."
+        )
     return problems
 
 
