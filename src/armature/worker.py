@@ -329,6 +329,7 @@ def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     logging.getLogger().addHandler(handler)
     logging.captureWarnings(True)
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = cfg.trainer.matmul_precision != "highest"  # convolutions
     return handler
 
 
