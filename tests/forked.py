@@ -59,7 +59,7 @@ class Forks:
     def __enter__(self) -> "Forks":
         from tests import running
 
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.forked"],
             cwd=self.cwd,

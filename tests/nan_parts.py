@@ -33,7 +33,7 @@ class Fuse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.ids is None or not self.here or not self.training:
             return x
-        bad = torch.isin(self.ids, torch.tensor(self.samples)).unsqueeze(1)
+        bad = torch.isin(self.ids, torch.tensor(self.samples, device=x.device)).unsqueeze(1)
         if self.kind == "backward":
             return BadGradient.apply(x, bad)  # pyright: ignore[reportReturnType]
         return torch.where(bad, torch.inf if self.kind == "inf" else torch.nan, x)

@@ -9,32 +9,11 @@ import sys
 
 import pytest
 
-from armature import hardware
 from benchmarks import measured_gpu, report
 from tests import running
-
-GPUS = hardware.gpu_count()
-ACCELERATOR = os.environ.get("ARMATURE_GPU_TESTS_ON", "gpu")
-
-
-def needs(gpus: int) -> pytest.MarkDecorator:
-    there = f"{GPUS} GPU here, {gpus} are needed" if GPUS else "no GPU here"
-    return pytest.mark.skipif(ACCELERATOR == "gpu" and gpus > GPUS, reason=there)
-
+from tests.gpu.on_gpu import ACCELERATOR, COMMON, GPUS, needs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs(1)]
-COMMON = ("scheduler=constant", "trainer.log_every_n_steps=1", "trainer.matmul_precision=highest")
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """Losses on a CPU, in fp32, in one process; and where they were made."""
-    folder = tmp_path_factory.mktemp("reference")
-    source = running.write_corpus(folder / "corpus")
-    running.train("run.name=cpu", *COMMON, cwd=folder, corpus=source)
-    return running.losses(folder / "outputs" / "cpu"), source
-
-
 CASES = {  # overrides, and how far a loss may be from the reference's
     "fp32, fsdp": (["trainer.precision=32-true", "strategy=fsdp"], 1e-3),
     "bf16-mixed": (["trainer.precision=bf16-mixed"], 2e-2),
@@ -68,7 +47,7 @@ def test_two_devices_train_as_one_cpu_does(reference, tmp_path, strategy):
 
 WITHIN = (
     "model.document_token=0",
-    "model.qk_norm=true",
+    "+model.qk_norm=true",
     "data.context=300",
     "data.source.vocab_size=300",
 )  # three blocks a window
@@ -109,6 +88,8 @@ def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
 
 def test_measured_columns_stand_beside_predicted_ones(tmp_path):
     """What `make test-gpu` writes into docs/simulator.md."""
+    if ACCELERATOR == "gpu" and not measured_gpu.SIMULATOR.exists():
+        pytest.skip("predictions need torch's CPU build: make .venv-simulate/.installed")
     words = ["model=gpt_nano", "model.layers=2", "data=synthetic", "data.context=32", "data.global_batch_size=8"]
     peak, rate = measured_gpu.measure([*words, f"trainer.accelerator={ACCELERATOR}", "strategy=single"])
     assert peak > 1 << 20
@@ -129,7 +110,8 @@ def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
         f"data.path={source}", f"trainer.accelerator={ACCELERATOR}", "trainer.precision=bf16-mixed",
         "strategy.compile=block", "--only", "ours", "--rounds", "1", "--seconds", "0.05", "--out", str(file),
     ]  # fmt: skip
-    environment = running.environment(PYTHONPATH=str(running.ROOT))
+    path = os.pathsep.join(filter(None, [str(running.ROOT), os.environ.get("PYTHONPATH")]))
+    environment = running.environment(PYTHONPATH=path)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     results = report.load(file)

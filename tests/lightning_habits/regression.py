@@ -230,7 +230,8 @@ class CollectsTrainOutputs(Regressor):
         return loss
 
     def on_train_epoch_end(self):
-        self.log("epoch_mean", torch.stack(self.losses).mean(), sync_dist=True)
+        losses = [loss.to(self.device) for loss in self.losses]  # those of a checkpoint are on the CPU
+        self.log("epoch_mean", torch.stack(losses).mean(), sync_dist=True)
         self.losses.clear()
 
     def on_save_checkpoint(self, checkpoint):
@@ -335,9 +336,9 @@ class Draws(Regressor):
             import numpy as np
 
             x, y = batch
-            mix = torch.rand(()) * 0.2
-            order = torch.randperm(len(x))
-            noise = torch.tensor(np.random.normal(scale=0.01, size=x.shape), dtype=x.dtype)
+            mix = torch.rand((), device=x.device) * 0.2
+            order = torch.randperm(len(x), device=x.device)
+            noise = torch.tensor(np.random.normal(scale=0.01, size=x.shape), dtype=x.dtype, device=x.device)
             batch = (F.dropout((1 - mix) * x + mix * x[order] + noise, 0.1), (1 - mix) * y + mix * y[order])
         return super().shared_step(batch, stage)
 

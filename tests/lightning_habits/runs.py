@@ -118,8 +118,10 @@ def assert_equal(straight: Path, resumed: Path) -> None:
     assert (straight / "metrics.csv").read_bytes() == (resumed / "metrics.csv").read_bytes()
 
 
-def differences(run_dir: Path, single: Path, *, apart: tuple[str, ...], without_gradient: dict[str, Any]) -> list[str]:
-    """Return what differs by more than 1e-5 (gradient norm: 1e-4) from the run of one process."""
+def differences(
+    run_dir: Path, single: Path, *, apart: tuple[str, ...], without_gradient: dict[str, Any], bound: float = 1e-5
+) -> list[str]:
+    """Return what differs by more than `bound` (gradient norm: ten times that) from the run of one process."""
     found = []
     rows, others = (_rows(path / "metrics.csv") for path in (run_dir, single))
     if [row["step"] for row in rows] != [row["step"] for row in others]:
@@ -129,7 +131,7 @@ def differences(run_dir: Path, single: Path, *, apart: tuple[str, ...], without_
             (_relative(row.get(column, ""), other[column]), row["step"])
             for row, other in zip(rows, others, strict=True)
         )
-        allowed = 1e-4 if column == "train/grad_norm" else 1e-5
+        allowed = 10 * bound if column == "train/grad_norm" else bound
         if worst[0] > allowed and column not in apart:
             found.append(f"{column} by {worst[0]:.1e} at step {worst[1]}")
     weights, expected = weights_of(run_dir), weights_of(single)
@@ -140,7 +142,7 @@ def differences(run_dir: Path, single: Path, *, apart: tuple[str, ...], without_
         if name in without_gradient:
             difference[without_gradient[name]] = 0
         relative = float(difference.norm()) / max(float(value.double().norm()), 1e-12)
-        if relative > 1e-5 and not name.endswith(apart):
+        if relative > bound and not name.endswith(apart):
             found.append(f"{name} by {relative:.1e}")
     return found
 

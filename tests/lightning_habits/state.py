@@ -56,7 +56,7 @@ class NumpyState(Regressor):
         gathered = self.all_gather(x.mean(0)).reshape(-1, 8).mean(0)
         self.mean += (gathered.cpu().numpy() - self.mean) / self.count
         self.seen.append(int(self.count))
-        loss = super().training_step((x - torch.tensor(self.mean, dtype=x.dtype), y), batch_idx)
+        loss = super().training_step((x - torch.tensor(self.mean, dtype=x.dtype, device=x.device), y), batch_idx)
         self.log("count", float(self.count))
         return loss
 
