@@ -199,9 +199,8 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     whole = _kept(setup, part.blocks) * samples_in_flight(setup, stage)
     block = piece * kept_by_block(setup, "none")
     working = block if setup.recompute != "none" else 0  # computed again when backward reaches the block
-    working += (
-        piece * cost.positions / context * c * cost.inner / tensor / 2
-    )  # gradients of about half of them at a time
+    gradients = piece * cost.positions / context * c * cost.inner / tensor
+    working += gradients / 2  # of about half of them at a time
     low = _low_copies(setup, part)
     held = dict(state)
     stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)  # buckets; a flat buffer
