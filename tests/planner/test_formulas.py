@@ -96,13 +96,14 @@ SIMULATED = [
     ({"name": "gpt2_124m", "kind": "single", "micro": 8, "accumulate": 2}, 6.75),
     ({"name": "gpt2_124m", "kind": "single", "micro": 8, "matrix_state": 4}, 5.97),
     ({"name": "gpt2_124m", "micro": 8, **mesh(shard=8)}, 4.95),
+    ({"name": "llama3_8b", "layers": 8, "context": 16_384, "matrix_state": 4, **mesh(shard=2, context=4)}, 16.47),
 ]
 
 
 @pytest.mark.parametrize(("setup", "simulated_gib"), SIMULATED)
 def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any], simulated_gib: float) -> None:
     setup = dict(setup)
-    changes = {"layers": setup.pop("layers")} if "layers" in setup else {}
+    changes = {key: setup.pop(key) for key in ("layers", "context") if key in setup}
     found = memory.peak(Setup(cost=cost_of(setup.pop("name"), **changes), **setup))
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
 
