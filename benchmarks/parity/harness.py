@@ -10,7 +10,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from multiprocessing import forkserver
@@ -182,6 +182,15 @@ def import_object(path: str) -> Any:
 def fit(job: Job) -> Run:
     """Run a job on its own processes."""
     return on_ranks(_fit, job, ranks=job.ranks)[0]
+
+
+def alone(job: Job) -> Job:
+    """Return the job of one process that a job is compared with."""
+    # if targets count unequally, the mean over all targets of a step
+    accumulate = 1 if job.ignore else job.accumulate
+    return replace(
+        job, strategy="SingleDevice", options={}, ranks=1, accumulate=accumulate, resume=None, save=None, steps=12
+    )
 
 
 _runs: dict[str, Run] = {}

@@ -1,5 +1,6 @@
 """The formulas beside what the models themselves say, rules of thumb, and simulated peaks."""
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder
 from armature.models.vit.cost import cost as vit_cost
 from armature.models.vit.model import VisionTransformer
+from armature.parallel.mesh import AXES
 from armature.planner import budget, devices, memory, seconds
 from armature.planner.setup import Adapters, Setup
 
@@ -31,9 +33,8 @@ def cost_of(name: str, **changes: Any) -> Cost:
 
 
 def mesh(**sizes: int) -> dict[str, Any]:
-    axes = {**dict.fromkeys(("pipe", "replicate", "shard", "tensor"), 1), **sizes}
-    ranks = axes["pipe"] * axes["replicate"] * axes["shard"] * axes["tensor"]
-    return {"kind": "mesh", "axes": axes, "world_size": ranks}
+    axes = {**dict.fromkeys(AXES, 1), **sizes}
+    return {"kind": "mesh", "axes": axes, "world_size": math.prod(axes.values())}
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama2_7b", "llama3_1b", "llama3_8b", "llama3_70b"])
@@ -95,13 +96,14 @@ SIMULATED = [
     ({"name": "gpt2_124m", "kind": "single", "micro": 8, "accumulate": 2}, 6.75),
     ({"name": "gpt2_124m", "kind": "single", "micro": 8, "matrix_state": 4}, 5.97),
     ({"name": "gpt2_124m", "micro": 8, **mesh(shard=8)}, 4.95),
+    ({"name": "llama3_8b", "layers": 8, "context": 16_384, "matrix_state": 4, **mesh(shard=2, context=4)}, 16.47),
 ]
 
 
 @pytest.mark.parametrize(("setup", "simulated_gib"), SIMULATED)
 def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any], simulated_gib: float) -> None:
     setup = dict(setup)
-    changes = {"layers": setup.pop("layers")} if "layers" in setup else {}
+    changes = {key: setup.pop(key) for key in ("layers", "context") if key in setup}
     found = memory.peak(Setup(cost=cost_of(setup.pop("name"), **changes), **setup))
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
 

@@ -26,6 +26,8 @@ class Cost:
         classes: logits of each position that has a loss; `losses` of those positions in a sample.
         chunked_loss: whether the loss is computed in chunks of positions.
         unit: what throughput counts: tokens or samples.
+        keys, key_heads: elements of keys and values together, and their heads, if attention takes a context axis.
+        queries: elements of the queries, if it does.
         linears: (out, in) of each Linear of a block, if all its matrices are Linears and may have adapters.
     """
 
@@ -49,6 +51,9 @@ class Cost:
     losses: int
     chunked_loss: bool
     unit: str
+    queries: int = 0
+    keys: int = 0
+    key_heads: int = 0
     linears: tuple[tuple[int, int], ...] = ()
 
     @property

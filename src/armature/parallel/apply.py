@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
 from armature.parallel import blocks, copies, dtensors, initialization, pipeline, tensor, ties
+from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
@@ -66,12 +68,14 @@ def parallelize(
     device: torch.device,
     prefix: str,
     imported: Collection[str] = (),
+    positions: Positions | None = None,
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
     Args:
         device: where the weights go, unless they are offloaded to the CPU.
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
+        positions: this rank's on the context axis, or None without one.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
@@ -84,7 +88,17 @@ def parallelize(
             block_counts=options.stages,
         )  # fmt: skip
         parts = stages.parts
-    # 2. tensor: matrices, the vocabulary and its loss
+    # 2. context: before the tensor axis, which wraps what the embedding gets
+    if positions is not None:
+        if plan is None or not plan.context:
+            raise ConfigError(
+                f"strategy.context={positions.size}: {type(model).__name__} has no plan that names its attention in "
+                "`context`. Write it in a plan.py next to the model's module, or type strategy=fsdp."
+            )
+        positions.divide(model, plan)
+        if stages is None:
+            positions.divide_calls(model)
+    # 3. tensor: matrices, the vocabulary and its loss
     if mesh["tensor"].size() > 1:
         sequence_parallel = options.sequence_parallel and plan is not None and plan.sequence is not None
         tensor.shard_modules(model, styles, mesh=mesh["tensor"], sequence_parallel=sequence_parallel)
@@ -92,13 +106,13 @@ def parallelize(
             unshard = tensor.shard_loss(model, mesh=mesh["tensor"])
             for part in parts:
                 part.__dict__["loss"] = model.loss
-    # 3. float8, 4. activation checkpointing, 5. compile
+    # 4. float8, 5. activation checkpointing, 6. compile
     repeated = repeated_blocks(model, plan)
     blocks.convert_to_float8(repeated, float8=options.float8)
     blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing)
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
-    # 6. shard: units of blocks, and one unit for each end
+    # 7. shard: units of blocks, and one unit for each end
     data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two axes: HSDP
     if data_mesh.size() > 1 or options.cpu_offload:  # FSDP2 moves offloaded weights to the GPU, of one rank as well
         if plan is None and data_mesh.size() > 1:
@@ -111,18 +125,18 @@ def parallelize(
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-    # 7. materialize: memory is allocated only now, and only for this rank's weights
+    # 8. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
-    # 8. initialize by name
+    # 9. initialize by name
     initialization.initialize_by_name(model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix)
-    # 9. pipeline schedule
+    # 10. pipeline schedule
     if stages is None:
         if unshard is not None:
             tensor.gather_outputs(model, unshard)
         return ParallelizedModel(parts=parts)
     runner = pipeline.Runner(
         model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
-        microbatches=options.microbatches, unshard_outputs=unshard or torch.clone,
+        microbatches=options.microbatches, unshard_outputs=unshard or torch.clone, positions=positions,
     )  # fmt: skip
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)

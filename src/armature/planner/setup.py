@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,7 +17,7 @@ from armature.finetune.check import LORA
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
-from armature.parallel.mesh import shards_sequence
+from armature.parallel.mesh import AXES, shards_sequence
 from armature.parallel.split import balance_blocks
 from armature.validation import signatures
 
@@ -49,7 +50,7 @@ class Setup:
 
     cost: Cost
     kind: str
-    axes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("pipe", "replicate", "shard", "tensor"), 1))
+    axes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     world_size: int = 1
     micro: int = 1
     accumulate: int = 1
@@ -93,6 +94,17 @@ class Setup:
     @property
     def data_ranks(self) -> int:
         return self.axes["replicate"] * self.axes["shard"] if self.kind == "mesh" else self.world_size
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks of a mesh that shard weights, gradients and optimizer state."""
+        return self.axes["shard"] * self.axes["context"]
+
+    @property
+    def key_copies(self) -> int:
+        """How often a context axis of more ranks than key-value heads sends each of them."""
+        context, heads = self.axes["context"], self.cost.key_heads // self.axes["tensor"]
+        return context // math.gcd(context, heads) if heads else 1
 
     @property
     def global_batch_size(self) -> int:

@@ -20,7 +20,7 @@ from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
 from armature.validation import lightning_callbacks, quantization, signatures
 
-KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
+KINDS = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value",
     "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon", "float8",
@@ -162,7 +162,7 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def _plan(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
-    used = [axis for axis in ("tensor", "pipe") if layout.axes[axis] > 1]
+    used = [axis for axis in ("context", "tensor", "pipe") if layout.axes[axis] > 1]
     if used and layout.plan is None:
         axes = " and ".join(f"strategy.{axis}={layout.axes[axis]}" for axis in used)
         return [
@@ -202,6 +202,40 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         )
     if not plan.tensor and not plan.from_instance:
         problems.append(f"strategy.tensor={tensor}: the model's plan names no tensor styles. Type strategy=fsdp.")
+    return problems
+
+
+def _context(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    context, tensor, plan, model = layout.axes["context"], layout.axes["tensor"], layout.plan, cfg["model"]
+    if context == 1 or plan is None:
+        return []
+    if not plan.context:
+        return [
+            f"strategy.context={context}: the plan of {model['_target_']} names no attention in `context`, which needs "
+            "the positions of all ranks. Type strategy=fsdp, or a decoder such as model=gpt_nano or model=pretrained."
+        ]
+    problems = []
+    heads = model.get(plan.heads)
+    if isinstance(heads, int) and heads % tensor == 0 and heads // tensor % context:
+        ranks = f"strategy.context={context}" + (f" × strategy.tensor={tensor}" if tensor > 1 else "")
+        fits = max(n for n in range(1, context) if heads // tensor % n == 0)
+        problems.append(
+            f"{ranks} does not divide model.{plan.heads}={heads}: within attention each rank has some of the heads. "
+            f"Type strategy.context={fits}."
+        )
+    shards = tensor > 1 and shards_sequence(layout.options["sequence_parallel"], device=cfg["trainer"]["accelerator"])
+    parts = context * (tensor if shards else 1)
+    lengths = {f"model.{plan.sequence}": model.get(plan.sequence) if plan.sequence else None}
+    lengths |= {f"data.{key}": cfg["data"].get(key) for key in ("context", "multiple")}
+    lengths = {key: length for key, length in lengths.items() if isinstance(length, int)}
+    if "data.context" in lengths:  # samples may be shorter than the model allows
+        lengths = {key: length for key, length in lengths.items() if not key.startswith("model.")}
+    for key, length in lengths.items():
+        if length % parts:
+            ranks = f"strategy.context={context}" + (f" × strategy.tensor={tensor}" if shards else "")
+            problems.append(
+                f"{ranks} does not divide the positions of {key}={length}. Type {key}={-(-length // parts) * parts}."
+            )
     return problems
 
 
@@ -256,7 +290,7 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
-    sharded = layout.axes["replicate"] * layout.axes["shard"] > 1
+    sharded = layout.axes["replicate"] * layout.axes["shard"] * layout.axes["context"] > 1
     if schedule == "zero_bubble" and strategy["reshard_after_forward"] and sharded:
         problems.append(
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true: its backward in two parts needs "
@@ -297,6 +331,6 @@ def _deepspeed_entries(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
-    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _pipeline, _shard, _deepspeed_entries,
+    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _context, _pipeline, _shard, _deepspeed_entries,
     quantization.problems,
 )  # fmt: skip
