@@ -44,7 +44,7 @@ from armature.loading import build_task
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import not_finite, report
+from armature.training import not_finite, report, run_report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -53,7 +53,6 @@ from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
 from armature.training.record_error import RecordError, record
 from armature.training.restore_progress import RestoreProgress
-from armature.training.run_report import RunReport
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
@@ -82,7 +81,6 @@ class Run:
     display: Display
     limits: Limits
     errors: RecordError
-    run_report: RunReport | None
 
 
 def run(cfg: DictConfig) -> None:
@@ -167,11 +165,10 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     progress, errors = RestoreProgress(), RecordError(cfg)
-    run_report = RunReport(cfg, step_log, planned_steps=limits.global_batches) if cfg.run.report else None
-    last = [display] if run_report is None else [display, run_report]
+    page = run_report.RunReport(cfg, step_log, planned_steps=limits.global_batches)
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, *last],
+        callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display, page],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
@@ -185,7 +182,6 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     return Run(
         cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log, guard=guard,
         checkpointing=checkpointing, stop=stop, display=display, limits=limits, errors=errors,
-        run_report=run_report,
     )  # fmt: skip
 
 
@@ -245,8 +241,6 @@ def fit_and_test(run: Run) -> None:
         best=run.checkpointing.best, seconds=time.monotonic() - started, preview=preview,
         baselines=getattr(run.data, "baselines", list)(),
     )  # fmt: skip
-    if run.run_report is not None:
-        run.run_report.finish(trainer, preview)
 
 
 def _can_test(run: Run) -> bool:

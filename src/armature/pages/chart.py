@@ -263,7 +263,7 @@ class _Plot:
                 yield f'<circle cx="{x}" cy="{y}" r="{max(2.6, line.width):.1f}" fill="{color}"/>'
 
 
-def linear_ticks(low: float, high: float, *, count: int = 5) -> list[float]:
+def linear_ticks(low: float, high: float, *, count: int = 6) -> list[float]:
     """Return round numbers within the range, about `count` of them."""
     span = high - low
     if not span > 0 or not math.isfinite(span):

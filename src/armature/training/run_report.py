@@ -55,11 +55,17 @@ class RunReport(L.Callback):
         self.run_dir = Path(cfg.run.dir)
         self._began = self._spent = 0.0
         self._due = self._failed = False
+        self.enabled = bool(cfg.run.report)
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> RunReport:
+        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        return next(callback for callback in callbacks if isinstance(callback, cls))
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._began = time.monotonic()
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.enabled:
             self._try(lambda: self._write_event("start", trainer, **self._start(trainer)))
 
     def _start(self, trainer: L.Trainer) -> dict[str, Any]:
@@ -78,7 +84,7 @@ class RunReport(L.Callback):
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and self.enabled:
             within = self._spent <= SHARE * (time.monotonic() - self._began)
             self._due = process_group.broadcast_object(within) and not trainer.sanity_checking
 
@@ -105,11 +111,12 @@ class RunReport(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._write_memory(trainer)
+        if self.enabled:
+            self._write_memory(trainer)
 
     def finish(self, trainer: L.Trainer, preview: str | None) -> None:
         """Write the page of a run that has ended, with its summary. `preview`: what was learned, as text."""
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.enabled:
             self._try(lambda: self._write_text(trainer, preview))
             self._try(lambda: self._write(running=False))
 
