@@ -1,6 +1,6 @@
 """Make the images of README.md from real runs: python -m benchmarks.readme_images [curves] [killed] [terminal].
 
-Runs of minutes on two cores, in a temporary folder; the images go to docs/images/, for light and for dark pages.
+Runs of minutes on two cores, in outputs/images/; the images go to docs/images/, for light and for dark pages.
 """
 
 import fcntl
@@ -8,11 +8,11 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 from dataclasses import replace
 from pathlib import Path
@@ -44,9 +44,10 @@ COLORS = {"light": "DEFAULT_TERMINAL_THEME", "dark": "SVG_EXPORT_THEME"}
 def main() -> None:
     chosen = sys.argv[1:] or ["curves", "killed", "terminal"]
     IMAGES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in chosen:
-            {"curves": draw_curves, "killed": draw_killed, "terminal": copy_terminal}[name](Path(folder))
+    for name in chosen:
+        folder = ROOT / "outputs" / "images" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        {"curves": draw_curves, "killed": draw_killed, "terminal": copy_terminal}[name](folder)
 
 
 def train(folder: Path, name: str, *overrides: str) -> int:
@@ -70,6 +71,7 @@ def draw_curves(folder: Path) -> None:
 
 
 def draw_killed(folder: Path) -> None:
+    shutil.rmtree(folder / "outputs", ignore_errors=True)
     train(folder, "undisturbed", "checkpoint.every_n_steps=20")
     stops = [
         f"+callbacks.stop_{step}={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGKILL:{step}}}}}"
@@ -94,9 +96,10 @@ def write(drawn: chart.Chart, name: str, *, note: str) -> None:
 
 def copy_terminal(folder: Path) -> None:
     """Copy the progress bar of a run, and the message about mistakes, as a terminal shows them."""
-    shown = ["experiment=digits", "strategy=ddp", "trainer.devices=2", "run.name=digits", "logger=none"]
-    wrong = ["trainer.devces=2", "strategy=fspd", "data.global_batch_size=0"]
+    shown = ["experiment=digits", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=8", "run.name=digits"]
+    wrong = ["trainer.devces=2", "strategy=fspd", "trainer.max_epocs=3"]
     lines = []
+    shutil.rmtree(folder / "outputs", ignore_errors=True)
     for overrides in (shown, wrong):
         lines += [f"\x1b[1m$ python train.py {' '.join(overrides)}\x1b[0m", *screen(overrides, folder), ""]
     for theme, colors in COLORS.items():
@@ -121,6 +124,7 @@ def screen(overrides: list[str], folder: Path) -> list[str]:
         bar = re.search(r"step\s+(\d+)/(\d+)", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", lines[-1] if lines else ""))
         if bar and shown is None and int(bar[1]) >= SHOWN_AT * int(bar[2]):
             shown = lines
+            os.kill(child, signal.SIGTERM)  # the rest is not shown
     os.waitpid(child, 0)
     return visible(text) if shown is None else shown
 

@@ -164,8 +164,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
-    progress, errors = RestoreProgress(), RecordError(cfg)
-    page = run_report.RunReport(cfg, step_log, planned_steps=limits.global_batches)
+    progress, errors, page = RestoreProgress(), RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
     trainer = Trainer(
         strategy=strategy,
         callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display, page],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -161,6 +162,7 @@ def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
+@functools.cache
 def defaults(folder: Path = DEFAULTS) -> dict[str, Any]:
     """Return by dotted key what train.yaml selects if nothing is typed. {} if it cannot be read."""
     try:
@@ -172,7 +174,7 @@ def defaults(folder: Path = DEFAULTS) -> dict[str, Any]:
 def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
     """Merge a file with those in its defaults list, as Hydra does, but for experiments, debug, sweeps and local.
 
-    Reading these few files takes 30 ms, composing with Hydra half a second.
+    Reading these few files takes 0.1 s, composing with Hydra half a second.
     """
     cfg: Any = OmegaConf.load(folder / group / f"{name}.yaml")
     listed: Any = OmegaConf.to_container(cfg.pop("defaults", OmegaConf.create([])))

@@ -34,6 +34,7 @@ from armature.pages.history import EVENTS
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import memory
+from armature.training.limits import Limits
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 
@@ -47,11 +48,11 @@ class RunReport(L.Callback):
     """Write report.html at validations and at the end, and report.jsonl with what no other file of the run has.
 
     Args:
-        planned_steps: optimizer steps of the whole run, after which the worker makes the last sample.
+        limits: of the run: after its last step, the sample that ends the run is the last one.
     """
 
-    def __init__(self, cfg: DictConfig, step_log: StepLog, *, planned_steps: int | None) -> None:
-        self.cfg, self.step_log, self.planned_steps = cfg, step_log, planned_steps
+    def __init__(self, cfg: DictConfig, step_log: StepLog, *, limits: Limits) -> None:
+        self.cfg, self.step_log, self.planned_steps = cfg, step_log, limits.global_batches
         self.run_dir = Path(cfg.run.dir)
         self._began = self._spent = 0.0
         self._due = self._failed = False
