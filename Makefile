@@ -34,7 +34,7 @@ setup-finetune: ## The same as make setup EXTRAS=finetune
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.installed-dev .venv-extras/.installed ## Run all tests, on two workers; ARGS="-n 0" for none
+test: $(VENV)/.installed-dev .venv-extras/.installed .venv-notebooks/.installed ## Run all tests, on two workers; ARGS="-n 0" for none
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
