@@ -49,7 +49,7 @@ def report(tmp_path):
         {"run": {"dir": str(tmp_path), "git": None, "report": True}, "trainer": {"precision": "32-true"}}
     )
     step_log = SimpleNamespace(csv=SimpleNamespace(held={"step": 1, "train/loss": 2.5}))
-    return RunReport(cfg, step_log, planned_steps=10)  # pyright: ignore[reportArgumentType]
+    return RunReport(cfg, step_log, limits=SimpleNamespace(global_batches=10))  # pyright: ignore[reportArgumentType]
 
 
 def test_pages_take_a_hundredth_of_the_time(report):

@@ -136,7 +136,8 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     """Return the keys whose values differ among the runs, with each run's value; MISSING where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in IGNORED)
     found = {key: [shown(run.config[key]) if key in run.config else MISSING for run in runs] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    commits = [str(run.starts[-1].get("commit") or MISSING)[:12] if run.starts else MISSING for run in runs]
+    return {key: values for key, values in {"commit": commits, **found}.items() if len(set(values)) > 1}
 
 
 def _configurations(runs: Sequence[History]) -> list[str]:

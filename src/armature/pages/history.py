@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
 DEFAULTS = Path(__file__).parents[3] / "configs"
-WRITTEN = ("dir", "id", "git")  # keys of `run` that no user sets
+WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
 LARGEST = 1_000_000  # bytes of a config.yaml, as in armature.config
 Table = dict[str, list[float]]  # columns of equal length, NaN where a row has no value
 
@@ -150,7 +150,7 @@ def read_config(file: Path) -> dict[str, Any]:
         found = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except Exception:  # of YAML and OmegaConf, for whatever the file holds
         return {}
-    return {key: value for key, value in flat(found) if key.removeprefix("run.") not in WRITTEN}
+    return {key: value for key, value in flat(found) if not f"{key}.".startswith(tuple(f"{name}." for name in WRITTEN))}
 
 
 def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
