@@ -103,7 +103,7 @@ def copy_terminal(folder: Path) -> None:
     for overrides in (shown, wrong):
         lines += [f"\x1b[1m$ python train.py {' '.join(overrides)}\x1b[0m", *screen(overrides, folder), ""]
     for theme, colors in COLORS.items():
-        (IMAGES / f"terminal-{theme}.svg").write_text(as_svg(lines[:-1], colors), encoding="utf-8")
+        (IMAGES / f"terminal-{theme}.svg").write_text(as_svg(lines, colors), encoding="utf-8")
 
 
 def screen(overrides: list[str], folder: Path) -> list[str]:

@@ -42,8 +42,10 @@ def run(command: str, *, folder: Path, expect: int | None = 0, last: int = 12) -
     plain |= {"TERM": "dumb", "NO_COLOR": "1"}  # a kernel asks for colors and bars
     result = subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True)
     lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
-    print("\n".join(["…", *lines[-last:]] if len(lines) > last else lines).replace(str(ROOT), "…"))
-    print(f"({time.monotonic() - started:.0f} s)")
+    resumed = [line for line in lines[:-last] if line.startswith("resuming")]
+    print("\n".join(["…", *resumed, *lines[-last:]] if len(lines) > last else lines).replace(str(ROOT), "…"))
+    ending = f"exit code {result.returncode}, " if result.returncode else ""
+    print(f"({ending}{time.monotonic() - started:.0f} s)")
     if expect is not None and result.returncode != expect:
         raise RuntimeError(f"exit code {result.returncode}:\n{result.stderr}")
 

@@ -16,7 +16,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-SECONDS = 120  # that a notebook may take on two cores
+CELL_SECONDS = 600  # after which a cell counts as hanging; on two quiet cores a notebook takes less than 120
 
 
 def main() -> None:
@@ -38,16 +38,14 @@ def execute(script: Path, *, write: bool) -> list[str]:
     notebook, target = jupytext.read(script), script.with_suffix(".ipynb")
     started = time.monotonic()
     NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     ).execute()
-    seconds = time.monotonic() - started
-    print(f"{target.name}: {seconds:.0f} s")
+    print(f"{target.name}: {time.monotonic() - started:.0f} s")
     clean(notebook)
     if write:
         nbformat.write(notebook, target)
         return []
-    problems = [f"{target.name} took {seconds:.0f} s, more than {SECONDS}"] * (seconds > SECONDS)
-    return problems + [f"{target.name} lags behind {script.name}. Type make notebooks"] * (not agree(script, target))
+    return [f"{target.name} lags behind {script.name}. Type make notebooks"] * (not agree(script, target))
 
 
 def clean(notebook: nbformat.NotebookNode) -> None:
