@@ -81,7 +81,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.simplefilter("ignore")  # Lightning warns of its own code with this torch
+warnings.filterwarnings("ignore", category=UserWarning)
 train, held_out = (
     DataLoader(data.dataset(split), batch_size=64, shuffle=split == "train") for split in ("train", "val")
 )

@@ -49,8 +49,11 @@ def execute(script: Path, *, write: bool) -> list[str]:
 
 
 def clean(notebook: nbformat.NotebookNode) -> None:
-    """Remove what differs each time: ids, times of execution, versions of the kernel."""
+    """Remove what differs each time: ids, times of execution, versions of the kernel, this machine's paths."""
     notebook.metadata.pop("language_info", None)
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        if "text" in output:
+            output.text = output.text.replace(str(FOLDER.parent), "…")
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)
