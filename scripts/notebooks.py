@@ -54,6 +54,8 @@ def clean(notebook: nbformat.NotebookNode) -> None:
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         if "text" in output:
             output.text = output.text.replace(str(FOLDER.parent), "…")
+        if "text/plain" in output.get("data", {}):
+            output.data["text/plain"] = output.data["text/plain"].replace(str(FOLDER.parent), "…")
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)
