@@ -34,7 +34,7 @@ setup-finetune: ## The same as make setup EXTRAS=finetune
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.installed-dev .venv-extras/.installed ## Run all tests, on two workers; ARGS="-n 0" for none
+test: $(VENV)/.installed-dev .venv-extras/.installed .venv-notebooks/.installed ## Run all tests, on two workers; ARGS="-n 0" for none
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
@@ -67,6 +67,21 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 
 runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size
 	@$(BIN)/python scripts/runs.py $(ARGS)
+
+# the tools that execute notebooks have their own environment, which sees .venv
+.venv-notebooks/.installed: requirements-notebooks.txt $(VENV)/.installed
+	$(BIN)/python -m venv --clear .venv-notebooks
+	@echo '*' > .venv-notebooks/.gitignore
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-notebooks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
+	.venv-notebooks/bin/pip install --quiet --requirement requirements-notebooks.txt
+	@touch $@
+
+notebooks: .venv-notebooks/.installed ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
+	.venv-notebooks/bin/python scripts/notebooks.py $(ARGS)
+
+images: $(VENV)/.installed ## Make the images of README.md again, from real runs of some minutes
+	PYTHONPATH=src $(BIN)/python -m benchmarks.readme_images $(ARGS)
 
 # the tools that build the pages have their own environment
 .venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
@@ -126,5 +141,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs \
+.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs notebooks images \
 	docs-check bench faults checks format clean

@@ -158,3 +158,14 @@ def test_every_module_that_a_page_runs_exists():
     for name in {name for page in pages for name in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", page)}:
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
+def test_every_image_exists_for_light_and_dark_pages_and_asks_for_nothing():
+    shown = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(shown) >= 6
+    for name in shown:
+        other = name.replace("-light.", "-dark.") if "-light." in name else name.replace("-dark.", "-light.")
+        assert other in shown
+        text = (ROOT / name).read_text()
+        assert text.startswith("<svg")
+        assert not re.search(r"(?:href|src|url)\W{1,3}https?:", text), name

@@ -37,6 +37,7 @@ class Run:
     tags: list[str] = MISSING
     notes: str | None = MISSING
     group: str | None = MISSING
+    report: bool = MISSING
     dir: str | None = None  # root/name once the name is decided; not set by users
     id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
     git: Any = None  # commit and dirty, of the code at the newest start; not set by users

@@ -59,7 +59,8 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     changes = {
-        "run.dir": str(folder), "run.root": str(folder), "run.name": "doctor", "resume": "never",
+        "run.dir": str(folder), "run.root": str(folder), "run.name": "doctor", "run.report": False,
+        "resume": "never",
         "trainer.max_steps": STEPS, "trainer.max_epochs": None, "trainer.max_time": None,
         "trainer.limit_val_batches": 0, "trainer.val_every_n_steps": None, "trainer.test_at_end": False,
         "trainer.profile": False, "trainer.log_every_n_steps": STEPS + 1,

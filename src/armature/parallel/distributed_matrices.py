@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the same shape and dtype
 MAX_ROUND_ELEMENTS = 2**28
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older name
 
 
 class DistributedMatrices:
@@ -83,7 +84,7 @@ def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.Proces
     if rank < len(matrices):
         results[rank] = function(matrices[rank])
     if len(matrices) == group.size():
-        dist.all_gather_into_tensor(results.view(-1), results[rank].clone().view(-1), group=group)
+        ALL_GATHER(results.view(-1), results[rank].clone().view(-1), group=group)
     else:  # ranks without a matrix send nothing
         for i, result in enumerate(results):
             dist.broadcast(result, group_src=i, group=group)

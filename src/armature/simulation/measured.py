@@ -52,7 +52,7 @@ def _measure(case: dict[str, Any], folder: Path) -> str:
 
     cfg: Any = OmegaConf.create(case["cfg"])
     cfg.trainer.accelerator, cfg.logger, cfg.resume = "cpu", {}, "never"
-    cfg.run.root, cfg.run.name = str(folder), "run"
+    cfg.run.root, cfg.run.name, cfg.run.report = str(folder), "run", False
     cfg = checks.check(cfg)
     cfg.run.dir = str(folder / "run")
     (folder / "run/logs").mkdir(parents=True)

@@ -47,7 +47,7 @@ def simplify(cfg: DictConfig, *, root: str) -> list[str]:
     if OmegaConf.select(cfg, "model.pretrained") is not None:
         cfg.data = OmegaConf.create(OmegaConf.to_container(cfg.data, resolve=True))  # it may name the folder
         cfg.model.pretrained = None  # its sizes are in the configuration, and weights have no part in a step's cost
-    cfg.logger, cfg.trainer.profile, cfg.checkpoint.root = {}, False, None
+    cfg.logger, cfg.trainer.profile, cfg.checkpoint.root, cfg.run.report = {}, False, None, False
     notes = []
     if OmegaConf.select(cfg, "strategy.compile", default="none") != "none":
         notes.append(

@@ -150,7 +150,7 @@ class Task(L.LightningModule):
         return values
 
     def preview(self) -> str | None:
-        """Return text that shows what was learned, for the end of a run, or None. Called on every rank."""
+        """Return text that shows what was learned, or None: at validations and at the end. Called on every rank."""
         return None
 
     @override

@@ -20,6 +20,7 @@ from armature.training.display import Display
 from armature.training.limits import Limits
 from armature.training.not_finite import NotFiniteGuard
 from armature.training.progress import completed_batches
+from armature.training.run_report import RunReport
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
 
@@ -105,7 +106,7 @@ def finish(
     reason: str, metrics: dict[str, float], best: Path | None, seconds: float, preview: str | None,
     baselines: list[str],
 ) -> None:  # fmt: skip
-    """Write summary.json and print the last lines: on rank 0.
+    """Write summary.json and report.html, and print the last lines: on rank 0.
 
     Args:
         seconds: of training and testing.
@@ -118,6 +119,7 @@ def finish(
         "seconds": seconds
     }
     run_dir.write_summary(Path(cfg.run.dir), summary)
+    RunReport.of(trainer).finish(trainer, preview)
     display.show_metrics(metrics)
     for line in baselines:
         display.print(line)

@@ -1,0 +1,67 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. One model under every strategy
+#
+# A tiny decoder, twelve steps in fp32, in processes on the CPU: the losses must agree. Then what a rank of a real size would
+# hold and send on GPUs, by the planner's formulas.
+
+# %%
+from tools import curves, fresh, furthest, history, losses, run
+
+folder = fresh("3")
+layouts = {
+    "single": "strategy=single",
+    "ddp": "strategy=ddp trainer.devices=2",
+    "fsdp": "strategy=fsdp trainer.devices=2",
+    "tensor": "strategy=tensor trainer.devices=2",
+    "pipeline": "strategy=pipeline trainer.devices=2",
+}
+
+# %%
+for name, typed in layouts.items():
+    run(f"python train.py experiment=parity logger=none run.name={name} {typed}", folder=folder, last=1)
+
+# %% [markdown]
+# ## The curves coincide
+# The first is drawn widest, so that all are seen.
+
+# %%
+runs = {name: folder / "outputs" / name for name in layouts}
+curves(runs, "train/loss", nested=True)
+
+# %%
+far = {name: furthest(losses(runs["single"]), losses(path)) for name, path in runs.items()}
+assert max(far.values()) < 1e-5, far
+{name: f"{value:.1e}" for name, value in far.items()}
+
+# %% [markdown]
+# ## Memory per rank
+# Of a tiny model on a CPU nearly everything is Python and torch: the sizes show that each rank is a process of its own, not
+# what sharding saves.
+
+# %%
+for name, path in runs.items():
+    newest = [event["memory_gib"] for event in history.read(path).events if event["event"] == "memory"][-1]
+    print(f"{name:9} {', '.join(f'{gib:.2f} GiB' for gib in newest)}")
+
+# %% [markdown]
+# What it saves on GPUs: Llama 3 8B on eight H100s, by formulas, without a GPU. The rows are ways to lay the run out; the
+# columns say what fits, the memory per rank, and what limits the step.
+
+# %%
+run(
+    "python scripts/plan.py model=llama3_8b data=synthetic data.context=4096 trainer.devices=8 hardware=h100_80gb",
+    folder=folder,
+    last=24,
+)

@@ -1,0 +1,40 @@
+"""Compare runs: results with the best in bold, curves over each other, and where their configurations differ.
+
+python scripts/compare.py outputs/a outputs/b                prints a table and writes compare.html
+python scripts/compare.py outputs/rates/* out=rates.html     the trials of a sweep
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from armature import cli, files
+from armature.pages import compare, history
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="two or more run directories")
+    parser.add_argument("--out", default="compare.html", help="the page to write (or out=FILE)")
+    args = parser.parse_args()
+    typed = [word.removeprefix("out=") for word in args.runs if word.startswith("out=")]
+    out = Path(typed[-1] if typed else args.out)
+    paths = [Path(word) for word in args.runs if not word.startswith("out=")]
+    problems = history.not_runs(paths)
+    if len(paths) < 2:
+        problems.append(f"{len(paths)} run: name at least two, as in scripts/compare.py outputs/a outputs/b.")
+    if out.suffix != ".html" or not out.absolute().parent.is_dir():
+        problems.append(f"out={out}: name a file that ends in .html, in a folder that exists.")
+    if problems:
+        cli.refuse(problems)
+    runs = [history.read(path) for path in paths]
+    print(compare.text(runs))
+    files.replace(out.absolute(), compare.make(runs))
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

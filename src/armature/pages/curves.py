@@ -1,0 +1,119 @@
+"""Which curves a run's columns become: raw values faint, smoothed ones over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from armature.pages.chart import Chart, Line, smooth
+from armature.pages.history import History
+
+SMOOTHED = 60  # fewer values are shown as they are
+WINDOW_SHARE = 40  # the smoothing window is this part of the values
+PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
+
+
+def metric(
+    runs: Sequence[History], name: str, *, window: int | None = None, x: str = "step", marks: bool = False
+) -> Chart:
+    """Return one metric of several runs, each in its color; of one run, also with its restarts marked.
+
+    Args:
+        window: values to smooth over; None: a 40th of them, 1: no smoothing.
+    """
+    lines: list[Line] = []
+    for i, run in enumerate(runs):
+        xs, ys = run.curve(name, x=x)
+        lines += curve(xs, ys, label=run.name if len(runs) > 1 else "", color=i, window=window)
+    starts = [(float(start[x]), "restart") for start in runs[0].starts if start.get(x)] if marks and x == "step" else []
+    return Chart(title=name, lines=lines, x_label=x, marks=starts)
+
+
+def curve(
+    xs: Sequence[float], ys: Sequence[float], *, label: str = "", color: int = 0, window: int | None = None
+) -> list[Line]:
+    """Return the lines of a curve: one, or the raw values and their mean."""
+    if not xs:
+        return []
+    window = max(1, len(ys) // WINDOW_SHARE) if window is None and len(ys) >= SMOOTHED else (window or 1)
+    if window <= 2:
+        return [Line(xs=xs, ys=ys, label=label, color=color, dots=len(xs) <= 40)]
+    raw = Line(xs=xs, ys=ys, color=color, width=1.0, opacity=0.3)
+    return [raw, Line(xs=xs, ys=smooth(ys, window), label=label, color=color)]
+
+
+def learning(run: History) -> list[Chart]:
+    """Return the charts of what was learned: the loss, the module's own values, validation metrics."""
+    names = [name for name in run.metrics if name.startswith(("train/", "val/", "test/")) and _many(run, name)]
+    first = ["train/loss", *(n for n in names if n.startswith("val/")), "train/grad_norm"]
+    ordered = [n for n in first if n in names] + [n for n in names if n not in first and not n.startswith("test/")]
+    drawn = [metric([run], name, marks=True) for name in ordered]
+    with_validation = [replace(line, color=1) for line in metric([run], "val/loss").lines]
+    if drawn and ordered[0] == "train/loss" and with_validation and len(ordered) > 1:
+        both = [*drawn[0].lines[:-1], replace(drawn[0].lines[-1], label="train/loss")]
+        both += [*with_validation[:-1], replace(with_validation[-1], label="val/loss")]
+        drawn[0] = Chart(title="loss", lines=both, marks=drawn[0].marks)
+        drawn = [each for each in drawn if each.title != "val/loss"]
+    return drawn
+
+
+def _many(run: History, name: str) -> bool:
+    return len(run.curve(name)[0]) > (0 if name.startswith("val/") else 1)
+
+
+def schedule(run: History) -> list[Chart]:
+    return [metric([run], "lr", window=1)] if run.curve("lr")[0] else []
+
+
+def speed(run: History) -> list[Chart]:
+    """Return throughput, the split of a step and its waiting for data."""
+    drawn = []
+    for name, title in (("tokens_per_second", "tokens per second"), ("samples_per_second", "samples per second")):
+        xs, ys = run.curve(name)
+        if xs:
+            drawn.append(Chart(title=title, lines=curve(xs, ys), from_zero=True))
+            break
+    phases = [(name, *run.curve(f"time/{name}")) for name in PHASES]
+    lines = [
+        Line(xs=xs, ys=[1e3 * y for y in ys], label=name, color=i)
+        for i, (name, xs, ys) in enumerate(phases) if xs
+    ]  # fmt: skip
+    if lines:
+        drawn.append(Chart(title="a step's time, ms", lines=lines, from_zero=True))
+    elif run.curve("seconds_per_step")[0]:
+        xs, ys = run.curve("seconds_per_step")
+        waits = dict(zip(*run.curve("data_wait"), strict=True))
+        data = [1e3 * y * waits.get(x, math.nan) for x, y in zip(xs, ys, strict=True)]
+        whole = Line(xs=xs, ys=[1e3 * y for y in ys], label="whole step", color=0)
+        drawn.append(
+            Chart(
+                title="a step's time, ms",
+                lines=[whole, Line(xs=xs, ys=data, label="waiting for data", color=1)],
+                from_zero=True,
+            )
+        )
+    if run.curve("mfu")[0]:
+        drawn.append(Chart(title="model FLOPs utilization", lines=curve(*run.curve("mfu")), from_zero=True))
+    return drawn
+
+
+def memory(run: History) -> list[Chart]:
+    """Return the GiB of each rank over time, from the events of validations, and what timings.csv has."""
+    ranks: dict[int, tuple[list[float], list[float]]] = {}
+    for event in run.events:
+        values = event.get("memory_gib") if event["event"] == "memory" else None
+        for rank, value in enumerate(values if isinstance(values, list) else []):
+            if isinstance(value, int | float):
+                xs, ys = ranks.setdefault(rank, ([], []))
+                xs.append(float(event["step"]))
+                ys.append(float(value))
+    shown = sorted(ranks)[:16]
+    lines = [Line(xs=ranks[rank][0], ys=ranks[rank][1], label=f"rank {rank}", color=rank, dots=True) for rank in shown]
+    note = f"16 of {len(ranks)} ranks" if len(ranks) > 16 else ""
+    drawn = [Chart(title="peak memory per rank, GiB", lines=lines, from_zero=True, note=note)] if lines else []
+    names = [name for name in run.timings if name.startswith("memory/") and run.curve(name)[0]]
+    labels = [name.removeprefix("memory/").removesuffix("_gib") for name in names]
+    found = [run.curve(name) for name in names]
+    lines = [Line(xs=xs, ys=ys, label=labels[i], color=i) for i, (xs, ys) in enumerate(found)]
+    return drawn + ([Chart(title="memory of the fullest rank, GiB", lines=lines, from_zero=True)] if lines else [])

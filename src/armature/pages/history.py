@@ -1,0 +1,204 @@
+"""The files of a run, read for its pages. A missing or damaged file only leaves its part of a page empty."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
+DEFAULTS = Path(__file__).parents[3] / "configs"
+WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
+LARGEST = 1_000_000  # bytes of a config.yaml, as in armature.config
+Table = dict[str, list[float]]  # columns of equal length, NaN where a row has no value
+
+
+@dataclass(frozen=True)
+class History:
+    """What is known of a run.
+
+    Attributes:
+        metrics, timings: the columns of metrics.csv and timings.csv.
+        events: the lines of report.jsonl, without samples after the checkpoint from which a later start resumed.
+        config: config.yaml by dotted key; references are not resolved, so that it holds nothing of the environment.
+    """
+
+    path: Path
+    metrics: Table
+    timings: Table
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("run.name") or self.path.name)
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event.get("event") == "start"]
+
+    def curve(self, name: str, *, x: str = "step") -> tuple[list[float], list[float]]:
+        """Return the values of a column of either file over those of `x`; rows without one of them are left out."""
+        for table in (self.metrics, self.timings):
+            if name in table and x in table:
+                pairs = zip(table[x], table[name], strict=True)
+                # a value that is infinite or NaN is written as such and stays; an empty cell is None
+                found = [(a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(a)]
+                return [a for a, _ in found], [b for _, b in found]
+        return [], []
+
+    def columns(self, *prefixes: str) -> list[str]:
+        """Return names of columns that start with one of the prefixes, in the files' order."""
+        return [name for table in (self.metrics, self.timings) for name in table if name.startswith(prefixes)]
+
+
+def read(path: Path, *, newest: Mapping[str, Any] | None = None) -> History:
+    """Return what the files of a run directory hold. `newest`: a row of metrics.csv that is not written yet."""
+    metrics = read_table(path / "metrics.csv")
+    if newest and "step" in newest and newest["step"] not in metrics.get("step", [])[-1:]:
+        count = len(metrics.get("step", []))
+        for name in {**metrics, **newest}:
+            value = newest.get(name)
+            metrics.setdefault(name, [None] * count).append(None if value is None else float(value))  # pyright: ignore[reportArgumentType]
+    return History(
+        path, metrics, read_table(path / "timings.csv"), read_summary(path),
+        read_events(path / EVENTS), read_config(path / "config.yaml"),
+    )  # fmt: skip
+
+
+def not_runs(paths: Iterable[Path]) -> list[str]:
+    """Return a problem for each path that is no run directory."""
+    wrong = [path for path in paths if not ((path / "config.yaml").is_file() or (path / "metrics.csv").is_file())]
+    return [f"{path}: not a run directory. Type outputs/<run.name>; scripts/runs.py lists them." for path in wrong]
+
+
+def read_table(file: Path) -> Table:
+    """Return the columns of a file of numbers. A line that is being written, or damaged, is skipped."""
+    columns: dict[str, list[Any]] = {}
+    with suppress(OSError, ValueError, csv.Error), file.open(newline="", encoding="utf-8", errors="replace") as stream:
+        rows = csv.reader(stream)
+        names = next(rows, [])
+        if "step" not in names:
+            return {}
+        columns = {name: [] for name in names}
+        step = names.index("step")
+        for row in rows:
+            if len(row) == len(names) and row[step].isdecimal():
+                for name, cell in zip(names, row, strict=True):
+                    columns[name].append(_number(cell))
+    return columns
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
+    file, typed = path / "summary.json", path / "overrides.txt"
+    try:
+        if typed.exists() and file.stat().st_mtime < typed.stat().st_mtime:
+            return {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_events(file: Path) -> list[dict[str, Any]]:
+    """Return the events, without samples that a later start, which resumed before them, has made void."""
+    events: list[dict[str, Any]] = []
+    for event in _lines(file):
+        if event["event"] == "start":
+            events = [each for each in events if each["event"] == "start" or each["step"] <= event["step"]]
+        elif events and events[-1]["event"] == event["event"] and events[-1]["step"] == event["step"]:
+            events.pop()  # the same step again: the end of a run that validated there, or a start that added nothing
+        events.append(event)
+    return events
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    with suppress(OSError), file.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            with suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if (
+                    isinstance(event, dict)
+                    and isinstance(event.get("step"), int)
+                    and isinstance(event.get("event"), str)
+                ):
+                    yield event
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return a configuration by dotted key, unresolved."""
+    try:
+        if file.stat().st_size > LARGEST:
+            return {}
+        found = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except Exception:  # of YAML and OmegaConf, for whatever the file holds
+        return {}
+    return {key: value for key, value in flat(found) if not f"{key}.".startswith(tuple(f"{name}." for name in WRITTEN))}
+
+
+def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a nested configuration; an empty group is a value."""
+    if isinstance(node, dict) and (node or not prefix):
+        for key, value in node.items():
+            yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+@functools.cache
+def defaults(folder: Path = DEFAULTS) -> dict[str, Any]:
+    """Return by dotted key what train.yaml selects if nothing is typed. {} if it cannot be read."""
+    try:
+        return dict(flat(_composed(folder, "train", group="")))
+    except Exception:  # a clone may have changed the files in any way
+        return {}
+
+
+def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
+    """Merge a file with those in its defaults list, as Hydra does, but for experiments, debug, sweeps and local.
+
+    Reading these few files takes 0.1 s, composing with Hydra half a second.
+    """
+    cfg: Any = OmegaConf.load(folder / group / f"{name}.yaml")
+    listed: Any = OmegaConf.to_container(cfg.pop("defaults", OmegaConf.create([])))
+    merged: Any = OmegaConf.create({})
+    for entry in [*listed, *([] if "_self_" in listed else ["_self_"])]:
+        if entry == "_self_":
+            merged = OmegaConf.merge(merged, cfg)
+        elif isinstance(entry, str) and group:  # a file beside this one
+            merged = OmegaConf.merge(merged, _composed(folder, entry, group=group))
+        elif isinstance(entry, dict):
+            ((key, options),) = entry.items()
+            if options is None or " " in key:  # optional, override
+                continue
+            for option in options if isinstance(options, list) else [options]:
+                merged = OmegaConf.merge(merged, {key: _composed(folder, option, group=key)})
+    return OmegaConf.to_container(merged, resolve=False)  # pyright: ignore[reportReturnType]
+
+
+def changed(config: dict[str, Any], usual: dict[str, Any]) -> set[str]:
+    """Return the keys whose value differs from the default one, or that have none."""
+    if not usual:
+        return set()
+    return {key for key, value in config.items() if key not in usual or not _same(value, usual[key])}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b or (str(a) == str(b)) or (a in (None, {}, []) and b in (None, {}, []))

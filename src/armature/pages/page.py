@@ -1,0 +1,108 @@
+"""What the pages share: one self-contained HTML file, which a browser lets neither load nor run anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from armature.pages import chart
+
+STYLE = Path(__file__).with_name("page.css")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """Return a whole page. Every part of `body` is HTML, whose texts are escaped already."""
+    return "\n".join([
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{chart.stylesheet()}{STYLE.read_text(encoding='utf-8')}</style></head><body><main>",
+        *body,
+        "</main></body></html>\n",
+    ])  # fmt: skip
+
+
+def charts(drawn: Sequence[chart.Chart], *, name: str, log_at_first: bool = False) -> str:
+    """Return charts with a switch between a linear and a logarithmic axis, which needs no script.
+
+    Args:
+        name: of the switch, unique on the page.
+    """
+    if not drawn:
+        return ""
+    boxes = []
+    for each in drawn:
+        linear = chart.render(each)
+        logarithmic = chart.render(_logarithmic(each)) if _has_positive(each) else linear
+        boxes.append(
+            f'<div class="chart"><div class="linear">{linear}</div><div class="logarithmic">{logarithmic}</div></div>'
+        )
+    checked = " checked" if log_at_first else ""
+    switch = f'<input type="checkbox" class="log" id="{name}"{checked}> <label for="{name}">logarithmic axis</label>'
+    return f'<div>{switch}<div class="charts">{"".join(boxes)}</div></div>'
+
+
+def plain_charts(drawn: Sequence[chart.Chart]) -> str:
+    boxes = "".join(f'<div class="chart">{chart.render(each)}</div>' for each in drawn)
+    return f'<div class="charts">{boxes}</div>' if boxes else ""
+
+
+def _logarithmic(each: chart.Chart) -> chart.Chart:
+    return replace(each, log=True)
+
+
+def _has_positive(each: chart.Chart) -> bool:
+    return any(y > 0 and math.isfinite(y) for line in each.lines for y in line.ys)
+
+
+def tile(name: str, value: str) -> str:
+    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+
+
+def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), *, classes: Sequence[str] = ()) -> str:
+    """Return a table of cells that are HTML; `classes` of the rows."""
+    kinds = [*classes]
+    lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"] if head else []
+    for i, row in enumerate(rows):
+        kind = f' class="{kinds[i]}"' if i < len(kinds) and kinds[i] else ""
+        lines.append(
+            f"<tr{kind}>{''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)}</tr>"
+        )
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def code(value: Any) -> str:
+    """Return a value of a configuration as escaped HTML."""
+    return f"<code>{escape(shown(value))}</code>"
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def number(value: Any) -> str:
+    """Return a number with the digits that a reader wants; text as it is."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int) or (abs(value) >= 1e4 and math.isfinite(value)):
+        return f"{value:,.0f}"
+    return f"{value:.5g}"
+
+
+def duration(seconds: float) -> str:
+    seconds = round(max(0.0, seconds))
+    hours, minutes = seconds // 3600, seconds % 3600 // 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"

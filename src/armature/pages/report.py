@@ -1,0 +1,182 @@
+"""report.html: one run on one page, made of the files in its directory."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from armature.errors import masked
+from armature.pages import curves
+from armature.pages.history import History, changed, defaults, read
+from armature.pages.page import charts, code, duration, number, page, plain_charts, table, tile
+
+NAME = "report.html"
+SAMPLES = 12  # shown at most: the first, the newest and those between
+HOW_TO_SPLIT = "callbacks=monitors splits a step into data, forward, backward and optimizer."
+
+
+def make(path: Path, *, running: bool = False, newest: Mapping[str, Any] | None = None) -> str:
+    """Return the page of a run directory.
+
+    Args:
+        running: whether the run makes this page itself, and has not ended.
+        newest: a row of metrics.csv that is not written yet.
+    """
+    run, usual = read(path, newest=newest), defaults()
+    body = [*_head(run, running=running), _tiles(run)]
+    if learned := curves.learning(run):
+        body += ["<h2>Learning</h2>", charts(learned, name="learning")]
+    body += ["<h2>Learning rate and speed</h2>", plain_charts([*curves.schedule(run), *curves.speed(run)])]
+    if not run.columns("time/"):
+        body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
+    if used := curves.memory(run):
+        body += ["<h2>Memory</h2>", plain_charts(used)]
+    body += [*_samples(run), *_starts(run), *_configuration(run, changed(run.config, usual)), *_environment(run)]
+    return masked(page(f"{run.name} · {run.config.get('task._target_') or 'run'}", body))
+
+
+def _head(run: History, *, running: bool) -> Iterator[str]:
+    if run.summary:
+        reason = str(run.summary.get("stop_reason"))
+        state, kind = (reason, "finished") if reason == "finished" else (f"stopped ({reason})", "stopped")
+    else:
+        state, kind = ("running", "") if running else ("not finished", "failed")
+    made = time.strftime("%Y-%m-%d %H:%M")
+    yield f'<h1>{escape(run.name)}</h1><p><span class="state {kind}">{escape(state)}</span> '
+    yield f'<span class="quiet">as of {made} · {escape(str(run.path))}</span></p>'
+    if notes := run.config.get("run.notes"):
+        yield f"<p>{escape(str(notes))}</p>"
+    if tags := run.config.get("run.tags"):
+        yield f'<p class="quiet">{escape(", ".join(map(str, tags)) if isinstance(tags, list) else str(tags))}</p>'
+
+
+def _tiles(run: History) -> str:
+    steps, _ = run.curve("step")
+    planned = run.summary.get("planned_steps") or _newest_start(run).get("planned_steps")
+    step = run.summary.get("global_step") or (int(steps[-1]) if steps else 0)
+    found = [("optimizer step", f"{step:,} of {planned:,}" if isinstance(planned, int) and planned else f"{step:,}")]
+    _, losses = run.curve("train/loss")
+    if losses:
+        found.append(("newest train/loss", number(losses[-1])))
+    monitor, mode = run.config.get("checkpoint.monitor"), run.config.get("checkpoint.mode")
+    _, scores = run.curve(str(monitor))
+    if scores:
+        found.append((f"best {monitor}", number(max(scores) if mode == "max" else min(scores))))
+    final = run.summary.get("metrics")
+    for name, value in (final if isinstance(final, dict) else {}).items():
+        if name.startswith("test/") and isinstance(value, int | float):
+            found.append((name, number(value)))
+    for key, name in (("tokens_per_second", "tokens per second"), ("samples_per_second", "samples per second")):
+        _, rates = run.curve(key)
+        if rates:
+            found.append((name, f"{run.summary.get(key) or sorted(rates)[len(rates) // 2]:,.0f}"))
+            break
+    if isinstance(seconds := run.summary.get("seconds"), int | float):
+        found.append(("newest start took", duration(seconds)))
+    if isinstance(count := run.summary.get("parameters") or _newest_start(run).get("parameters"), int):
+        found.append(("parameters", f"{count:,}"))
+    found.append(("restarts", str(max(0, len(run.starts) - 1))))
+    return f'<div class="tiles">{"".join(tile(name, value) for name, value in found)}</div>'
+
+
+def _newest_start(run: History) -> dict[str, Any]:
+    return run.starts[-1] if run.starts else {}
+
+
+def _samples(run: History) -> Iterator[str]:
+    texts = [event for event in run.events if event["event"] == "text" and isinstance(event.get("text"), str)]
+    images = [event for event in run.events if event["event"] == "images" and isinstance(event.get("images"), list)]
+    if not texts and not images:
+        return
+    yield "<h2>Samples over time</h2>"
+    for kind, show in ((texts, _show_text), (images, _show_images)):
+        chosen = spread(kind, SAMPLES)
+        for event in reversed(chosen):
+            is_open = " open" if event is chosen[-1] or event is chosen[0] else ""
+            yield f"<details{is_open}><summary>step {event['step']:,}</summary>{show(event)}</details>"
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """Return the first, the last, and evenly spaced ones between."""
+    if len(items) <= count:
+        return items
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def _show_text(event: dict[str, Any]) -> str:
+    return f"<pre>{escape(event['text'])}</pre>"
+
+
+def _show_images(event: dict[str, Any]) -> str:
+    figures = []
+    for image in event["images"]:
+        try:
+            address = png(image["pixels"], width=int(image["width"]), height=int(image["height"]))
+        except (KeyError, TypeError, ValueError):
+            continue  # a damaged line
+        predicted, target = str(image.get("predicted", "")), str(image.get("target", ""))
+        wrong = bool(target) and predicted != target
+        said = f"{predicted}, not {target}" if wrong else predicted
+        kind = ' class="wrong"' if wrong else ""
+        figures.append(f'<figure{kind}><img src="{address}" alt="{escape(said, quote=True)}">{escape(said)}</figure>')
+    return f'<div class="images">{"".join(figures)}</div>'
+
+
+def png(pixels: str, *, width: int, height: int) -> str:
+    """Return base64 of gray or RGB bytes, row by row, as the address of a PNG."""
+    raw = base64.b64decode(pixels, validate=True)
+    channels, rest = divmod(len(raw), width * height) if width > 0 and height > 0 else (0, 1)
+    if rest or channels not in (1, 3):
+        raise ValueError(f"{len(raw)} bytes are no {width} × {height} image")
+    line = width * channels
+    rows = b"".join(b"\0" + raw[i : i + line] for i in range(0, len(raw), line))
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(file).decode()
+
+
+def _starts(run: History) -> Iterator[str]:
+    if not run.starts:
+        return
+    yield "<h2>Starts</h2>"
+    keys = ("time", "step", "layout", "ranks", "precision", "host")
+    rows = [[escape(number(start.get(key, ""))) for key in keys] for start in run.starts]
+    yield table(rows, ("started", "from step", "layout", "ranks", "precision", "machine"))
+
+
+def _configuration(run: History, differing: set[str]) -> Iterator[str]:
+    if not run.config:
+        return
+    yield "<h2>Configuration</h2>"
+    yield f'<p class="quiet">Bold: what differs from the defaults ({len(differing)} of {len(run.config)} keys).</p>'
+    yield '<div><input type="checkbox" class="only" id="only"> <label for="only">only these</label>'
+    rows, classes = [], []
+    for key, value in run.config.items():
+        name, shown = escape(key), code(value)
+        rows.append([f"<b>{name}</b>", f"<b>{shown}</b>"] if key in differing else [name, shown])
+        classes.append("" if key in differing else "usual")
+    yield table(rows, classes=classes) + "</div>"
+
+
+def _environment(run: History) -> Iterator[str]:
+    start = _newest_start(run)
+    facts: dict[str, Any] = {}
+    commit = start.get("commit")
+    if commit:
+        facts["commit"] = f"{commit}{' and uncommitted changes' if start.get('dirty') else ''}"
+    facts |= {key: start[key] for key in ("python", "system", "processor", "devices", "host") if start.get(key)}
+    versions = start.get("versions")
+    facts |= versions if isinstance(versions, dict) else {}
+    if facts:
+        yield "<h2>Environment of the newest start</h2>"
+        yield table([[escape(str(key)), code(value)] for key, value in facts.items()])

@@ -1,0 +1,88 @@
+"""The pages in headless Chromium: at a phone's and a desk's width, light and dark, without a request or overflow."""
+
+import functools
+import http.server
+import re
+import shutil
+import subprocess
+import threading
+
+import pytest
+
+from armature.pages import compare, history, report
+from tests.pages.run_files import HOSTILE, write
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--no-first-run", "--hide-scrollbars",
+)  # fmt: skip
+WIDTHS = {"phone": 390, "desk": 1280}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium"),
+]
+
+
+def browse(address: str, profile, *flags: str) -> str:
+    assert BROWSER is not None
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", *flags, address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Both pages, and a page that shows each in a frame of a width and tells its measures."""
+    folder = tmp_path_factory.mktemp("pages")
+    run = write(folder / "a", name=HOSTILE, text=HOSTILE)
+    other = write(folder / "b", name="b" * 120, offset=0.3)
+    (folder / "report.html").write_text(report.make(run))
+    (folder / "compare.html").write_text(compare.make([history.read(run), history.read(other)]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(pages):
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format, *args):
+            asked.append(self.path)
+
+    measure = (
+        "<iframe id=f style='border:0;height:900px'></iframe><script>const[p,w]=location.search.slice(1).split('&');"
+        "f.style.width=w+'px';f.onload=()=>{const d=f.contentDocument,e=d.documentElement;"
+        "document.title=[e.scrollWidth,d.querySelectorAll('svg').length,d.scripts.length,"
+        "Math.max(...[...d.images].map(i=>i.naturalWidth),0),getComputedStyle(d.body).backgroundColor].join('|')};"
+        "f.src=p</script>"
+    )
+    (pages / "measure.html").write_text(measure)
+    handler = functools.partial(Handler, directory=str(pages))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("page", ["report", "compare"])
+def test_a_page_fits_its_window_and_asks_for_nothing(page, width, theme, server, tmp_path):
+    address, asked = server
+    asked.clear()
+    flags = ["--dump-dom", "--virtual-time-budget=4000"]
+    flags += (
+        ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else ["--blink-settings=preferredColorScheme=1"]
+    )
+    dom = browse(f"{address}/measure.html?{page}.html&{width}", tmp_path / "profile", *flags)
+    found = re.search(r"<title>([^<]*)</title>", dom)
+    assert found, dom[:500]
+    scrolled, charts, scripts, image, ground = found[1].split("|")
+    assert int(scrolled) <= width
+    assert int(charts) >= 6
+    assert int(scripts) == 0
+    assert int(image) == (8 if page == "report" else 0)
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[theme]
+    assert {path.partition("?")[0] for path in asked} <= {"/measure.html", f"/{page}.html", "/favicon.ico"}

@@ -1,0 +1,103 @@
+"""Charts: what is drawn, thinned out, smoothed and labeled."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from armature.pages import chart
+
+NS = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(drawn: chart.Chart, theme: str = "light") -> ET.Element:
+    return ET.fromstring(chart.standalone(chart.render(drawn), theme))
+
+
+def points(root: ET.Element) -> list[list[tuple[float, float]]]:
+    found = [line.attrib["points"].split() for line in root.iter(f"{NS}polyline")]
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in found]
+
+
+def test_a_line_goes_from_one_corner_of_the_plot_to_the_other():
+    drawn = chart.Chart(title="loss", lines=[chart.Line(xs=[1, 2, 3], ys=[1.0, 2.0, 3.0])])
+    (line,) = points(parsed(drawn))
+    assert (line[0][0], line[-1][0]) == (chart.LEFT, drawn.width - chart.RIGHT)
+    assert line[0][1] > line[1][1] > line[2][1]
+    assert line[0][1] - line[1][1] == pytest.approx(line[1][1] - line[2][1], abs=0.11)
+
+
+def test_a_logarithmic_axis_spaces_powers_evenly_and_leaves_out_what_it_cannot_show():
+    drawn = chart.Chart(title="x", lines=[chart.Line(xs=range(5), ys=[1.0, 10.0, 100.0, 0.0, -1.0])], log=True)
+    (line,) = points(parsed(drawn))
+    assert len(line) == 3
+    assert line[0][1] - line[1][1] == pytest.approx(line[1][1] - line[2][1], abs=0.11)
+
+
+def test_values_that_are_not_finite_interrupt_a_line():
+    ys = [1.0, 2.0, math.nan, 3.0, math.inf, 4.0, 5.0]
+    root = parsed(chart.Chart(title="x", lines=[chart.Line(xs=range(7), ys=ys)]))
+    assert [len(line) for line in points(root)] == [2, 2]
+    assert len([*root.iter(f"{NS}circle")]) == 1  # a value between two gaps
+
+
+@pytest.mark.parametrize("ys", [[], [math.nan], [0.0, 0.0], [5.0], [1e-320, 1e300], [-1e308, 1e308]])
+@pytest.mark.parametrize("log", [False, True])
+def test_any_values_make_a_valid_chart(ys, log):
+    lines = [chart.Line(xs=range(len(ys)), ys=ys)]
+    text = chart.render(chart.Chart(title="x", lines=lines, log=log))
+    ET.fromstring(text)
+    numbers = re.findall(r'(?:x1|y1|x|y|cx|cy|points)="([^"]*)"', text)
+    assert not re.search("nan|inf", " ".join(numbers))
+
+
+def test_texts_are_escaped():
+    hostile = "<script>&\"'"
+    lines = [chart.Line(xs=[0], ys=[1], label=hostile), chart.Line(xs=[0], ys=[2], label="b")]
+    drawn = chart.Chart(title=hostile, lines=lines, marks=[(0, hostile)], note=hostile, x_label=hostile)
+    assert "<script" not in chart.render(drawn)
+    texts = [text.text for text in parsed(drawn).iter(f"{NS}text")]
+    assert texts.count(hostile) == 5
+
+
+def test_a_long_curve_keeps_its_ends_and_peaks():
+    ys = [0.0] * 100_000
+    ys[43_210], ys[77_777] = 9.0, -9.0
+    xs, kept = chart.thin(range(len(ys)), ys, 500)
+    assert len(xs) <= 1002
+    assert (xs[0], xs[-1], max(kept), min(kept)) == (0, 99_999, 9.0, -9.0)
+    assert xs == sorted(set(xs))
+
+
+def test_smoothing_keeps_the_mean_of_a_straight_line_and_ignores_gaps():
+    assert chart.smooth([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert chart.smooth([1.0, math.nan, 3.0], 3)[1] == 2.0
+
+
+def test_a_file_has_the_colors_of_its_theme_and_follows_the_reader_in_auto():
+    drawn = chart.Chart(title="x", lines=[chart.Line(xs=[0, 1], ys=[0, 1])])
+    for theme, colors in chart.THEMES.items():
+        text = chart.standalone(chart.render(drawn), theme)
+        assert colors["c0"] in text
+        assert "var(" not in text
+    assert "prefers-color-scheme:dark" in chart.standalone(chart.render(drawn))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.25, "0.25"), (1500, "1500"), (20_000, "20k"), (2e6, "2M"), (3e-4, "0.0003")]
+)
+def test_numbers_are_short(value, text):
+    assert chart.number(value) == text
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.98, 1.02), (-5, 5), (1e-9, 2e-9), (0, 150)])
+def test_ticks_are_round_and_few(low, high):
+    ticks = chart.linear_ticks(low, high)
+    assert 3 <= len(ticks) <= 8
+    assert all(low <= tick <= high * (1 + 1e-9) for tick in ticks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-8, 1e3), (0.5, 4.0), (2.0, 2.1), (1e-300, 1e300)])
+def test_ticks_of_a_logarithmic_axis_are_few(low, high):
+    assert 2 <= len(chart.log_ticks(low, high)) <= 14

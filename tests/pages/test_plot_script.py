@@ -1,0 +1,82 @@
+"""scripts/plot.py, compare.py and report.py: what they write, and what they say of mistakes."""
+
+import sys
+
+import pytest
+
+from scripts import compare, plot, report
+from tests.pages.run_files import write
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate(("a", "b")):
+        write(tmp_path / name, name=name, offset=i / 9)
+
+    def run(script, *words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *words])
+        try:
+            script.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return run
+
+
+def test_curves_of_runs_go_to_the_file_that_was_named(run, tmp_path):
+    assert run(plot, "a", "b", "out=loss.svg", "--log")[0] == 0
+    text = (tmp_path / "loss.svg").read_text()
+    assert ">a<" in text
+    assert ">b<" in text
+    assert "log scale" in text
+
+
+def test_a_file_for_each_theme_and_one_beside_the_run_by_default(run, tmp_path):
+    assert run(plot, "a", "--out", "x.svg", "--theme", "both")[1].split() == ["x-light.svg", "x-dark.svg"]
+    assert run(plot, "a", "--metric", "val/loss", "--x", "tokens")[1].split() == ["a/val-loss.svg"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "--metric", "val/los"], "--metric val/los: a has no such values. It has epoch, samples"),
+        (["a", "--x", "hours"], "--x hours: a has no such values"),
+        (["a", "--metric", "data_wait", "--x", "tokens"], "Type --x step"),
+        (["none"], "none: not a run directory. Type outputs/<run.name>"),
+        (["a", "out=x.png"], "out=x.png: name a file that ends in .svg"),
+        (["a", "--smooth", "0"], "--smooth 0: type a number of values of at least 1"),
+    ],
+)
+def test_a_mistake_of_plot_is_named(run, words, message):
+    code, said = run(plot, *words)
+    assert code == 2
+    assert message in said
+
+
+def test_compare_prints_a_table_and_writes_a_page(run, tmp_path):
+    code, said = run(compare, "a", "b", "out=both.html")
+    assert code == 0
+    assert "val/loss" in said
+    assert "both.html" in said
+    assert "<h1>2 runs</h1>" in (tmp_path / "both.html").read_text()
+
+
+def test_all_mistakes_of_compare_are_named_together(run):
+    code, said = run(compare, "none", "out=x.txt")
+    assert code == 2
+    for message in (
+        "none: not a run directory",
+        "1 run: name at least two",
+        "out=x.txt: name a file that ends in .html",
+    ):
+        assert message in said
+
+
+def test_the_report_of_a_run_is_written_again(run, tmp_path):
+    assert run(report, "a", "b")[0] == 0
+    assert "<h1>b</h1>" in (tmp_path / "b" / "report.html").read_text()
+    assert run(report, "nowhere")[0] == 2
