@@ -10,7 +10,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from multiprocessing import forkserver
@@ -100,6 +100,38 @@ LAYOUTS: dict[str, Job] = {
     "deepspeed 1 at 2": Job("DeepSpeed", {"stage": 1}, ranks=2),
     "deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
     "deepspeed 3 at 2": Job("DeepSpeed", {"stage": 3}, ranks=2),
+}
+
+
+MIXTURE = {  # initial weights are those of a wider deviation: no choice of an expert lies on a tie
+    "model": "armature.models.mixture.model.MixtureDecoder",
+    "model_args": {**DECODER, "experts": 8, "active": 2, "expert_hidden": 32, "shared_hidden": 64, "dense_layers": 1},
+}
+MIXTURES: dict[str, Job] = {
+    name: replace(job, **MIXTURE)
+    for name, job in {
+        "mixture, single": Job("SingleDevice"),
+        "mixture, single, micro-batch 4": Job("SingleDevice", accumulate=4),
+        "mixture, ddp 2": Job("DDP", ranks=2),
+        "mixture, fsdp 2": mesh(2, shard=2),
+        "mixture, deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
+        "mixture, tensor 2": mesh(2, tensor=2),
+        "mixture, fsdp 2, expert 2": mesh(2, shard=2, expert=2),
+        "mixture, fsdp 2, expert 2, ignored": replace(mesh(2, shard=2, expert=2), ignore=True),
+        "mixture, fsdp 2, expert 2, recomputed": mesh(2, shard=2, expert=2, activation_checkpointing="every"),
+        "mixture, fsdp 2, expert 2, ZeRO-2": mesh(2, shard=2, expert=2, reshard_after_forward=False),
+        "mixture, fsdp 4, expert 2": mesh(4, shard=4, expert=2),
+        "mixture, fsdp 4, expert 4": mesh(4, shard=4, expert=4),
+        "mixture, hsdp 2×2, expert 2": mesh(4, replicate=2, shard=2, expert=2),
+        "mixture, tensor 2, expert 2": mesh(2, tensor=2, expert=2),
+        "mixture, fsdp 2 × tensor 2, expert 2": mesh(4, shard=2, tensor=2, expert=2),
+        "mixture, fsdp 2 × tensor 2, expert 4": mesh(4, shard=2, tensor=2, expert=4),
+        "mixture, fsdp 2 × pipeline 2, expert 2": mesh(4, pipe=2, shard=2, expert=2),
+        "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble": mesh(
+            4, pipe=2, shard=2, expert=2, schedule="zero_bubble"
+        ),
+        "mixture, 2×2×2, expert 4": mesh(8, pipe=2, shard=2, tensor=2, expert=4),
+    }.items()
 }
 
 

@@ -65,7 +65,8 @@ class Layout:
             return [self.kind]
         axes = self.axes
         sizes = {"shard": axes["shard"] * axes["replicate"], "tensor": axes["tensor"], "pipeline": axes["pipe"]}
-        return [name for name, size in sizes.items() if size > 1] or ["shard"]
+        found = [name for name, size in sizes.items() if size > 1] or ["shard"]
+        return [*found, "expert"] if self.options["expert"] != 1 else found
 
 
 def world_size(cfg: DictConfig) -> int:

@@ -26,6 +26,9 @@ class Cost:
         classes: logits of each position that has a loss; `losses` of those positions in a sample.
         chunked_loss: whether the loss is computed in chunks of positions.
         unit: what throughput counts: tokens or samples.
+        experts: parameters of one block's experts (`models/mixture`), which an expert axis spreads over ranks.
+        idle_matrices: parameters of one block's matrices that a position does not use: those of other experts.
+        routed: elements of `inner` that are kept per position for its experts, if each gets equally many tokens.
         linears: (out, in) of each Linear of a block, if all its matrices are Linears and may have adapters.
     """
 
@@ -49,6 +52,9 @@ class Cost:
     losses: int
     chunked_loss: bool
     unit: str
+    experts: int = 0
+    idle_matrices: int = 0
+    routed: int = 0
     linears: tuple[tuple[int, int], ...] = ()
 
     @property

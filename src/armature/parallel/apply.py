@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, copies, dtensors, initialization, pipeline, tensor, ties
+from armature.parallel import blocks, copies, dtensors, experts, initialization, pipeline, tensor, ties
 from armature.parallel.gradients import local_part
+from armature.parallel.mesh import expert_mesh
 from armature.parallel.split import bubble_share
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Options:
     keep_last_gathered: bool = True
     compile_mode: str = "default"
     float8: bool | str = False
+    expert: int = 1
 
 
 @dataclass
@@ -84,7 +86,15 @@ def parallelize(
             block_counts=options.stages,
         )  # fmt: skip
         parts = stages.parts
-    # 2. tensor: matrices, the vocabulary and its loss
+    # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them alone
+    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
+    holders = experts.find(model, plan) if options.expert > 1 or mesh["tensor"].size() > 1 else []
+    if holders:
+        spread = expert_mesh(mesh, sizes, expert=options.expert)
+        arguments = sharding_arguments(options)
+        for holder in holders:
+            experts.shard(holder, spread, loss_ranks=sizes["replicate"] * sizes["shard"], **arguments)
+    # 3. tensor: matrices, the vocabulary and its loss
     if mesh["tensor"].size() > 1:
         sequence_parallel = options.sequence_parallel and plan is not None and plan.sequence is not None
         tensor.shard_modules(model, styles, mesh=mesh["tensor"], sequence_parallel=sequence_parallel)
@@ -92,13 +102,13 @@ def parallelize(
             unshard = tensor.shard_loss(model, mesh=mesh["tensor"])
             for part in parts:
                 part.__dict__["loss"] = model.loss
-    # 3. float8, 4. activation checkpointing, 5. compile
+    # 4. float8, 5. activation checkpointing, 6. compile
     repeated = repeated_blocks(model, plan)
     blocks.convert_to_float8(repeated, float8=options.float8)
     blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing)
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
-    # 6. shard: units of blocks, and one unit for each end
+    # 7. shard: units of blocks, and one unit for each end
     data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two axes: HSDP
     if data_mesh.size() > 1:
         if plan is None:
@@ -111,11 +121,11 @@ def parallelize(
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-    # 7. materialize: memory is allocated only now, and only for this rank's weights
+    # 8. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
-    # 8. initialize by name
+    # 9. initialize by name
     initialization.initialize_by_name(model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix)
-    # 9. pipeline schedule
+    # 10. pipeline schedule
     if stages is None:
         if unshard is not None:
             tensor.gather_outputs(model, unshard)
@@ -147,12 +157,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     changes weights and `requires_grad`, and must find all of them sharded. Without gradients everything is resharded
     after forward: no backward follows, and the next forward would otherwise use the weights of this one.
     """
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": options.reshard_after_forward,
-    }
+    arguments = {"mesh": mesh, **sharding_arguments(options)}
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
     dtensors.watch_frozen_weights(model)
@@ -184,6 +189,15 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     if len(sharded) == 1 and not is_split and not compiled:
         copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
+
+
+def sharding_arguments(options: Options) -> dict[str, Any]:
+    """Return the arguments of fully_shard that all units share."""
+    return {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": options.reshard_after_forward,
+    }
 
 
 def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:

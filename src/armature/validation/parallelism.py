@@ -16,11 +16,11 @@ from typing import Any
 from armature import hardware
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.parallel.mesh import shards_sequence
+from armature.parallel.mesh import expert_problem, shards_sequence
 from armature.parallel.split import SCHEDULES
 from armature.validation import lightning_callbacks, quantization, signatures
 
-KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
+KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "expert", "deepspeed", "zero3")
 FEATURES = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value",
     "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon", "float8",
@@ -43,6 +43,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
     ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
     ("on_nan=rollback", "deepspeed"): "its engine cannot be built anew yet. Type trainer.on_nan=stop, or strategy=fsdp",
+    ("compile=model", "expert"): "its collectives run between the blocks. Type strategy.compile=block",
+    ("float8", "expert"): "it does not reach the experts. Type strategy.float8=false",
     ("float8", "tensor"): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
@@ -182,7 +184,7 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     sequence = cfg["model"].get(plan.sequence) if plan.sequence else None
-    shards = shards_sequence(layout.options["sequence_parallel"], device=cfg["trainer"]["accelerator"])
+    shards = _shards_sequence(cfg, layout)
     if shards and isinstance(sequence, int) and sequence % tensor:
         problems.append(
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
@@ -198,6 +200,58 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if not plan.tensor and not plan.from_instance:
         problems.append(f"strategy.tensor={tensor}: the model's plan names no tensor styles. Type strategy=fsdp.")
     return problems
+
+
+def _shards_sequence(cfg: Mapping[str, Any], layout: Layout) -> bool:
+    option, expert = layout.options["sequence_parallel"], layout.options["expert"]
+    return shards_sequence(option, device=cfg["trainer"]["accelerator"], expert=expert)
+
+
+def _experts(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    plan, options = layout.plan, layout.options
+    has_experts = plan is not None and plan.experts is not None
+    expert = options["expert"] if layout.kind == "mesh" else 1
+    if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
+        return [f"strategy.expert={expert}: must be a whole number of at least 1."]
+    if expert > 1 and not has_experts:
+        model = cfg["model"]["_target_"].rpartition(".")[2]
+        return [
+            f"strategy.expert={expert}: {model} has no experts. Type strategy.expert=1, or a mixture such as "
+            "model=mixture_nano."
+        ]
+    if plan is None or not has_experts:
+        return []
+    found = []
+    if layout.kind == "mesh" and (problem := expert_problem(expert, layout.axes)) is not None:
+        found.append(problem)
+    count = cfg["model"].get(plan.expert_count)
+    if isinstance(count, int) and count % expert:
+        fits = [n for n in range(1, expert) if count % n == 0]
+        found.append(
+            f"strategy.expert={expert} does not divide model.{plan.expert_count}={count}. Type "
+            f"strategy.expert={max(fits)}, or model.{plan.expert_count}={-(-count // expert) * expert}."
+        )
+    if layout.axes["tensor"] > 1 and not _shards_sequence(cfg, layout):
+        found.append(
+            f"strategy.tensor={layout.axes['tensor']} with strategy.sequence_parallel={options['sequence_parallel']}: "
+            "each rank would send the same tokens to the experts. Type strategy.sequence_parallel=true."
+        )
+    if expert > 1 and options["cpu_offload"]:
+        found.append(
+            f"strategy.cpu_offload=true with strategy.expert={expert} has not been tried. Type "
+            "strategy.cpu_offload=false, or strategy.expert=1."
+        )
+    if expert > 1 and options["compile"] != "none" and cfg["trainer"]["accelerator"] != "cpu":
+        found.append(
+            f"strategy.compile={options['compile']} with strategy.expert={expert} has not been tried on GPUs. Type "
+            "strategy.compile=none."
+        )
+    if options["float8"]:
+        found.append(
+            f"strategy.float8={str(options['float8']).lower()} converts Linears, and a mixture's experts are none. "
+            "Type strategy.float8=false."
+        )
+    return found
 
 
 def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -292,6 +346,6 @@ def _deepspeed_entries(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
-    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _pipeline, _shard, _deepspeed_entries,
+    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _experts, _pipeline, _shard, _deepspeed_entries,
     quantization.problems,
 )  # fmt: skip
