@@ -66,11 +66,12 @@ def run(clone: Path, *overrides: str) -> Path:
 
 def features_table() -> str:
     """The table of what works under which strategy, from the data that the check before launch reads."""
-    columns = ("single", "ddp", "shard", "tensor", "pipeline", "deepspeed", "zero3")
+    columns = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
     lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :---: |" * len(columns)]
     for feature in checks.FEATURES:
         kinds = {kind for name, kind in refused() if name == feature}
         kinds |= {"zero3"} if "deepspeed" in kinds else set()
+        kinds |= {"context"} if "shard" in kinds else set()
         lines.append(f"| {feature} | " + " | ".join("–" if kind in kinds else "yes" for kind in columns) + " |")
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ class Layout:
     kind: str  # single, ddp, mesh, deepspeed, or other for a user's own strategy class
     options: Mapping[str, Any]  # the strategy's, with its constructor's defaults for those not in the configuration
     world_size: int  # processes of the run
-    data_ranks: int  # ranks that each see different samples: the world, without the tensor and pipeline axes
+    data_ranks: int  # ranks that each see different samples: the world without the context, tensor and pipeline axes
     axes: Mapping[str, int]  # sizes of the mesh's axes; each 1 for the other kinds
     plan: Plan | None  # next to the model
 
@@ -64,9 +64,11 @@ class Layout:
         if self.kind != "mesh":
             return [self.kind]
         axes = self.axes
-        sizes = {"shard": axes["shard"] * axes["replicate"], "tensor": axes["tensor"], "pipeline": axes["pipe"]}
-        found = [name for name, size in sizes.items() if size > 1] or ["shard"]
-        return [*found, "expert"] if self.options["expert"] != 1 else found
+        sizes = {
+            "shard": axes["replicate"] * axes["shard"] * axes["context"], "context": axes["context"],
+            "tensor": axes["tensor"], "pipeline": axes["pipe"], "expert": self.options["expert"],
+        }  # fmt: skip
+        return [name for name, size in sizes.items() if size > 1] or ["shard"]
 
 
 def world_size(cfg: DictConfig) -> int:

@@ -179,7 +179,7 @@ def wrapped(inner) -> nn.Module:
 
 def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
     static = checks.module_beside(PretrainedModel.__module__, "plan").PLAN
-    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 2}
+    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 2}
     assert plan_check.problems(lambda: wrapped(Transformer()), static, sizes) == []
     found = plan_check.problems(lambda: wrapped(Transformer()), static, {**sizes, "tensor": 4})
     assert any("strategy.tensor=4 does not divide the model's kv_heads=2" in problem for problem in found)

@@ -30,7 +30,7 @@ def parallelize(
     model: Decoder, *, axes: dict[str, int], prefix: str = "model.", imported: Collection[str] = (), **changes: Any
 ) -> None:
     """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
-    device_mesh = mesh.build({"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, device_type="cpu")
+    device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | axes, device_type="cpu")
     apply.parallelize(
         model, PLAN, device_mesh, options(**changes), device=torch.device("cpu"), prefix=prefix, imported=imported
     )

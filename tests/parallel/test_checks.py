@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"_target_": "armature.strategies.single.SingleDevice"}),
     "ddp": (2, {"_target_": "armature.strategies.ddp.DDP"}),
     "shard": (2, {"shard": 2}),
+    "context": (2, {"context": 2}),
     "tensor": (2, {"tensor": 2}),
     "pipeline": (2, {"pipe": 2}),
     "deepspeed": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 2}),
     "zero3": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 3}),
 }
 MESH = {
-    "_target_": "armature.strategies.mesh.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1, "tensor": 1,
-    "schedule": "1f1b", "microbatches": 4, "stages": None, "sequence_parallel": True,
+    "_target_": "armature.strategies.mesh.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1,
+    "context": 1, "tensor": 1, "schedule": "1f1b", "microbatches": 4, "stages": None, "sequence_parallel": True,
 }  # fmt: skip
 MODEL = {
     "_target_": "mine.Model", "vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2,
@@ -88,7 +90,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
     world_size, strategy = LAYOUTS[kind]
     arguments = with_feature(feature)
     problems = found(strategy | arguments.pop("strategy", {}), world_size=world_size, **arguments)
-    columns = ("deepspeed", "zero3") if kind == "zero3" else (kind,)
+    columns = {"zero3": ("deepspeed", "zero3"), "context": ("shard", "context")}.get(kind, (kind,))
     reasons = [refused()[feature, column] for column in columns if (feature, column) in refused()]
     assert len(problems) == len(reasons), problems
     for reason, problem in zip(reasons, problems, strict=True):
@@ -113,6 +115,27 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             "strategy.sequence_parallel=false",
         ),
         ({"tensor": 2}, {"plan": None}, "has no plan"),
+        ({"context": 2}, {"plan": None}, "strategy.context=2: mine.Model has no plan"),
+        ({"context": 2}, {"plan": replace(PLAN, context={})}, "plan of mine.Model names no attention in `context`"),
+        (
+            {"context": 4, "tensor": 2},
+            {"world_size": 8},
+            "strategy.context=4 × strategy.tensor=2 does not divide model.heads=4: .* Type strategy.context=2",
+        ),
+        ({"context": 3}, {"world_size": 3}, "strategy.context=3 does not divide model.heads=4: .* strategy.context=2"),
+        ({"context": 2}, {"data": {"context": 15, "micro_batch_size": 8}}, "data.context=15. Type data.context=16"),
+        ({"context": 2}, {"model": {"context": 15}}, "positions of model.context=15. Type model.context=16"),
+        (
+            {"context": 2, "tensor": 2},
+            {"world_size": 4, "data": {"context": 18, "micro_batch_size": 8}},
+            "strategy.context=2 × strategy.tensor=2 does not divide the positions of data.context=18. Type .*=20",
+        ),
+        ({"context": 2}, {"data": {"multiple": 1, "micro_batch_size": 8}}, "data.multiple=1. Type data.multiple=2"),
+        (
+            {"pipe": 2, "context": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
+            {"world_size": 4},
+            "Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b",
+        ),
         ({"pipe": 2}, {"plan": None}, "has no plan"),
         ({"pipe": 2}, {"model": {"layers": 1}}, "makes 2 stages, but model.layers=1"),
         ({"pipe": 2, "schedule": "zero_bubble"}, {"model": {"layers": 3}}, "Type strategy.pipe=1"),
@@ -178,9 +201,13 @@ def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:
         assert found(strategy, world_size=world_size) == []
 
 
-def test_data_axis_leaves_out_tensor_and_pipeline() -> None:
+def test_data_axis_leaves_out_context_tensor_and_pipeline() -> None:
     asked = MESH | {"pipe": 2, "replicate": 2, "shard": "auto", "tensor": 2}
     assert Layout.resolve(asked, world_size=16).data_ranks == 4
+    asked = MESH | {"replicate": 2, "shard": "auto", "context": 2, "tensor": 2}
+    layout = Layout.resolve(asked, world_size=16)
+    assert layout.data_ranks == 4
+    assert layout.methods == ["shard", "context", "tensor"]
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)

@@ -23,7 +23,7 @@ def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    sizes = {"pipe": 1, "replicate": 1, "shard": shard, "tensor": 1}
+    sizes = dict.fromkeys(mesh.AXES, 1) | {"shard": shard}
     device_mesh = mesh.build(sizes, device_type="cpu")
     model = decoder_on_meta(**model_args)
     whole = sum(p.numel() for p in model.parameters()) * 4

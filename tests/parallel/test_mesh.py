@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from armature.parallel.mesh import resolve, shards_sequence
+from armature.parallel.mesh import AXES, resolve, shards_sequence
 
 
 def sizes(**axes: int | str) -> dict[str, int | str]:
-    return {"pipe": 1, "replicate": 1, "shard": 1, "tensor": 1, **axes}
+    return {**dict.fromkeys(AXES, 1), **axes}
 
 
 def test_auto_takes_the_processes_that_are_left() -> None:
-    assert resolve(sizes(shard="auto", tensor=2), world_size=8) == {"pipe": 1, "replicate": 1, "shard": 4, "tensor": 2}
+    assert resolve(sizes(shard="auto", tensor=2), world_size=8) == sizes(shard=4, tensor=2)
+    assert resolve(sizes(shard="auto", context=2), world_size=8) == sizes(shard=4, context=2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
 
-SIZES = {"pipe": 2, "replicate": 1, "shard": 1, "tensor": 2}
+SIZES = {"pipe": 2, "replicate": 1, "shard": 1, "context": 1, "tensor": 2}
 make = partial(Decoder, vocab_size=96, context=16, width=32, layers=4, heads=4)
 
 

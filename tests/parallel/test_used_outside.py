@@ -36,7 +36,7 @@ def computed() -> dict[str, Any]:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     model = stack()
     if ranks > 1:
-        sizes = {"pipe": 1, "replicate": 1, "shard": ranks, "tensor": 1}
+        sizes = dict.fromkeys(mesh.AXES, 1) | {"shard": ranks}
         device_mesh = mesh.build(sizes, device_type="cpu")
         apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
     with dtensors.gathers():

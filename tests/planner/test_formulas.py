@@ -1,5 +1,6 @@
 """The formulas beside what the models themselves say, rules of thumb, and simulated peaks."""
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder
 from armature.models.vit.cost import cost as vit_cost
 from armature.models.vit.model import VisionTransformer
+from armature.parallel.mesh import AXES
 from armature.planner import budget, devices, memory, seconds
 from armature.planner.setup import Adapters, Setup
 
@@ -31,9 +33,8 @@ def cost_of(name: str, **changes: Any) -> Cost:
 
 
 def mesh(**sizes: int) -> dict[str, Any]:
-    axes = {**dict.fromkeys(("pipe", "replicate", "shard", "tensor"), 1), **sizes}
-    ranks = axes["pipe"] * axes["replicate"] * axes["shard"] * axes["tensor"]
-    return {"kind": "mesh", "axes": axes, "world_size": ranks}
+    axes = {**dict.fromkeys(AXES, 1), **sizes}
+    return {"kind": "mesh", "axes": axes, "world_size": math.prod(axes.values())}
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama2_7b", "llama3_1b", "llama3_8b", "llama3_70b"])

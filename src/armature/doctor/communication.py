@@ -285,7 +285,10 @@ def measure_axes(cfg: DictConfig, device: torch.device) -> list[AxisGroup]:
     if Layout.of(cfg).kind != "mesh":
         return [_measure_axis("data", device, dist.group.WORLD)]
     built = mesh.build(sizes, device_type=device.type)
-    return [_measure_axis(axis, device, built[axis].get_group()) for axis, size in sizes.items() if size > 1]
+    groups = {axis: built[axis].get_group() for axis in built.mesh_dim_names or ()}
+    if sizes["context"] > 1:
+        groups["context"] = mesh.context_group(sizes)
+    return [_measure_axis(axis, device, group) for axis, group in groups.items() if group.size() > 1]
 
 
 def _measure_axis(axis: str, device: torch.device, group: Any) -> AxisGroup:

@@ -20,6 +20,11 @@ TENSOR_STYLES = {
     "gather": "a module around columns, whose first input is gathered once for all of them",
 }
 
+CONTEXT_STYLES = {
+    "part": "a module whose first input is (B, T): it gets its rank's part of the positions, and all that follow do",
+    "heads": "attention without weights, called with queries, keys and values (B, heads, T, K) first",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -34,6 +39,9 @@ class Plan:
         divided: constructor arguments that the tensor axis must divide.
         sequence: constructor argument that counts the positions (dim 1 of activations); None: the model's norms
             cannot work on a shard of them.
+        context: module name pattern → style of `CONTEXT_STYLES`: what a context axis changes. All other modules must
+            work on each position by itself. Empty: there can be no context axis.
+        heads: constructor argument that counts the heads of "heads", which tensor × context must divide.
         layers: constructor argument that counts the blocks.
         tied: constructor argument that makes first and last share a parameter, or None.
         no_tensor: why there can be no tensor axis, with what to type instead, or None.
@@ -52,6 +60,8 @@ class Plan:
     optional: tuple[str, ...] = ()
     divided: tuple[str, ...] = ()
     sequence: str | None = None
+    context: Mapping[str, str] = field(default_factory=dict)
+    heads: str = "heads"
     layers: str = "layers"
     tied: str | None = None
     needs_inputs: str | None = None
@@ -64,6 +74,9 @@ class Plan:
         for pattern, style in self.tensor.items():
             if style not in TENSOR_STYLES:
                 raise ValueError(f"{pattern!r}: no tensor style {style!r}; there are {', '.join(TENSOR_STYLES)}")
+        for pattern, style in self.context.items():
+            if style not in CONTEXT_STYLES:
+                raise ValueError(f"{pattern!r}: no context style {style!r}; there are {', '.join(CONTEXT_STYLES)}")
 
 
 def module_beside(module: str, name: str) -> ModuleType | None:

@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
 from armature.parallel import blocks, copies, dtensors, experts, initialization, pipeline, tensor, ties
+from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
 from armature.parallel.mesh import expert_mesh
 from armature.parallel.split import bubble_share
@@ -68,12 +70,14 @@ def parallelize(
     device: torch.device,
     prefix: str,
     imported: Collection[str] = (),
+    positions: Positions | None = None,
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
     Args:
         device: where the weights go, unless they are offloaded to the CPU.
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
+        positions: this rank's on the context axis, or None without one.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
@@ -86,6 +90,16 @@ def parallelize(
             block_counts=options.stages,
         )  # fmt: skip
         parts = stages.parts
+    # 2. context: before the tensor axis, which wraps what the embedding gets
+    if positions is not None:
+        if plan is None or not plan.context:
+            raise ConfigError(
+                f"strategy.context={positions.size}: {type(model).__name__} has no plan that names its attention in "
+                "`context`. Write it in a plan.py next to the model's module, or type strategy=fsdp."
+            )
+        positions.divide(model, plan)
+        if stages is None:
+            positions.divide_calls(model)
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them alone
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
     holders = experts.find(model, plan) if options.expert > 1 or mesh["tensor"].size() > 1 else []
@@ -132,7 +146,7 @@ def parallelize(
         return ParallelizedModel(parts=parts)
     runner = pipeline.Runner(
         model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
-        microbatches=options.microbatches, unshard_outputs=unshard or torch.clone,
+        microbatches=options.microbatches, unshard_outputs=unshard or torch.clone, positions=positions,
     )  # fmt: skip
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)

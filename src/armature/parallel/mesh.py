@@ -1,4 +1,4 @@
-"""The four axes of a mesh. Torch-free except for `build`."""
+"""The axes of a mesh. Torch-free except for `build` and the groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pipe", "replicate", "shard", "tensor")  # slowest first: the ranks of a tensor group are neighbors
+# slowest first: the ranks of a tensor group are neighbors
+AXES = ("pipe", "replicate", "shard", "context", "tensor")
 
 
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
@@ -43,11 +44,29 @@ def shards_sequence(option: bool | str, *, device: str, expert: int = 1) -> bool
 
 
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
+    """Return the mesh pipe × replicate × shard × tensor, whose axis "shard" is the ranks that shard weights.
+
+    Those are the ranks of the axes shard and context together: ranks that share samples have the same weights too.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     # it logs on every rank that gathering a doubly sharded tensor takes two collectives, which users cannot change
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
+    ranks = {**sizes, "shard": sizes["shard"] * sizes["context"]}
+    names = tuple(axis for axis in AXES if axis != "context")
+    return init_device_mesh(device_type, tuple(ranks[axis] for axis in names), mesh_dim_names=names)
+
+
+def context_group(sizes: Mapping[str, int]) -> dist.ProcessGroup:
+    """Return the group of ranks that share this rank's samples, in the order of their positions."""
+    import torch.distributed as dist
+
+    context, tensor = sizes["context"], sizes["tensor"]
+    block = context * tensor
+    starts = (first + place for first in range(0, math.prod(sizes.values()), block) for place in range(tensor))
+    group, _ = dist.new_subgroups_by_enumeration([[*range(start, start + block, tensor)] for start in starts])
+    assert group is not None
+    return group
 
 
 def expert_mesh(mesh: DeviceMesh, sizes: Mapping[str, int], *, expert: int) -> DeviceMesh:
@@ -75,5 +94,5 @@ def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of ranks with different samples and the same stage and part of the tensor axis."""
+    """Return the group of ranks with different samples or positions and the same stage and part of the tensor axis."""
     return mesh["replicate", "shard"]._flatten("data").get_group()

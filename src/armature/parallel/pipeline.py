@@ -23,6 +23,8 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
+from armature.parallel import randomness
+from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
 from armature.parallel.split import (
     SCHEDULES,
@@ -184,6 +186,7 @@ class Runner:
     schedule: str
     microbatches: int
     unshard_outputs: Callable[[Tensor], Tensor]  # all-gathers the last stage's outputs if the tensor axis shards them
+    positions: Positions | None = None  # this rank's on the context axis
     target_weights: TargetWeights | None = None  # None: each batch's loss is the mean over its own targets
     loss_scale: Callable[[], Tensor | None] = lambda: None  # returns fp16's factor of the loss, 0-dim, or None
     schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
@@ -202,13 +205,25 @@ class Runner:
                     "A pipeline trains only through a call with targets. Got model(inputs): write "
                     "loss = model(inputs, targets) in training_step."
                 )
-            return self.train(inputs, targets)
+            with nullcontext() if self.positions is None else randomness.own_draws(self.positions.rank):
+                return self.train(inputs, targets)
         outputs = self.evaluate(inputs)
         if targets is not None:
-            loss = None if outputs is None else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
-            return self._broadcast_from_last(loss, scalar=True)
+            loss = None if outputs is None else self._loss(outputs, targets)
+            return self._mean(self._broadcast_from_last(loss, scalar=True))
         outputs = None if outputs is None else self.unshard_outputs(outputs)
-        return self._broadcast_from_last(outputs, scalar=False)
+        outputs = self._broadcast_from_last(outputs, scalar=False)
+        return outputs if self.positions is None else self.positions.whole(outputs)
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of outputs of this rank's positions, whose mean over the context axis is that of all."""
+        if self.positions is None:
+            return self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+        loss, share = self.model.loss(outputs, self.positions.part(targets)), self.positions.share(targets)  # pyright: ignore[reportCallIssue]
+        return loss if share is None else loss * share
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        return loss if self.positions is None else self.positions.mean(loss)
 
     @property
     def holds_last(self) -> bool:
@@ -231,6 +246,8 @@ class Runner:
             self.loss_divisor = None
         else:
             self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
+        if self.positions is not None:
+            targets = self.positions.part(targets)
         counts: Any = getattr(self.model, "first_pass_uncounted", None)  # of a mixture's tokens
         uncounted = counts(self.microbatches + 1) if counts is not None and is_new else nullcontext()
         with without_gradients(params), uncounted:
@@ -240,7 +257,7 @@ class Runner:
             )  # fmt: skip
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
-        loss = self._broadcast_from_last(mean, scalar=True)
+        loss = self._mean(self._broadcast_from_last(mean, scalar=True))
         factors = [factor for factor in (target_count, self.step_scale) if factor is not None]
         factor = torch.stack(factors).prod() if factors else None
         if factor is not None:
@@ -248,12 +265,16 @@ class Runner:
         return ScheduledLoss.apply(loss.requires_grad_(), params, grads, factor)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean over valid targets."""
+        """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean over valid targets.
+
+        With a context axis these are targets of this rank's positions, and the mean is also over the axis.
+        """
         loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss = loss if self.step_scale is None else loss * self.step_scale
         if self.loss_divisor is None:
             return loss
-        return loss * ((targets != IGNORED).sum() * self.microbatches / self.loss_divisor)
+        pieces = self.microbatches * (1 if self.positions is None else self.positions.size)
+        return loss * ((targets != IGNORED).sum() * pieces / self.loss_divisor)
 
     def _schedule(self, inputs: Tensor) -> Any:
         """Return the schedule for inputs of this shape: the first step fixes the shapes that stages exchange."""

@@ -12,6 +12,7 @@ from armature.finetune.lora import Lora, LoraLinear
 from armature.layout import Layout
 from armature.models.plan import Plan
 from armature.parallel import ties
+from armature.parallel.context import match
 from armature.parallel.pipeline import blocks_of_stages
 from armature.parallel.split import SCHEDULES, stage_ownership_problems, stages_of_rank
 from armature.parallel.tensor import adapter_problem, match_styles
@@ -47,6 +48,8 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
             for names in ties.find(model)
             if len({_stage_part(name, plan) for name in names}) > 1
         ]
+    if sizes["context"] > 1:
+        found += _context_problems(model, plan, context=sizes["context"])
     if sizes["tensor"] > 1:
         try:
             styles = match_styles(model, plan)
@@ -60,6 +63,23 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
             for each, count in counts.items()
             if isinstance(count, int) and count % sizes["tensor"]
         ]
+    return found
+
+
+def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str]:
+    name, found = type(model).__name__, []
+    for pattern in plan.context:
+        matching = match(model, {pattern: plan.context[pattern]})
+        if not matching:
+            found.append(f"The plan's context pattern {pattern!r} matches no module of {name}: correct plan.py.")
+        weights = [each for each in matching if any(True for _ in model.get_submodule(each).parameters())]
+        if plan.context[pattern] == "heads" and weights:
+            found.append(f"The plan's context style 'heads' is for modules without weights, but {weights[0]} has some.")
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        found.append(
+            f"strategy.context={context}: {name} has BatchNorm, whose statistics are over all positions. Type "
+            "strategy=fsdp, or take another norm."
+        )
     return found
 
 

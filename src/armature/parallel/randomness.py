@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -41,6 +43,25 @@ def begin(*, seed: int, stream: int, step: int = 0) -> None:
     torch.manual_seed(seed * 1_000_003 + stream + step * 7_919)
     random.seed(f"{seed}/{stream}/{step}")
     np.random.seed((seed * 1_000_003 + stream + step * 7_919) % 2**32)
+
+
+@contextmanager
+def own_draws(place: int) -> Iterator[None]:
+    """Let ranks that draw the same numbers draw others from torch inside the context, each by its `place`.
+
+    Code outside of a model, such as a random mask of the inputs, must draw the same on ranks that share samples. Inside
+    of it they must not: dropout of different positions is independent.
+    """
+    seed = random.getrandbits(60)  # leaves torch's streams as they are without this
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    before = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+    torch.manual_seed(seed + place)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        if before[1] is not None:
+            torch.cuda.set_rng_state(before[1])
 
 
 class RankRandomState:

@@ -16,7 +16,7 @@ from armature.finetune.check import LORA
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
-from armature.parallel.mesh import shards_sequence
+from armature.parallel.mesh import AXES, shards_sequence
 from armature.parallel.split import balance_blocks
 from armature.validation import signatures
 
@@ -51,7 +51,7 @@ class Setup:
 
     cost: Cost
     kind: str
-    axes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("pipe", "replicate", "shard", "tensor"), 1))
+    axes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     world_size: int = 1
     micro: int = 1
     accumulate: int = 1

@@ -1,4 +1,4 @@
-"""Any mesh of pipeline, replicated, sharded and tensor axes: fsdp, hsdp, tensor, pipeline and their hybrids."""
+"""Any mesh of pipeline, replicated, sharded, context and tensor axes: fsdp, hsdp, tensor, … and their hybrids."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.parallel import apply, batchnorm, dtensors, gradients, mesh
+from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
-    """Spread each model of the LightningModule over pipe × replicate × shard × tensor ranks, as its plan says.
+    """Spread each model of the LightningModule over the ranks of a mesh, as its plan says.
 
     Args:
-        pipe, replicate, shard, tensor: sizes of the axes; one may be "auto", which takes the remaining processes.
-        expert: ranks that share out a mixture's experts. They are ranks of shard and tensor, no further ones.
+        pipe, replicate, shard, context, tensor: sizes of the axes; one may be "auto", which takes the remaining
+            processes. The ranks of `context` share samples and shard their positions, and the weights like `shard`.
+        expert: ranks that share out a mixture's experts. They are ranks of shard, context and tensor, no further ones.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
         reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them until backward
             (ZeRO-2); None: free them, except between a pipeline's micro-batches. Several models in one
@@ -63,8 +65,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     def __init__(
         self, *, seed: int = 0,
-        pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1, tensor: int | str = 1,
-        expert: int = 1,
+        pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1,
+        context: int | str = 1, tensor: int | str = 1, expert: int = 1,
         backend: str = "auto", reshard_after_forward: bool | None = None, reduce_every_microbatch: bool = True,
         param_dtype: str | None = None, reduce_dtype: str | None = None, cpu_offload: bool = False, prefetch: int = 1,
         min_num_params: int = 8_000_000, sequence_parallel: bool | str = "auto", sync_batchnorm: bool = True,
@@ -73,7 +75,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         float8: bool | str = False,
     ) -> None:  # fmt: skip
         super().__init__(process_group_backend=None if backend == "auto" else backend)
-        self.requested_sizes = {"pipe": pipe, "replicate": replicate, "shard": shard, "tensor": tensor}
+        self.requested_sizes = {
+            "pipe": pipe, "replicate": replicate, "shard": shard, "context": context, "tensor": tensor,
+        }  # fmt: skip
         self.reduce_every_microbatch, self.sync_batchnorm = reduce_every_microbatch, sync_batchnorm
         self.options: dict[str, Any] = {
             "seed": seed, "schedule": schedule, "microbatches": microbatches,
@@ -82,6 +86,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params, "expert": expert,
         }  # fmt: skip
         self.applied: list[apply.ParallelizedModel] = []
+        self.positions: Positions | None = None
         self._run_contexts = ExitStack()
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -96,6 +101,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
             raise ConfigError(problem)
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
+        self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
         self.module._device_mesh = self._device_mesh
 
     def _rank_on(self, axis: str) -> int:
@@ -109,7 +115,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def data_rank(self) -> int:
-        return self._rank_on("replicate") * self.sizes["shard"] + self._rank_on("shard")
+        place = self._rank_on("shard") // self.sizes["context"]  # the mesh's axis is of both
+        return self._rank_on("replicate") * self.sizes["shard"] + place
 
     @property
     @override
@@ -120,8 +127,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def can_generate(self) -> bool:
-        # a pipeline, and sequence parallelism, only work on batches shaped like those of training
-        return self.sizes["pipe"] == 1 and not (self.sizes["tensor"] > 1 and self.options["sequence_parallel"])
+        # a pipeline, and shards of positions, only work on batches shaped like those of training
+        positions = self.positions is not None or (self.sizes["tensor"] > 1 and self.options["sequence_parallel"])
+        return self.sizes["pipe"] == 1 and not positions
 
     @property
     @override
@@ -140,7 +148,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
                 model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
-                imported=self.imported[name],
+                imported=self.imported[name], positions=self.positions,
             )  # fmt: skip
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
@@ -201,7 +209,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def _step_context(self) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
-        return nullcontext() if others or self.data_size == 1 or self.compile != "none" else dtensors.gathers()
+        sharding = self.data_size * self.sizes["context"]
+        return nullcontext() if others or sharding == 1 or self.compile != "none" else dtensors.gathers()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

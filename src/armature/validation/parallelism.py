@@ -16,11 +16,10 @@ from typing import Any
 from armature import hardware
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.parallel.mesh import expert_problem, shards_sequence
 from armature.parallel.split import SCHEDULES
-from armature.validation import lightning_callbacks, quantization, signatures
+from armature.validation import experts, lightning_callbacks, quantization, signatures
 
-KINDS = ("single", "ddp", "shard", "tensor", "pipeline", "expert", "deepspeed", "zero3")
+KINDS = ("single", "ddp", "shard", "context", "tensor", "pipeline", "expert", "deepspeed", "zero3")
 FEATURES = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value",
     "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon", "float8",
@@ -159,7 +158,7 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 def _plan(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
-    used = [axis for axis in ("tensor", "pipe") if layout.axes[axis] > 1]
+    used = [axis for axis in ("context", "tensor", "pipe") if layout.axes[axis] > 1]
     if used and layout.plan is None:
         axes = " and ".join(f"strategy.{axis}={layout.axes[axis]}" for axis in used)
         return [
@@ -184,7 +183,7 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     sequence = cfg["model"].get(plan.sequence) if plan.sequence else None
-    shards = _shards_sequence(cfg, layout)
+    shards = experts.shards_sequence(cfg, layout)
     if shards and isinstance(sequence, int) and sequence % tensor:
         problems.append(
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
@@ -202,56 +201,38 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
-def _shards_sequence(cfg: Mapping[str, Any], layout: Layout) -> bool:
-    option, expert = layout.options["sequence_parallel"], layout.options["expert"]
-    return shards_sequence(option, device=cfg["trainer"]["accelerator"], expert=expert)
-
-
-def _experts(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
-    plan, options = layout.plan, layout.options
-    has_experts = plan is not None and plan.experts is not None
-    expert = options["expert"] if layout.kind == "mesh" else 1
-    if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
-        return [f"strategy.expert={expert}: must be a whole number of at least 1."]
-    if expert > 1 and not has_experts:
-        model = cfg["model"]["_target_"].rpartition(".")[2]
-        return [
-            f"strategy.expert={expert}: {model} has no experts. Type strategy.expert=1, or a mixture such as "
-            "model=mixture_nano."
-        ]
-    if plan is None or not has_experts:
+def _context(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    context, tensor, plan, model = layout.axes["context"], layout.axes["tensor"], layout.plan, cfg["model"]
+    if context == 1 or plan is None:
         return []
-    found = []
-    if layout.kind == "mesh" and (problem := expert_problem(expert, layout.axes)) is not None:
-        found.append(problem)
-    count = cfg["model"].get(plan.expert_count)
-    if isinstance(count, int) and count % expert:
-        fits = [n for n in range(1, expert) if count % n == 0]
-        found.append(
-            f"strategy.expert={expert} does not divide model.{plan.expert_count}={count}. Type "
-            f"strategy.expert={max(fits)}, or model.{plan.expert_count}={-(-count // expert) * expert}."
+    if not plan.context:
+        return [
+            f"strategy.context={context}: the plan of {model['_target_']} names no attention in `context`, which needs "
+            "the positions of all ranks. Type strategy=fsdp, or a decoder such as model=gpt_nano or model=pretrained."
+        ]
+    problems = []
+    heads = model.get(plan.heads)
+    if isinstance(heads, int) and heads % tensor == 0 and heads // tensor % context:
+        ranks = f"strategy.context={context}" + (f" × strategy.tensor={tensor}" if tensor > 1 else "")
+        fits = max(n for n in range(1, context) if heads // tensor % n == 0)
+        problems.append(
+            f"{ranks} does not divide model.{plan.heads}={heads}: within attention each rank has some of the heads. "
+            f"Type strategy.context={fits}."
         )
-    if layout.axes["tensor"] > 1 and not _shards_sequence(cfg, layout):
-        found.append(
-            f"strategy.tensor={layout.axes['tensor']} with strategy.sequence_parallel={options['sequence_parallel']}: "
-            "each rank would send the same tokens to the experts. Type strategy.sequence_parallel=true."
-        )
-    if expert > 1 and options["cpu_offload"]:
-        found.append(
-            f"strategy.cpu_offload=true with strategy.expert={expert} has not been tried. Type "
-            "strategy.cpu_offload=false, or strategy.expert=1."
-        )
-    if expert > 1 and options["compile"] != "none" and cfg["trainer"]["accelerator"] != "cpu":
-        found.append(
-            f"strategy.compile={options['compile']} with strategy.expert={expert} has not been tried on GPUs. Type "
-            "strategy.compile=none."
-        )
-    if options["float8"]:
-        found.append(
-            f"strategy.float8={str(options['float8']).lower()} converts Linears, and a mixture's experts are none. "
-            "Type strategy.float8=false."
-        )
-    return found
+    shards = tensor > 1 and experts.shards_sequence(cfg, layout)
+    parts = context * (tensor if shards else 1)
+    lengths = {f"model.{plan.sequence}": model.get(plan.sequence) if plan.sequence else None}
+    lengths |= {f"data.{key}": cfg["data"].get(key) for key in ("context", "multiple")}
+    lengths = {key: length for key, length in lengths.items() if isinstance(length, int)}
+    if "data.context" in lengths:  # samples may be shorter than the model allows
+        lengths = {key: length for key, length in lengths.items() if not key.startswith("model.")}
+    for key, length in lengths.items():
+        if length % parts:
+            ranks = f"strategy.context={context}" + (f" × strategy.tensor={tensor}" if shards else "")
+            problems.append(
+                f"{ranks} does not divide the positions of {key}={length}. Type {key}={-(-length // parts) * parts}."
+            )
+    return problems
 
 
 def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -305,7 +286,7 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
-    sharded = layout.axes["replicate"] * layout.axes["shard"] > 1
+    sharded = layout.axes["replicate"] * layout.axes["shard"] * layout.axes["context"] > 1
     if schedule == "zero_bubble" and strategy["reshard_after_forward"] and sharded:
         problems.append(
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true: its backward in two parts needs "
@@ -346,6 +327,7 @@ def _deepspeed_entries(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
-    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _experts, _pipeline, _shard, _deepspeed_entries,
+    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _context, experts.problems, _pipeline, _shard,
+    _deepspeed_entries,
     quantization.problems,
 )  # fmt: skip

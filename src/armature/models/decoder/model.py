@@ -95,6 +95,42 @@ def takes_groups(v_BGTK: Tensor, mask: Tensor | None) -> bool:
     return flash and torch.cuda.get_device_properties(v_BGTK.device).major >= 8
 
 
+class AttentionCore(nn.Module):
+    """Rotary positions and attention: all that looks at other positions. It has no weights.
+
+    Queries, keys and values come first, since a context axis exchanges them here (`parallel.context`).
+    """
+
+    def __init__(self, *, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rotary_C2K: Tensor,
+        mask: Tensor | BlockMask | None = None, cache: KeyValueCache | None = None, name: str = "",
+    ) -> Tensor:  # fmt: skip
+        """Return attention (B, H, T, K)."""
+        q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
+        if cache is not None:
+            k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK, window=self.window)
+        seen = k_BGTK.shape[2]
+        if mask is None:  # made here: only here T is whole under sequence parallelism
+            mask = packing.position_mask(
+                q_BHTK.shape[2], seen, window=self.window, device=q_BHTK.device, head_dim=q_BHTK.shape[3]
+            )
+        elif not isinstance(mask, BlockMask):
+            mask = mask[..., -seen:]  # a cache has dropped the positions before a window
+        if isinstance(mask, BlockMask):
+            return packing.attend(q_BHTK, k_BGTK, v_BGTK, mask)
+        if q_BHTK.shape[1] != k_BGTK.shape[1] and not takes_groups(v_BGTK, mask):
+            groups = q_BHTK.shape[1] // k_BGTK.shape[1]
+            k_BGTK, v_BGTK = (x.repeat_interleave(groups, dim=1) for x in (k_BGTK, v_BGTK))
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
+            is_causal=mask is None and q_BHTK.shape[2] == seen,
+        )  # fmt: skip
+
+
 class Attention(nn.Module):
     """Causal self-attention with possibly fewer key-value heads than query heads (GQA, arXiv:2305.13245)."""
 
@@ -110,6 +146,7 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         if qk_norm == "weighted":
             self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=norm_eps) for _ in range(2))
+        self.core = AttentionCore(window=window)
         self.o = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(
@@ -126,26 +163,7 @@ class Attention(nn.Module):
         elif self.qk_norm:
             q_BHTK = F.rms_norm(q_BHTK, (self.head_dim,), eps=self.norm_eps)
             k_BGTK = F.rms_norm(k_BGTK, (self.head_dim,), eps=self.norm_eps)
-        q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
-        if cache is not None:
-            k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK, window=self.window)
-        seen = k_BGTK.shape[2]
-        if mask is None:  # made here: only here T is whole under sequence parallelism
-            mask = packing.position_mask(
-                q_BHTK.shape[2], seen, window=self.window, device=x_BTD.device, head_dim=self.head_dim
-            )
-        elif not isinstance(mask, BlockMask):
-            mask = mask[..., -seen:]  # a cache has dropped the positions before a window
-        if isinstance(mask, BlockMask):
-            a_BHTK = packing.attend(q_BHTK, k_BGTK, v_BGTK, mask)
-        else:
-            if q_BHTK.shape[1] != k_BGTK.shape[1] and not takes_groups(v_BGTK, mask):
-                groups = q_BHTK.shape[1] // k_BGTK.shape[1]
-                k_BGTK, v_BGTK = (x.repeat_interleave(groups, dim=1) for x in (k_BGTK, v_BGTK))
-            a_BHTK = F.scaled_dot_product_attention(
-                q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
-                is_causal=mask is None and q_BHTK.shape[2] == seen,
-            )  # fmt: skip
+        a_BHTK = self.core(q_BHTK, k_BGTK, v_BGTK, rotary_C2K, mask, cache, name)
         return self.o(a_BHTK.transpose(1, 2).flatten(2))
 
 

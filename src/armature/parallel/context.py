@@ -1,0 +1,172 @@
+"""The context axis: ranks share samples, and each computes its part of the positions (Ulysses, arXiv:2309.14509).
+
+Only attention looks at other positions. An exchange before it gives each rank all positions of some of the heads, and
+one after it gives back its positions of all heads. What surrounds the model keeps its meaning: whole samples go in, and
+the loss over all targets, or the outputs of all positions, come out, the same on all ranks of the axis.
+
+Shapes: B batch, T positions of a sample, H query heads, G key-value heads, K head width, C ranks of the axis. H and G
+are those of one rank of the tensor axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from typing_extensions import override
+
+from armature.errors import ConfigError
+from armature.models.loss import IGNORED
+from armature.models.plan import Plan
+from armature.parallel import randomness
+
+
+class Positions:
+    """This rank's part of the positions, and the exchanges with the other ranks of the axis."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self._calls: list[tuple[ExitStack, Tensor | None]] = []  # of models that are running, innermost last
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's positions (dim 1) of x: (B, T, …) to (B, T / C, …)."""
+        if x.ndim < 2 or x.shape[1] % self.size:
+            raise ConfigError(
+                f"strategy.context={self.size} does not divide the {x.shape[1] if x.ndim > 1 else 1} positions (dim 1) "
+                f"of a batch of shape {tuple(x.shape)}. Type another length, or strategy.context=1."
+            )
+        return x.chunk(self.size, 1)[self.rank]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return all positions of outputs: (B, T / C, …) to (B, T, …). All ranks must use them alike."""
+        return _Whole.apply(x, self.group)
+
+    def share(self, targets: Tensor) -> Tensor | None:
+        """Return what this rank's mean loss is multiplied by, so that the mean over ranks is that over all targets.
+
+        Args:
+            targets: of all positions. None is returned if they are no classes: then the parts count alike.
+        """
+        if targets.is_floating_point():
+            return None
+        counted = targets != IGNORED
+        return self.part(counted).sum(dtype=torch.float32) * self.size / counted.sum(dtype=torch.float32).clamp(min=1)
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return the mean over the ranks. Gradients pass as they are: sharding averages them over these ranks, too."""
+        return _Mean.apply(loss, self.group)
+
+    # ------------------------------------------------------------ attention
+    def to_heads(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Exchange queries, keys and values at once: (B, H, T / C, K) to (B, H / C, T, K)."""
+        q_BHTK, k_BGTK, v_BGTK, *others = args
+        q_BHTK, k_BGTK = q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype)  # autocast normalizes them in fp32
+        if (copies := self.size // math.gcd(self.size, k_BGTK.shape[1])) > 1:  # fewer heads than ranks
+            k_BGTK, v_BGTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
+        if q_BHTK.shape[1] % self.size:
+            raise ConfigError(
+                f"strategy.context={self.size} does not divide the {q_BHTK.shape[1]} heads of this rank's attention. "
+                "Type a number that does."
+            )
+        parts = [x.chunk(self.size, 1) for x in (q_BHTK, k_BGTK, v_BGTK)]
+        sent = torch.stack([torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)])  # (C, B, heads, T / C, K)
+        received = exchange(sent, self.group).movedim(0, 2).flatten(2, 3)
+        return *received.split([of_all[0].shape[1] for of_all in parts], 1), *others
+
+    def to_positions(self, _: nn.Module, args: Any, out_BHTK: Tensor) -> Tensor:
+        """Exchange attention's results: (B, H / C, T, K) to (B, H, T / C, K)."""
+        sent = torch.stack(out_BHTK.chunk(self.size, 2))
+        return exchange(sent, self.group).movedim(0, 1).flatten(1, 2)
+
+    # ------------------------------------------------------------ models
+    def divide(self, model: nn.Module, plan: Plan) -> None:
+        """Let modules work on this rank's positions, and attention on all positions of this rank's heads."""
+        for name, style in match(model, plan.context).items():
+            module = model.get_submodule(name)
+            if style == "part":
+                module.register_forward_pre_hook(lambda _, args: (self.part(args[0]), *args[1:]))
+            else:
+                module.register_forward_pre_hook(self.to_heads)
+                module.register_forward_hook(self.to_positions)
+
+    def divide_calls(self, model: nn.Module) -> None:
+        """Let calls of the model with whole samples return losses of all targets, or outputs of all positions."""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        targets = args[1] if len(args) > 1 else kwargs.get("targets")
+        share = None if targets is None else self.share(targets)
+        if len(args) > 1 and targets is not None:
+            args = (args[0], self.part(targets), *args[2:])
+        elif targets is not None:
+            kwargs = {**kwargs, "targets": self.part(targets)}
+        stack = ExitStack()
+        if model.training:
+            stack.enter_context(randomness.own_draws(self.rank))
+        self._calls.append((stack, share))
+        return args, kwargs
+
+    def _end(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        stack, share = self._calls.pop()
+        stack.close()
+        if output is None:  # it raised an error
+            return None
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"strategy.context={self.size}: {type(model).__name__}.forward must return a loss, or outputs "
+                f"(B, T, …) as one tensor. Got {type(output).__name__}."
+            )
+        if output.ndim:
+            return self.whole(output)
+        return self.mean(output if share is None else output * share)
+
+
+def match(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the style of each module that a pattern of a plan's `context` names."""
+    names = [name for name, _ in model.named_modules()]
+    return {name: style for pattern, style in styles.items() for name in names if fnmatchcase(name, pattern)}
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send x's first dim to the ranks in turn, and return what they sent here, in the same shape. Differentiable."""
+    return wait_tensor(all_to_all_single(x.contiguous(), None, None, group))
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = x.float().clone()  # the default type may be bf16
+        dist.all_reduce(x, group=group)
+        return x / group.size()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0], None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        size = ctx.group.size()  # sharding divides by it: each rank has the gradient of its own part only
+        return grads[0].chunk(size, 1)[ctx.group.rank()] * size, None
