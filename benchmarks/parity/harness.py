@@ -103,12 +103,13 @@ LAYOUTS: dict[str, Job] = {
 }
 
 
-MIXTURE = {  # initial weights are those of a wider deviation: no choice of an expert lies on a tie
+MIXTURE = {
     "model": "armature.models.mixture.model.MixtureDecoder",
     "model_args": {**DECODER, "experts": 8, "active": 2, "expert_hidden": 32, "shared_hidden": 64, "dense_layers": 1},
 }
+PACKED = {"model_args": {**MIXTURE["model_args"], "document_token": 7}}
 MIXTURES: dict[str, Job] = {
-    name: replace(job, **MIXTURE)
+    name: replace(job, **MIXTURE | (PACKED if "packed" in name else {}), ignore="ignored" in name)
     for name, job in {
         "mixture, single": Job("SingleDevice"),
         "mixture, single, micro-batch 4": Job("SingleDevice", accumulate=4),
@@ -117,7 +118,8 @@ MIXTURES: dict[str, Job] = {
         "mixture, deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
         "mixture, tensor 2": mesh(2, tensor=2),
         "mixture, fsdp 2, expert 2": mesh(2, shard=2, expert=2),
-        "mixture, fsdp 2, expert 2, ignored": replace(mesh(2, shard=2, expert=2), ignore=True),
+        "mixture, fsdp 2, expert 2, ignored": mesh(2, shard=2, expert=2),
+        "mixture, fsdp 2, expert 2, packed": mesh(2, shard=2, expert=2),
         "mixture, fsdp 2, expert 2, recomputed": mesh(2, shard=2, expert=2, activation_checkpointing="every"),
         "mixture, fsdp 2, expert 2, ZeRO-2": mesh(2, shard=2, expert=2, reshard_after_forward=False),
         "mixture, fsdp 4, expert 2": mesh(4, shard=4, expert=2),
@@ -130,9 +132,18 @@ MIXTURES: dict[str, Job] = {
         "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble": mesh(
             4, pipe=2, shard=2, expert=2, schedule="zero_bubble"
         ),
+        "mixture, context 2 × fsdp 2, expert 4, ignored": mesh(4, context=2, shard=2, expert=4),
+        "mixture, context 2 × tensor 2, expert 4, packed": mesh(4, context=2, tensor=2, expert=4),
+        "mixture, fsdp 2 × context 2 × tensor 2, expert 4": mesh(8, shard=2, context=2, tensor=2, expert=4),
         "mixture, 2×2×2, expert 4": mesh(8, pipe=2, shard=2, tensor=2, expert=4),
     }.items()
 }
+
+
+def reference_of(job: Job) -> Job:
+    """Return the same fit in one process. The mean is over all targets of a step, whatever the accumulation."""
+    alone = replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None)
+    return replace(alone, accumulate=1) if job.ignore else alone
 
 
 @cache
@@ -352,6 +363,7 @@ def _fit(job: Job) -> Run:
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
         "scaler": strategy.precision_plugin.state_dict(),
+        "load": load.tolist() if (load := getattr(task.model, "load_LE", None)) is not None else None,
     }
     if job.save is not None:
         trainer.save_checkpoint(job.save)

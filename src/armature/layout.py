@@ -66,7 +66,7 @@ class Layout:
         axes = self.axes
         sizes = {
             "shard": axes["replicate"] * axes["shard"] * axes["context"], "context": axes["context"],
-            "tensor": axes["tensor"], "pipeline": axes["pipe"], "expert": self.options["expert"],
+            "tensor": axes["tensor"], "pipeline": axes["pipe"],
         }  # fmt: skip
         return [name for name, size in sizes.items() if size > 1] or ["shard"]
 

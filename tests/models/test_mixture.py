@@ -105,7 +105,8 @@ def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:
 
 
 def test_rebalancing_levels_the_load() -> None:
-    m, x = mixture(balance_rate=0.02, shared_hidden=None), torch.randn(8, 32, 32)
+    m, x = mixture(balance_rate=0.02, shared_hidden=None), torch.randn(8, 32, 32) + 0.5
+    assert m.bias is not None
     m.bias.zero_()
     spreads = []
     for _ in range(60):

@@ -70,7 +70,9 @@ def test_a_hidden_parameter_that_is_no_matrix_is_refused():
 def test_a_stack_is_orthogonalized_as_each_of_its_matrices(shape):
     stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = [muon.orthogonalize(matrix) for matrix in stack] or [stack[:0]]
-    torch.testing.assert_close(muon.orthogonalize(stack), torch.stack(expected) if len(stack) else stack, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        muon.orthogonalize(stack), torch.stack(expected) if len(stack) else stack, rtol=0, atol=1e-6
+    )
 
 
 def test_a_step_of_a_stack_is_that_of_its_matrices():

@@ -2,8 +2,8 @@
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which returns Hugging Face's
 name of one of its parameters, or None for one that they do not have. One whose parameters stack several matrices has
-`pretrained_parts`, which returns the names of a parameter's matrices, or None. A model whose names depend on the folder has
-`names_in` instead: it is given the names of the folder's tensors, and returns those that it takes, by its own names.
+`pretrained_parts`, which returns the names of a parameter's matrices, or None. A model whose names depend on the folder
+has `names_in` instead: it is given the names of the folder's tensors, and returns those that it takes, by its own.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -17,7 +17,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (order_M,) = ctx.saved_tensors
         return grads[0][order_M.argsort()], None
 

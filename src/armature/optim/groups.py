@@ -16,12 +16,15 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
     Hidden matrices are the two-dimensional parameters inside the model's blocks. Their group has `hidden=True`, and the
     model's `width` if it has one. So has the group of stacks: the three-dimensional parameters of modules that say
-    `stacked = True` (`models/mixture/experts.py`), which may be sharded over ranks of their own. The rest are norms, biases and positions: parameters with one dimension or such a
-    name. Names and numbers of dimensions decide, never the shape of a rank's shard, so groups are the same under every
-    layout. Adapters are matrices of no such kind: Muon would take their small rank for that of the change.
+    `stacked = True` (`models/mixture/experts.py`), which may be sharded over ranks of their own. The rest are norms,
+    biases and positions: parameters with one dimension or such a name. Names and numbers of dimensions decide, never
+    the shape of a rank's shard, so groups are the same under every layout. Adapters are matrices of no such kind: Muon
+    would take their small rank for that of the change.
     """
     hidden, stacks, matrices, vectors = [], [], [], []
-    stacked = {param for module in model.modules() if getattr(module, "stacked", False) for param in module.parameters()}
+    stacked = {
+        param for module in model.modules() if getattr(module, "stacked", False) for param in module.parameters()
+    }
     plan = getattr(model, "plan", None)
     blocks = plan.blocks if isinstance(plan, Plan) else "blocks"
     for name, param in model.named_parameters():

@@ -160,9 +160,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     options, pipe = layout.options, layout.axes["pipe"]
     reshard = options.get("reshard_after_forward")
     expert = options.get("expert", 1)
-    sequence = shards_sequence(
-        options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert
-    )
+    sequence = shards_sequence(options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert)
     return Setup(
         cost=cost, kind=layout.kind, axes=dict(layout.axes), world_size=layout.world_size,
         micro=batches.micro_batch_size, accumulate=batches.accumulate, precision=cfg.trainer.precision,

@@ -138,7 +138,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @property
     @override
     def completes_step(self) -> bool:
-        return self.deepspeed_engine.is_gradient_accumulation_boundary()
+        return bool(self.deepspeed_engine.is_gradient_accumulation_boundary())
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

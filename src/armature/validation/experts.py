@@ -21,7 +21,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     has_experts = plan is not None and plan.experts is not None
     expert = options["expert"] if layout.kind == "mesh" else 1
     if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
-        return [f"strategy.expert={expert}: must be a whole number of at least 1."]
+        return [f"strategy.expert={expert}: must be a whole number of at least 1. Type strategy.expert=1."]
     if expert > 1 and not has_experts:
         model = cfg["model"]["_target_"].rpartition(".")[2]
         return [

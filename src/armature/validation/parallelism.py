@@ -19,7 +19,7 @@ from armature.layout import Layout
 from armature.parallel.split import SCHEDULES
 from armature.validation import experts, lightning_callbacks, quantization, signatures
 
-KINDS = ("single", "ddp", "shard", "context", "tensor", "pipeline", "expert", "deepspeed", "zero3")
+KINDS = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
     "32-true", "bf16-mixed", "bf16-true", "16-mixed", "compile=block", "compile=model", "clip=norm", "clip=value",
     "activation_checkpointing=every", "activation_checkpointing=selective", "ema", "muon", "float8",
@@ -42,8 +42,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
     ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
     ("on_nan=rollback", "deepspeed"): "its engine cannot be built anew yet. Type trainer.on_nan=stop, or strategy=fsdp",
-    ("compile=model", "expert"): "its collectives run between the blocks. Type strategy.compile=block",
-    ("float8", "expert"): "it does not reach the experts. Type strategy.float8=false",
     ("float8", "tensor"): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 

@@ -74,7 +74,8 @@ class Mixture(nn.Module):
     """`active` of `experts` for each token, and a shared expert for all of them if `shared_hidden` is given.
 
     A bias that affects the choice alone levels the experts' load (arXiv:2408.15664). `rebalance` moves it, once per
-    optimizer step; with a `balance_rate` of 0 there is none. No auxiliary loss does: over a micro-batch it would be no mean over samples.
+    optimizer step; with a `balance_rate` of 0 there is none. There is no auxiliary loss: over a micro-batch it would be
+    no mean over samples.
 
     Attributes:
         counts: tokens of each expert (E,), of each training forward since `take_counts`. Recomputation, and ranks that
@@ -130,6 +131,8 @@ class Mixture(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:
         bias = self.bias
         super()._apply(fn, recurse)
-        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:  # in 16 bits its steps would be rounded away
+        if (
+            bias is not None and self.bias is not None and self.bias.dtype != bias.dtype
+        ):  # in 16 bits its steps would be rounded away
             self.bias = bias.to(self.bias.device)
         return self

@@ -23,7 +23,8 @@ class MixtureBlock(Block):
     """A decoder's block with `mixture` in place of `ffn`."""
 
     def __init__(self, width: int, *, mixture: dict[str, Any], **options: Any) -> None:
-        super().__init__(width, **options | {"ffn_hidden": 1})
+        options["ffn_hidden"] = 1
+        super().__init__(width, **options)
         del self.ffn
         self.mixture = Mixture(width, **mixture)
 

@@ -31,7 +31,7 @@ def parts(name: str, count: int) -> list[str] | None:
 
 
 def shapes(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return every parameter of `MixtureDecoder(**args)` by our name. Without torch, so that it serves before launch."""
+    """Return every parameter of `MixtureDecoder(**args)` by our name. Torch-free, for the check before launch."""
     found = decoder.shapes({**args, "ffn_hidden": args["ffn_hidden"] or 1})
     width, hidden, experts, shared = (args[k] for k in ("width", "expert_hidden", "experts", "shared_hidden"))
     for i in range(args["dense_layers"], args["layers"]):
