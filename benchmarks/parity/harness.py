@@ -142,8 +142,10 @@ MIXTURES: dict[str, Job] = {
 
 def reference_of(job: Job) -> Job:
     """Return the same fit in one process. The mean is over all targets of a step, whatever the accumulation."""
-    alone = replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None)
-    return replace(alone, accumulate=1) if job.ignore else alone
+    accumulate = 1 if job.ignore else LAYOUTS["single"].accumulate
+    return replace(
+        job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None, accumulate=accumulate
+    )
 
 
 @cache
