@@ -23,8 +23,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from benchmarks.parity.harness import LAYOUTS, MIXTURES, Job, difference, fit, fit_once, reference_of
+from benchmarks.parity import context, mixtures
+from benchmarks.parity.harness import LAYOUTS as DENSE
+from benchmarks.parity.harness import Job, alone, difference, fit, fit_once
 
+LAYOUTS = {**DENSE, **context.LAYOUTS}
 TOLERANCE = 1e-5
 ALIKE = (  # ranks hold the same as in another layout: checkpoints do not depend on schedules and times of reduction
     "single, micro-batch 4",
@@ -34,6 +37,12 @@ ALIKE = (  # ranks hold the same as in another layout: checkpoints do not depend
     "pipeline 2, gpipe",
     "fsdp 2 × pipeline 2",
     "deepspeed 2 at 2",
+    "context 2, ZeRO-2",
+    "context 2, recomputed",
+    "context 2, compiled blocks",
+    "context 2 × tensor 2",
+    "context 2 × pipeline 2, gpipe",
+    "context 2 × pipeline 2, interleaved 1f1b",
 )
 QUANTITIES = ("loss", "grad_norm", "weights")
 
@@ -46,23 +55,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.no_train and not args.resume:
         parser.error("--no-train leaves nothing to compare: type --resume with it")
-    every = LAYOUTS | MIXTURES
+    every = LAYOUTS | mixtures.LAYOUTS
     chosen = {n: job for n, job in every.items() if args.only is None or any(word in n for word in args.only)}
     if not chosen:
         parser.error(f"--only {' '.join(args.only or [])}: no such layout. Layouts: {'; '.join(every)}")
     worst = 0.0 if args.no_train else train_all(chosen)
     if args.resume == "distinct":
         chosen = {name: job for name, job in chosen.items() if name not in ALIKE}
-    for group in (LAYOUTS, MIXTURES) if args.resume else ():
-        alike = {name: job for name, job in chosen.items() if name in group and not _has_data_of_its_own(job)}
+    for first in (LAYOUTS["single"], mixtures.LAYOUTS["mixture, single"]) if args.resume else ():
+        alike = {name: job for name, job in chosen.items() if alone(job) == alone(first)}  # the same data and model
         with tempfile.TemporaryDirectory() as folder:
             worst = max(worst, resume_all(alike, Path(folder)) if alike else 0.0)
     print(f"\nlargest difference {worst:.1e}, tolerance {TOLERANCE:.0e}")
     return 0 if worst <= TOLERANCE else 1
-
-
-def _has_data_of_its_own(job: Job) -> bool:
-    return job.ignore or "document_token" in job.model_args
 
 
 def train_all(layouts: dict[str, Job]) -> float:
@@ -71,9 +76,10 @@ def train_all(layouts: dict[str, Job]) -> float:
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     worst = 0.0
     for name, job in layouts.items():
+        reference = fit_once(alone(job))
         start = time.monotonic()
         run = fit(job)
-        far = difference(run, fit_once(reference_of(job)))
+        far = difference(run, reference)
         worst = max(worst, *far.values())
         values = " | ".join(f"{far[quantity]:.1e}" for quantity in QUANTITIES)
         seconds = time.monotonic() - start
@@ -85,7 +91,7 @@ def resume_all(layouts: dict[str, Job], folder: Path) -> float:
     """Save in the middle under each row and resume under each column; cells hold the largest difference."""
     print("\n| saved under ↓, resumed under → | " + " | ".join(layouts) + " |")
     print("| --- |" + " ---: |" * len(layouts))
-    worst, reference = 0.0, fit_once(reference_of(next(iter(layouts.values()))))
+    worst, reference = 0.0, fit_once(alone(next(iter(layouts.values()))))
     for i, (name, job) in enumerate(layouts.items()):
         saved = str(folder / str(i))
         fit(replace(job, steps=job.steps // 2, save=saved))

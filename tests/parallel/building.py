@@ -10,6 +10,7 @@ import torch
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import apply, mesh
+from armature.parallel.context import Positions
 
 
 def decoder_on_meta(**arguments: Any) -> Decoder:
@@ -30,7 +31,9 @@ def parallelize(
     model: Decoder, *, axes: dict[str, int], prefix: str = "model.", imported: Collection[str] = (), **changes: Any
 ) -> None:
     """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
-    device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | axes, device_type="cpu")
+    sizes = dict.fromkeys(mesh.AXES, 1) | axes
+    positions = Positions(mesh.context_group(sizes)) if sizes["context"] > 1 else None
     apply.parallelize(
-        model, PLAN, device_mesh, options(**changes), device=torch.device("cpu"), prefix=prefix, imported=imported
-    )
+        model, PLAN, mesh.build(sizes, device_type="cpu"), options(**changes), device=torch.device("cpu"),
+        prefix=prefix, imported=imported, positions=positions,
+    )  # fmt: skip

@@ -52,6 +52,19 @@ LAYOUTS = {
         "strategy.tensor=2",
         "model.layers=2",
     ],
+    "context 2×2": ["strategy=context", "trainer.devices=4", "strategy.shard=2", "strategy.min_num_params=0"],
+    "context 2, selectively recomputed": [
+        "strategy=context",
+        "trainer.devices=2",
+        "strategy.activation_checkpointing=selective",
+    ],
+    "context 2 × tensor 2 × pipe 2": [
+        "strategy=3d",
+        "trainer.devices=8",
+        "strategy.shard=1",
+        "strategy.context=2",
+        "model.layers=2",
+    ],
     **{
         f"pipeline {ranks}, {schedule}": [
             "strategy=pipeline",

@@ -77,8 +77,9 @@ class Positions:
             )
         parts = [x.chunk(self.size, 1) for x in (q_BHTK, k_BGTK, v_BGTK)]
         sent = torch.stack([torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)])  # (C, B, heads, T / C, K)
-        received = exchange(sent, self.group).movedim(0, 2).flatten(2, 3)
-        return *received.split([of_all[0].shape[1] for of_all in parts], 1), *others
+        received = exchange(sent, self.group).split([of_all[0].shape[1] for of_all in parts], 2)
+        # each its own copy: what attention keeps of one must not keep the memory of all three
+        return *(x.movedim(0, 2).flatten(2, 3) for x in received), *others
 
     def to_positions(self, _: nn.Module, args: Any, out_BHTK: Tensor) -> Tensor:
         """Exchange attention's results: (B, H / C, T, K) to (B, H, T / C, K)."""

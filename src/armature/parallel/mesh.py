@@ -65,7 +65,7 @@ def context_group(sizes: Mapping[str, int]) -> dist.ProcessGroup:
     block = context * tensor
     starts = (first + place for first in range(0, math.prod(sizes.values()), block) for place in range(tensor))
     group, _ = dist.new_subgroups_by_enumeration([[*range(start, start + block, tensor)] for start in starts])
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group
 
 

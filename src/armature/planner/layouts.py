@@ -14,6 +14,7 @@ from armature.validation import checks
 RECOMPUTE = ("none", "selective", "every")
 LONGEST_TENSOR = 8  # ranks that share each matrix: the layer's messages grow with them
 LONGEST_PIPE = 8
+LONGEST_CONTEXT = 8  # ranks that share each sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,12 @@ def choices(*, devices: int, num_nodes: int) -> Iterator[Choice]:
         else:
             words = f"strategy=fsdp_tensor strategy.tensor={tensor}"
             yield _mesh(f"fsdp {shard} × tensor {tensor}", words, {"shard": shard, "tensor": tensor}, 4)
+    for context in _powers(min(devices, LONGEST_CONTEXT)):
+        if world % context == 0:
+            shard = world // context
+            words = f"strategy=context strategy.context={context}"
+            name = f"fsdp {shard} × context {context}" if shard > 1 else f"context {context}"
+            yield _mesh(name, words, {"shard": shard, "context": context}, 4)
     yield from _pipelines(world, devices)
     yield _mesh(
         f"fsdp {world}, offloaded", "strategy=fsdp strategy.cpu_offload=true", {"shard": world, "cpu_offload": True}, 8

@@ -105,7 +105,7 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
     optimizer *= setup.weight_bytes / 4 if setup.kind != "deepspeed" else 1
     if setup.kind == "deepspeed":
         return _deepspeed_state(setup, part.total, optimizer)
-    share = setup.axes["shard"] if setup.kind == "mesh" else 1
+    share = setup.weight_ranks if setup.kind == "mesh" else 1
     on_device = 0 if setup.offload else 1 / share
     weights = part.total * setup.weight_bytes * on_device
     return {"parameters": weights, "gradients": weights, "optimizer state": optimizer * on_device}
@@ -113,7 +113,7 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
 
 def _adapted_state(setup: Setup, part: Part) -> dict[str, float]:
     """Return resting bytes if all weights but the adapters are frozen."""
-    share = setup.axes["shard"] if setup.kind == "mesh" else 1
+    share = setup.weight_ranks if setup.kind == "mesh" else 1
     on_device = 0 if setup.offload else 1 / share
     trained = part.blocks * setup.adapted * setup.weight_bytes * on_device
     frozen = _held(setup, part, blocks=part.blocks, ends=part.first + part.last, each=setup.weight_bytes) * on_device
@@ -151,6 +151,7 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
     """Return bytes that one block keeps of one sample's forward pass for backward."""
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
     between = tensor if setup.sequence_parallel else 1  # ranks that share the positions between blocks
+    positions, copied = cost.positions / setup.axes["context"], cost.keys * (setup.key_copies - 1)
     if recompute == "none":
         norms = cost.norms * _norm_bytes(setup) * cost.width / between
         adapters = 0 if setup.adapters is None else setup.adapters.rank * len(cost.linears)
@@ -158,13 +159,15 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         if setup.adapters is not None and setup.adapters.dropout:
             dropped = (c + 1) * sum(columns for _, columns in cost.linears)
         routed = (setup.expert_load - 1) * cost.routed  # beyond the mean
-        inner = c * (cost.inner + routed) / tensor
-        return cost.positions * (norms + c * cost.shared_inputs + c * adapters + inner + dropped)
+        inner = c * (cost.inner + routed + copied) / tensor
+        return positions * (norms + c * cost.shared_inputs + c * adapters + inner + dropped)
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
         products = (cost.products - cost.outputs) / tensor + cost.outputs
-        return cost.positions * (stream + c * products)
-    return cost.positions * stream
+        if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
+            products += (2 * cost.queries + cost.keys + copied) / tensor
+        return positions * (stream + c * products)
+    return positions * stream
 
 
 def _norm_bytes(setup: Setup) -> float:
@@ -199,13 +202,14 @@ def samples_in_flight(setup: Setup, stage: int) -> float:
 # ---------------------------------------------------------------- moments
 def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -> list[dict[str, float]]:
     cost, c = setup.cost, setup.compute_bytes
-    tensor, pipe = setup.axes["tensor"], setup.axes["pipe"]
+    tensor, pipe, context = setup.axes["tensor"], setup.axes["pipe"], setup.axes["context"]
     between = tensor if setup.sequence_parallel else 1
     piece = setup.micro if pipe == 1 else setup.micro / setup.microbatches
     whole = _kept(setup, part.blocks) * samples_in_flight(setup, stage)
     block = piece * kept_by_block(setup, "none")
     working = block if setup.recompute != "none" else 0  # computed again when backward reaches the block
-    working += piece * cost.positions * c * cost.inner / tensor / 2  # gradients of about half of them at a time
+    gradients = piece * cost.positions / context * c * cost.inner / tensor
+    working += gradients / 2  # of about half of them at a time
     low = _low_copies(setup, part)
     held = dict(state)
     stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)  # buckets; a flat buffer
@@ -213,7 +217,7 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
         held["gradients"] = 0  # set to None before the step
     gathered, unit_gradients = _gathered(setup, part)
     working += _dense_matrix(setup)
-    end = piece * cost.losses * cost.width * (_norm_bytes(setup) + 2 * c) / between if part.last else 0
+    end = piece * cost.losses / context * cost.width * (_norm_bytes(setup) + 2 * c) / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
     last_gathered = _unsharded(setup, _last_unit(setup, part))
     arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
@@ -248,11 +252,12 @@ def _dense_matrix(setup: Setup) -> float:
 
 
 def _is_unsharded(setup: Setup) -> bool:
-    return setup.kind == "mesh" and setup.data_ranks == 1
+    return setup.kind == "mesh" and setup.data_ranks * setup.axes["context"] == 1
 
 
 def _sharded(setup: Setup) -> bool:
-    return (setup.kind == "mesh" and setup.data_ranks > 1) or (setup.kind == "deepspeed" and setup.stage == 3)
+    mesh = setup.kind == "mesh" and not _is_unsharded(setup)
+    return mesh or (setup.kind == "deepspeed" and setup.stage == 3)
 
 
 def _unsharded(setup: Setup, parameters: float) -> float:
@@ -300,7 +305,7 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
     if not part.last:
         return 0, 0
-    positions, matrix = piece * cost.losses, cost.head_matrices / tensor
+    positions, matrix = piece * cost.losses / setup.axes["context"], cost.head_matrices / tensor
     logits = positions * cost.classes / tensor
     if not cost.chunked_loss:
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix

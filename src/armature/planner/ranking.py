@@ -224,7 +224,7 @@ def _smaller(setup: Setup) -> Iterator[tuple[str, Setup]]:
         if setup.kind == "ddp":
             axes["shard"] = setup.world_size
             yield "strategy=fsdp instead", setup.with_(kind="mesh", axes=axes)
-        if axes["shard"] > 1:  # what is not sharded stays on the GPU
+        if axes["shard"] * axes["context"] > 1:  # what is not sharded stays on the GPU
             offloaded = setup.with_(kind="mesh", axes=axes, offload=True)
             words = f"{'strategy=fsdp ' if setup.kind == 'ddp' else ''}strategy.cpu_offload=true"
             yield words, offloaded

@@ -72,7 +72,7 @@ def _compute(setup: Setup, device: Device) -> float:
     cost, tensor, pipe = setup.cost, setup.axes["tensor"], setup.axes["pipe"]
     flops_rate, bytes_rate = peak_flops(setup, device) * MATRIX_SHARE, device.memory_bytes_per_second * MEMORY_SHARE
     samples = setup.micro * setup.accumulate
-    tokens, blocks = samples * cost.positions, setup.blocks_by_stage
+    tokens, blocks = samples * cost.positions / setup.axes["context"], setup.blocks_by_stage
     # a block, forward: a multiplication and an addition for each weight, and twice for each pair of positions
     products = tokens * 2 * cost.block_matrices / tensor / flops_rate
     attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
@@ -81,10 +81,10 @@ def _compute(setup: Setup, device: Device) -> float:
     backward = 2 * products + 2.5 * attention + BACKWARD_TRAFFIC * kept
     again = {"none": 0.0, "selective": FORWARD_TRAFFIC * kept, "every": forward}
     recomputed = again[setup.recompute] if setup.recompute in again else forward / int(setup.recompute)
-    losses = samples * cost.losses
+    losses = samples * cost.losses / setup.axes["context"]
     head = 6 * losses * cost.head_matrices / tensor / flops_rate
     head += LOGIT_TRAFFIC * losses * cost.classes / tensor / bytes_rate
-    ranks = setup.axes["shard"] if setup.kind == "mesh" else setup.world_size if setup.kind == "deepspeed" else 1
+    ranks = setup.weight_ranks if setup.kind == "mesh" else setup.world_size if setup.kind == "deepspeed" else 1
     local = cost.parameters / (ranks * tensor * pipe)
     step = 0.0 if setup.offload or setup.offload_optimizer else OPTIMIZER_TRAFFIC * local / bytes_rate
     block = forward + backward + recomputed
@@ -95,7 +95,7 @@ def _offload(setup: Setup) -> float:
     """Return seconds of copies between device and host, and of the host's optimizer step."""
     if not (setup.offload or setup.offload_optimizer):
         return 0.0
-    ranks = setup.axes["shard"] if setup.kind == "mesh" else setup.world_size
+    ranks = setup.weight_ranks if setup.kind == "mesh" else setup.world_size
     local = setup.cost.parameters / (ranks * setup.axes["tensor"] * setup.axes["pipe"])
     copied = (setup.weight_bytes + setup.compute_bytes) * local * (2 * setup.accumulate if setup.offload else 1)
     stepped = OPTIMIZER_TRAFFIC * local
@@ -119,17 +119,27 @@ def _communication(setup: Setup, device: Device) -> float:
         return 0.0
     stride = axes["tensor"]
     gathers = micro_steps * (2 if setup.reshard else 1)
-    seconds = _ring(gathers * low + micro_steps * 4 * total, axes["shard"], stride, device)
-    replicated = 2 * 4 * total / axes["shard"] * micro_steps
-    seconds += _ring(replicated, axes["replicate"], stride * axes["shard"], device)
-    return seconds + _tensor(setup, device) + _pipeline(setup, device)
+    seconds = _ring(gathers * low + micro_steps * 4 * total, setup.weight_ranks, stride, device)
+    replicated = 2 * 4 * total / setup.weight_ranks * micro_steps
+    seconds += _ring(replicated, axes["replicate"], stride * setup.weight_ranks, device)
+    return seconds + _context(setup, device) + _tensor(setup, device) + _pipeline(setup, device)
+
+
+def _context(setup: Setup, device: Device) -> float:
+    """Return seconds of the exchanges around attention: queries, keys, values and results, forward and backward."""
+    cost, context, tensor = setup.cost, setup.axes["context"], setup.axes["tensor"]
+    passes = 3 if setup.recompute == "every" else 2
+    elements = (2 * cost.queries + cost.keys * setup.key_copies) / tensor
+    size = setup.micro * setup.accumulate * cost.positions / context * elements * setup.compute_bytes
+    return _ring(passes * max(setup.blocks_by_stage) * size, context, tensor, device)
 
 
 def _tensor(setup: Setup, device: Device) -> float:
     """Return seconds of the activations' gathers and sums: two of each per block in forward and in backward."""
     cost = setup.cost
     passes = 3 if setup.recompute == "every" else 2
-    size = setup.micro * setup.accumulate * cost.positions * cost.width * setup.compute_bytes
+    positions = cost.positions / setup.axes["context"]
+    size = setup.micro * setup.accumulate * positions * cost.width * setup.compute_bytes
     blocks = max(setup.blocks_by_stage)
     return _ring(4 * passes * blocks * size + 4 * size, setup.axes["tensor"], 1, device)
 
@@ -138,7 +148,8 @@ def _pipeline(setup: Setup, device: Device) -> float:
     if setup.axes["pipe"] == 1:
         return 0.0
     samples = setup.micro * setup.accumulate
-    size = 2 * samples * setup.cost.positions * setup.cost.width * setup.compute_bytes / setup.axes["tensor"]
+    shared = setup.axes["tensor"] * setup.axes["context"]
+    size = 2 * samples * setup.cost.positions * setup.cost.width * setup.compute_bytes / shared
     stride = setup.world_size // setup.axes["pipe"]
     return size / _rate(2, stride, device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -97,6 +98,17 @@ class Setup:
     @property
     def data_ranks(self) -> int:
         return self.axes["replicate"] * self.axes["shard"] if self.kind == "mesh" else self.world_size
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks of a mesh that shard weights, gradients and optimizer state."""
+        return self.axes["shard"] * self.axes["context"]
+
+    @property
+    def key_copies(self) -> int:
+        """How often a context axis of more ranks than key-value heads sends each of them."""
+        context, heads = self.axes["context"], self.cost.key_heads // self.axes["tensor"]
+        return context // math.gcd(context, heads) if heads else 1
 
     @property
     def global_batch_size(self) -> int:

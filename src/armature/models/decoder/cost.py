@@ -26,6 +26,7 @@ def cost(args: Mapping[str, Any]) -> Cost:
         inner=3 * queries + 2 * keys + 4 * hidden,  # q, attention twice, k, v; gate, its silu, up, their product
         products=2 * queries + 2 * width + 2 * keys + 2 * hidden, outputs=2 * width, block_matrices=matrices,
         head_matrices=vocabulary * width, attention=queries if share == 1.0 else queries * share,
-        classes=vocabulary, losses=args["context"], chunked_loss=True, unit="tokens",
+        queries=queries, keys=2 * keys, key_heads=args.get("kv_heads") or heads, classes=vocabulary,
+        losses=args["context"], chunked_loss=True, unit="tokens",
         linears=((queries, width), *[(keys, width)] * 2, (width, queries), *[(hidden, width)] * 2, (width, hidden)),
     )  # fmt: skip

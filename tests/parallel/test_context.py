@@ -1,0 +1,247 @@
+"""A context axis: ranks that share samples and divide their positions train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from armature.errors import ConfigError
+from armature.models.decoder.cost import cost
+from armature.models.decoder.model import Decoder
+from armature.models.decoder.plan import PLAN
+from armature.parallel import plan_check, randomness
+from armature.parallel.context import Positions
+from armature.parallel.mesh import AXES
+from armature.planner import memory
+from armature.planner.setup import Setup
+from benchmarks.parity.context import LAYOUTS
+from benchmarks.parity.harness import DECODER, Job, alone, difference, fit, fit_once, mesh, on_ranks
+from tests.parallel.building import decoder_on_meta, parallelize
+
+TOLERANCE = 1e-5
+SAMPLE = [
+    "context 4, for 2 key-value heads",
+    "context 2, documents",
+    "context 2, windows",
+    "context 2, selectively recomputed, unequal targets",
+    "fsdp 2 × context 2, unequal targets",
+    "replicate 2 × context 2",
+    "context 2 × tensor 2, sequence parallel, documents, unequal targets",
+    "context 2 × pipeline 2, 1f1b, unequal targets",
+    "context 2 × pipeline 2, zero bubble",
+]
+
+
+def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> None:
+    run, reference = fit_once(job), fit_once(alone(job))
+    far = difference(run, reference)
+    if job.validate:
+        far["val/loss"] = abs(run.facts["val/loss"] / reference.facts["val/loss"] - 1)
+    assert max(far.values()) <= tolerance, far
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
+    """`make parity` runs all of the layouts."""
+    assert_same(replace(LAYOUTS[name], validate=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16-mixed", "model_args": {**DECODER, "qk_norm": True}},
+        {"precision": "bf16-mixed", "options": {"context": 2, "activation_checkpointing": "selective"}},
+        {"precision": "bf16-true"},
+    ],
+    ids=["mixed", "mixed, recomputed", "true"],
+)
+def test_bf16_equals_one_process_within_its_rounding(changes: dict[str, Any]) -> None:
+    assert_same(replace(LAYOUTS["context 2"], **changes), tolerance=2e-2)
+
+
+@pytest.mark.slow
+def test_adapters_and_biases_and_weighted_norms_of_heads_train_as_in_one_process() -> None:
+    sizes = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted"}
+    adapter = {"rank": 2, "targets": ["*attention.[qkvo]"], "train": ["*norm*"]}
+    assert_same(replace(LAYOUTS["fsdp 2 × context 2"], model_args={**DECODER, **sizes}, adapter=adapter))
+
+
+@pytest.mark.slow
+def test_muon_trains_as_in_one_process() -> None:
+    job = replace(LAYOUTS["context 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
+    assert_same(job)
+
+
+# ---------------------------------------------------------------- checkpoints
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (mesh(4, shard=2, context=2), Job("DDP", ranks=2)),
+        (mesh(2, shard=2), mesh(4, context=2, tensor=2)),
+        (mesh(4, context=2, tensor=2), mesh(4, context=2, pipe=2)),
+    ],
+    ids=["context to ddp", "fsdp to context and tensor", "tensor to pipeline"],
+)
+def test_a_checkpoint_resumes_under_another_layout(saved: Job, resumed: Job, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step=6")
+    fit(replace(saved, steps=6, save=folder))
+    assert_same(replace(resumed, resume=folder))
+
+
+@pytest.mark.slow
+def test_a_resume_on_the_same_layout_repeats_the_same_bits(tmp_path: Path) -> None:
+    job = LAYOUTS["fsdp 2 × context 2, unequal targets"]
+    folder, whole = str(tmp_path / "step=6"), fit_once(job)
+    fit(replace(job, steps=6, save=folder))
+    resumed = fit(replace(job, resume=folder))
+    assert resumed.losses == whole.losses[6:]
+    assert resumed.grad_norms == whole.grad_norms[6:]
+    assert all((resumed.weights[name] == value).all() for name, value in whole.weights.items())
+
+
+# ---------------------------------------------------------------- calls of the model
+def called(kind: str, context: int) -> tuple[float, dict[str, Any]]:
+    """Return a training loss and the gradients, of a loss that the caller computes."""
+    model = decoder_on_meta(**DECODER)
+    parallelize(model, axes={"context": context}, seed=5)
+    ids = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(3))
+    inputs, targets = ids[:, :-1], ids[:, 1:].clone()
+    targets[0, :11] = -100
+    if kind == "outputs":
+        outputs = model(inputs)
+        assert outputs.shape == (2, 16, 96)
+        value = F.cross_entropy(outputs[:, ::3].flatten(0, 1), targets[:, ::3].flatten())
+    elif kind == "losses of tokens":
+        losses = model(inputs, targets=targets, per_token=True)
+        assert losses.shape == (2, 16)
+        value = losses.sum(1).sigmoid().sum() + losses.square().mean()
+    else:
+        document_BT = torch.arange(16).div(5, rounding_mode="floor").expand(2, -1)
+        value = model(inputs, targets, documents=document_BT)
+    value.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    return value.item(), {name: g.numpy() for name, g in whole.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["outputs", "losses of tokens", "documents"])
+def test_losses_that_the_caller_computes_have_the_gradients_of_one_process(kind: str) -> None:
+    ((value, grads),) = on_ranks(called, kind, 1, ranks=1)
+    for other, others in on_ranks(called, kind, 2, ranks=2):
+        assert other == pytest.approx(value, rel=TOLERANCE)
+        assert others.keys() == grads.keys()
+        for name, grad in grads.items():
+            np.testing.assert_allclose(others[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def raised(length: int) -> str:
+    model = decoder_on_meta(**DECODER)
+    parallelize(model, axes={"context": 2})
+    try:
+        model(torch.zeros(2, length, dtype=torch.long))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_divide_is_named() -> None:
+    message = "strategy.context=2 does not divide the 15 positions (dim 1) of a batch of shape (2, 15)"
+    assert all(message in found for found in on_ranks(raised, 15, ranks=2))
+
+
+def drawn() -> tuple[list[float], float]:
+    model = decoder_on_meta(**{**DECODER, "dropout": 0.5, "layers": 1})
+    seen: list[float] = []
+    model.blocks["0"].register_forward_hook(lambda _, args, out: seen.append(float((out == args[0]).sum())))
+    parallelize(model, axes={"context": 2})
+    randomness.begin(seed=0, stream=0)
+    model(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
+    model(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
+    return seen, torch.rand(()).item()
+
+
+@pytest.mark.slow
+def test_positions_have_their_own_dropout_and_code_around_the_model_draws_the_same() -> None:
+    (first, outside), (second, other) = on_ranks(drawn, ranks=2)
+    torch.manual_seed(0)
+    assert outside == other
+    assert len({*first, *second}) > 2, (first, second)
+
+
+# ---------------------------------------------------------------- memory
+def kept_bytes(context: int) -> int:
+    """Return the bytes that a rank keeps of the blocks' forward pass, besides weights."""
+    model = Decoder(**LONG)
+    if context > 1:
+        Positions(dist.group.WORLD).divide(model, PLAN)  # pyright: ignore[reportArgumentType]
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    rotary_C2K, x_BTD = model.rotary(device="cpu"), torch.randn(1, 1024 // context, 64, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda x: x):
+        y_BTD = x_BTD
+        for block in model.blocks.values():
+            y_BTD = block(y_BTD, rotary_C2K, None)
+    others = weights | {rotary_C2K.untyped_storage().data_ptr()}
+    return sum(size for place, size in kept.items() if place not in others)
+
+
+LONG = {
+    "vocab_size": 96, "context": 1024, "width": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 128,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_a_rank_keeps_the_activations_that_the_planner_predicts(context: int) -> None:
+    axes = dict.fromkeys(AXES, 1) | {"context": context}
+    setup = Setup(cost=cost(LONG), kind="mesh", axes=axes, world_size=context, precision="32-true")
+    predicted = memory.kept_by_block(setup, "none") * LONG["layers"]
+    for found in on_ranks(kept_bytes, context, ranks=context):
+        assert found == pytest.approx(predicted, rel=0.1)
+
+
+# ---------------------------------------------------------------- before launch
+def test_a_plan_whose_context_does_not_fit_the_model_is_refused() -> None:
+    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "context": 2, "tensor": 1}
+
+    def problems(make: Callable[[], nn.Module], context: dict[str, str]) -> list[str]:
+        return plan_check.problems(make, replace(PLAN, context=context), sizes)
+
+    def decoder() -> Decoder:
+        return Decoder(**DECODER)
+
+    def normalized() -> Decoder:
+        model = decoder()
+        model.blocks["0"].register_module("batch_norm", nn.BatchNorm1d(4))
+        return model
+
+    assert problems(decoder, dict(PLAN.context)) == []
+    (found,) = problems(decoder, {"embed": "part", "blocks.*.mixer": "heads"})
+    assert "context pattern 'blocks.*.mixer' matches no module of Decoder" in found
+    (found,) = problems(decoder, {"embed": "part", "blocks.*.attention": "heads"})
+    assert "modules without weights, but blocks.0.attention has some" in found
+    (found,) = problems(normalized, dict(PLAN.context))
+    assert "strategy.context=2: Decoder has BatchNorm" in found
+    with pytest.raises(ValueError, match="no context style 'ring'"):
+        replace(PLAN, context={"embed": "ring"})
