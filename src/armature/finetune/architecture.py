@@ -56,6 +56,7 @@ def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]
             f"model.pretrained={name}: model_type={config.get('model_type')} is no mixture of experts that we compute, "
             f"which are {', '.join(MIXTURES)}. Type model=pretrained."
         )
+    config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes the other name
     found = [f"it lacks {theirs}" for theirs in MIXTURE_SIZES.values() if not isinstance(config.get(theirs), int)]
     found += [
         f"{key}={config[key]} is not in the mixture (only {usual})"
