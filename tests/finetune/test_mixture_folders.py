@@ -130,7 +130,7 @@ def test_what_the_mixture_does_not_have_is_refused(changes: dict, message: str) 
 
 
 def test_a_decoder_does_not_read_a_mixture() -> None:
-    with pytest.raises(ConfigError, match="is a mixture of experts. Type model=pretrained_mixture"):
+    with pytest.raises(ConfigError, match=r"is a mixture of experts\. Type model=pretrained_mixture"):
         architecture.arguments(QWEN, name="folder")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from armature.models.decoder.generation import generate
 from armature.models.mixture.check import problems
+from armature.models.mixture.cost import cost
 from armature.models.mixture.experts import Mixture, grouped_product, takes_groups
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.names import shapes
@@ -16,6 +20,7 @@ from armature.optim.groups import parameter_groups
 from armature.parallel.initialization import initialize_by_name
 from armature.validation import signatures
 
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SIZES = {
     "vocab_size": 96, "context": 16, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64,
     "experts": 8, "active": 2, "expert_hidden": 24, "shared_hidden": 16, "dense_layers": 1,
@@ -201,3 +206,20 @@ def test_impossible_sizes_are_refused(changes: dict, message: str) -> None:
     assert problems(SIZES) == []
     with pytest.raises(ValueError, match=message):
         MixtureDecoder(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "active"), [("qwen3_30b_a3b", 30_532_122_624, 3.35e9), ("mixture_16b", 15_617_996_800, 2.573e9)]
+)
+def test_published_sizes_have_the_published_number_of_parameters(name: str, count: int, active: float) -> None:
+    config = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    args: dict = {key: value for key, value in config.items() if str(key)[0] != "_"}  # pyright: ignore[reportAssignmentType]
+    with torch.device("meta"):
+        model = MixtureDecoder(**args)
+    assert sum(param.numel() for param in model.parameters()) == count
+    found = cost(args)
+    assert found.parameters == pytest.approx(count, rel=1e-6)
+    used = count - model.layers * found.idle_matrices
+    assert used == pytest.approx(active, rel=0.01)
+    ids = torch.zeros(1, args["context"], dtype=torch.int64)
+    assert found.flops_per_sample == pytest.approx(model.flops_per_sample(ids), rel=1e-4)

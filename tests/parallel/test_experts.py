@@ -90,7 +90,9 @@ def test_bf16_equals_one_process_within_its_ties() -> None:
 @pytest.mark.slow
 def test_a_rank_holds_its_share_of_the_experts() -> None:
     job = MIXTURES["mixture, fsdp 4, expert 2"]
-    assert fit_once(job).facts["bytes"] == pytest.approx(fit_once(replace(alone(job), steps=job.steps)).facts["bytes"] / 4, rel=0.1)
+    assert fit_once(job).facts["bytes"] == pytest.approx(
+        fit_once(replace(alone(job), steps=job.steps)).facts["bytes"] / 4, rel=0.1
+    )
 
 
 def _gradient_of_one_a_rank(rest: int, force: bool) -> float:

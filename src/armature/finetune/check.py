@@ -217,7 +217,7 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
     weights = folder.weights(path)
     if weights.problems:
         return list(weights.problems)
-    needed = _tensors(args)
+    needed = tensors(args)
     missing = sorted(name for name in needed if name not in weights.tensors)
     surplus = sorted(
         name
@@ -239,7 +239,7 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
     return found + type_problems(path, kinds)
 
 
-def _tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a folder by their names, for the decoder, or the mixture, of these arguments."""
     if "experts" not in args:
         return {names.theirs(name) or name: shape for name, shape in names.shapes(args).items()}

@@ -71,6 +71,7 @@ def parallelize(
     prefix: str,
     imported: Collection[str] = (),
     positions: Positions | None = None,
+    expert_ranks: DeviceMesh | None = None,
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
@@ -78,6 +79,7 @@ def parallelize(
         device: where the weights go, unless they are offloaded to the CPU.
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
         positions: this rank's on the context axis, or None without one.
+        expert_ranks: `mesh.expert_mesh`, if there is an expert axis.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
@@ -104,7 +106,7 @@ def parallelize(
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
     holders = experts.find(model, plan) if options.expert > 1 or mesh["tensor"].size() > 1 else []
     if holders:
-        spread = expert_mesh(mesh, sizes, expert=options.expert)
+        spread = expert_ranks or expert_mesh(mesh, sizes, expert=options.expert)
         arguments = sharding_arguments(options)
         for holder in holders:
             experts.shard(holder, spread, loss_ranks=sizes["replicate"] * sizes["shard"], **arguments)

@@ -71,8 +71,7 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
             with _plain_parameters(experts):
                 return compute(x_MD, count_E)
         arriving_RE = exchange(count_E, group).view(ranks, -1)  # E: of the experts here
-        lengths = torch.stack([count_E.view(ranks, -1).sum(1), arriving_RE.sum(1)])
-        sent, received = lengths.tolist()  # waits for the device, once per mixture and pass
+        sent, received = row_lengths(x_MD, count_E.view(ranks, -1), arriving_RE)
         x_MD = exchange(x_MD, group, received=received, sent=sent)  # sorted by rank, then by expert
         number_E = torch.arange(arriving_RE.shape[1], device=x_MD.device)
         expert_M = number_E.repeat(ranks).repeat_interleave(arriving_RE.flatten(), output_size=sum(received))
@@ -82,6 +81,12 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
         return exchange(permute(y_MD, order_M.argsort()), group, received=sent, sent=received)
 
     experts.forward = forward
+
+
+def row_lengths(x_MD: Tensor, leaving_RE: Tensor, arriving_RE: Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows this rank sends to each rank, and receives from each. Waits for the device."""
+    sent, received = torch.stack([leaving_RE.sum(1), arriving_RE.sum(1)]).tolist()
+    return sent, received
 
 
 def exchange(

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
@@ -87,6 +88,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         }  # fmt: skip
         self.applied: list[apply.ParallelizedModel] = []
         self.positions: Positions | None = None
+        self.expert_ranks: DeviceMesh | None = None
         self._run_contexts = ExitStack()
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -103,6 +105,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
         self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
         self.module._device_mesh = self._device_mesh
+        if expert > 1:
+            sizes = {axis: self._device_mesh[axis].size() for axis in self._device_mesh.mesh_dim_names or ()}
+            self.expert_ranks = mesh.expert_mesh(self._device_mesh, sizes, expert=expert)
 
     def _rank_on(self, axis: str) -> int:
         return self.device_mesh[axis].get_local_rank()
@@ -148,7 +153,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
                 model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
-                imported=self.imported[name], positions=self.positions,
+                imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,
             )  # fmt: skip
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale

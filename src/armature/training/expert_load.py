@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
@@ -26,13 +27,12 @@ class ExpertLoad:
         return cls(mixtures) if mixtures else None
 
     def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
-        loads = [model.load_LE[model.load_LE.sum(1) > 0] for model in self.mixtures if model.load_LE is not None]
+        loads = [model.load_LE.float() for model in self.mixtures if model.load_LE is not None]
         if not stepped or not loads:
             return {}
-        return {
-            "experts/load_max": max(load.max() for load in loads).float(),
-            "experts/load_min": min(load.min() for load in loads).float(),
-        }
+        load_LE = torch.cat(loads)
+        of_mixtures_LE = load_LE.where(load_LE.sum(1, keepdim=True) > 0, torch.inf)  # dense blocks have no tokens
+        return {"experts/load_max": load_LE.max(), "experts/load_min": of_mixtures_LE.min()}
 
     def measured(self, trainer: Trainer, window: Window) -> dict[str, float]:
         return {}

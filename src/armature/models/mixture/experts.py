@@ -105,10 +105,11 @@ class Mixture(nn.Module):
         weight_NA = score_NE.gather(1, chosen_NA)
         if self.normalized:
             weight_NA = weight_NA / weight_NA.sum(1, keepdim=True)
-        count_E = torch.bincount(chosen_NA.flatten(), minlength=score_NE.shape[1])
+        expert_M = chosen_NA.flatten()
+        count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(0, expert_M, torch.ones_like(expert_M))
         if self.training and torch.is_grad_enabled():
             self.counts.append(count_E)
-        order_M = chosen_NA.flatten().argsort(stable=True)
+        order_M = expert_M.argsort(stable=True)
         rows_MD = permute(x_BTD.flatten(0, 1).repeat_interleave(self.active, 0), order_M)
         y_MD = permute(self.experts(rows_MD, count_E), order_M.argsort())
         y_ND = (y_MD.unflatten(0, (-1, self.active)) * weight_NA[..., None].to(y_MD.dtype)).sum(1)
