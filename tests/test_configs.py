@@ -60,6 +60,7 @@ EXTRA = {  # what a file cannot do without
     "strategy/hsdp": ["trainer.devices=4"],
     "strategy/3d": ["trainer.devices=8", "model.tied=false"],
     "strategy/pipeline": ["trainer.devices=2", "model.tied=false"],
+    "experiment/long_context": ["trainer.devices=1"],
     "strategy/fsdp_tensor": ["trainer.devices=4"],
     "strategy/fsdp_pipeline": ["trainer.devices=4", "model.tied=false"],
 }
@@ -138,7 +139,7 @@ def test_every_experiment_opens_with_its_command(path):
 @pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
-    axes = ["3d", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
+    axes = ["3d", "context", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
     (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem

@@ -34,6 +34,13 @@ SCALER = "torch.amp.grad_scaler:GradScaler"
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- torch: communication
     ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
+    (
+        "torch.distributed._functional_collectives",
+        "all_to_all_single",
+        ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
+        "parallel/context.py",
+    ),
+    ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/context.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),

@@ -1,0 +1,47 @@
+"""experiment=long_context: what a context axis is for, and what is done afterwards with a run that had one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import running
+
+LIMIT_KIB = 2_300_000  # of one process's data: the peak of one rank of two is 1.2 GiB of tensors, that of one 2.2
+SHORT = ["data=synthetic", "trainer.max_steps=1", "trainer.limit_val_batches=1", "run.name=run"]
+
+
+def train(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(running.ROOT / "train.py"), "experiment=long_context", *SHORT, *overrides]
+    limited = ["bash", "-c", 'ulimit -d "$0" && exec "$@"', str(LIMIT_KIB), *words]
+    return subprocess.run(
+        limited, cwd=cwd, env=running.environment(), capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts private memory on Linux alone")
+def test_under_one_limit_of_memory_one_process_fails_and_two_that_share_the_sample_train(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    failed = train("strategy=single", "trainer.devices=1", cwd=tmp_path / "one")
+    assert failed.returncode == 1
+    assert "Memory ran out on rank 0" in failed.stderr
+    trained = train(cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr[-6000:]
+    assert "finished at step 1 " in trained.stdout + trained.stderr
+
+
+@pytest.mark.slow
+def test_a_run_generates_and_is_evaluated_and_converted_in_one_process(tmp_path: Path) -> None:
+    corpus = running.write_corpus(tmp_path)
+    running.train("strategy=context", "run.name=run", cwd=tmp_path, corpus=corpus, ranks=2)
+    run = str(tmp_path / "outputs" / "run")
+    assert "def " in running.script("generate.py", run, "--prompt", "def ", "--tokens", "4", cwd=tmp_path).stdout
+    loss = running.summary(Path(run))["metrics"]["val/loss"]
+    shown = running.script("evaluate.py", run, "--split", "val", cwd=tmp_path).stdout
+    assert f"{loss:.3f}"[:-1] in shown
+    running.script("convert.py", run, str(tmp_path / "model.safetensors"), cwd=tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
