@@ -106,7 +106,7 @@ def parallelize(
     sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
     holders = experts.find(model, plan) if options.expert > 1 or mesh["tensor"].size() > 1 else []
     if holders:
-        spread = expert_ranks or expert_mesh(mesh, sizes, expert=options.expert)
+        spread = expert_mesh(mesh, sizes, expert=options.expert) if expert_ranks is None else expert_ranks
         arguments = sharding_arguments(options)
         for holder in holders:
             experts.shard(holder, spread, loss_ranks=sizes["replicate"] * sizes["shard"], **arguments)
