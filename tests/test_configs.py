@@ -40,6 +40,7 @@ EXTRA = {  # what a file cannot do without
     ],
     "model/pretrained": ["model.pretrained=base"],
     "model/huggingface": ["model.pretrained=base"],
+    "model/pretrained_mixture": ["model.pretrained=mixture"],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_qlora": ["model.pretrained=base", "data.path=chats.jsonl"],
@@ -55,6 +56,7 @@ EXTRA = {  # what a file cannot do without
     "model/example": ["task=example", "data=example"],
     "task/example": ["model=example", "data=example"],
     "data/example": ["task=example", "model=example"],
+    "strategy/expert": ["trainer.devices=2", "model=mixture_nano"],
     "strategy/hsdp": ["trainer.devices=4"],
     "strategy/3d": ["trainer.devices=8", "model.tied=false"],
     "strategy/pipeline": ["trainer.devices=2", "model.tied=false"],
@@ -71,6 +73,8 @@ def _hydra(tmp_path, monkeypatch):
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, which says little. " * 400)
     write_model(tmp_path / "base", hidden_size=64, intermediate_size=64)  # whole blocks of 4-bit weights
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    write_model(tmp_path / "mixture", model_type="qwen3_moe", **experts)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):

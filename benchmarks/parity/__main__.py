@@ -23,11 +23,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from benchmarks.parity import context
-from benchmarks.parity.harness import LAYOUTS as WITHOUT_CONTEXT
+from benchmarks.parity import context, mixtures
+from benchmarks.parity.harness import LAYOUTS as DENSE
 from benchmarks.parity.harness import Job, alone, difference, fit, fit_once
 
-LAYOUTS = {**WITHOUT_CONTEXT, **context.LAYOUTS}
+LAYOUTS = {**DENSE, **context.LAYOUTS}
 TOLERANCE = 1e-5
 ALIKE = (  # ranks hold the same as in another layout: checkpoints do not depend on schedules and times of reduction
     "single, micro-batch 4",
@@ -55,16 +55,17 @@ def main() -> int:
     args = parser.parse_args()
     if args.no_train and not args.resume:
         parser.error("--no-train leaves nothing to compare: type --resume with it")
-    layouts = {n: job for n, job in LAYOUTS.items() if args.only is None or any(word in n for word in args.only)}
-    if not layouts:
-        parser.error(f"--only {' '.join(args.only or [])}: no such layout. Layouts: {'; '.join(LAYOUTS)}")
-    worst = 0.0 if args.no_train else train_all(layouts)
+    every = LAYOUTS | mixtures.LAYOUTS
+    chosen = {n: job for n, job in every.items() if args.only is None or any(word in n for word in args.only)}
+    if not chosen:
+        parser.error(f"--only {' '.join(args.only or [])}: no such layout. Layouts: {'; '.join(every)}")
+    worst = 0.0 if args.no_train else train_all(chosen)
     if args.resume == "distinct":
-        layouts = {name: job for name, job in layouts.items() if name not in ALIKE}
-    layouts = {name: job for name, job in layouts.items() if alone(job) == alone(LAYOUTS["single"])}  # the same data
-    if args.resume:
+        chosen = {name: job for name, job in chosen.items() if name not in ALIKE}
+    for first in (LAYOUTS["single"], mixtures.LAYOUTS["mixture, single"]) if args.resume else ():
+        alike = {name: job for name, job in chosen.items() if alone(job) == alone(first)}  # the same data and model
         with tempfile.TemporaryDirectory() as folder:
-            worst = max(worst, resume_all(layouts, Path(folder)))
+            worst = max(worst, resume_all(alike, Path(folder)) if alike else 0.0)
     print(f"\nlargest difference {worst:.1e}, tolerance {TOLERANCE:.0e}")
     return 0 if worst <= TOLERANCE else 1
 
@@ -90,7 +91,7 @@ def resume_all(layouts: dict[str, Job], folder: Path) -> float:
     """Save in the middle under each row and resume under each column; cells hold the largest difference."""
     print("\n| saved under ↓, resumed under → | " + " | ".join(layouts) + " |")
     print("| --- |" + " ---: |" * len(layouts))
-    worst, reference = 0.0, fit_once(alone(LAYOUTS["single"]))
+    worst, reference = 0.0, fit_once(alone(next(iter(layouts.values()))))
     for i, (name, job) in enumerate(layouts.items()):
         saved = str(folder / str(i))
         fit(replace(job, steps=job.steps // 2, save=saved))

@@ -187,7 +187,7 @@ def fit(job: Job) -> Run:
 def alone(job: Job) -> Job:
     """Return the job of one process that a job is compared with."""
     # if targets count unequally, the mean over all targets of a step
-    accumulate = 1 if job.ignore else job.accumulate
+    accumulate = 1 if job.ignore else Job.accumulate
     return replace(
         job, strategy="SingleDevice", options={}, ranks=1, accumulate=accumulate, resume=None, save=None, steps=12
     )
@@ -329,6 +329,7 @@ def _fit(job: Job) -> Run:
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
         "scaler": strategy.precision_plugin.state_dict(),
+        "load": load.tolist() if (load := getattr(task.model, "load_LE", None)) is not None else None,
     }
     if job.save is not None:
         trainer.save_checkpoint(job.save)

@@ -18,6 +18,7 @@ MODULES = (
     "armature.worker",
     "armature.callbacks.ema",
     "armature.models.decoder.model",
+    "armature.models.mixture.model",
     "armature.models.vit.model",
     "armature.optim.muon",
     "armature.strategies.ddp",

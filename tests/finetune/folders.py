@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from armature.finetune import architecture, folder
+from armature.finetune import architecture, check, folder
 from armature.models.decoder import names
 
 CONFIG = {
@@ -31,8 +31,9 @@ def write_model(path: Path, **changes: Any) -> Path:
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (path / folder.CONFIG).write_text(json.dumps(config))
     sound = CONFIG | {key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG}
-    shapes = names.shapes(architecture.arguments(sound, name="tiny"))
-    named = {str(names.theirs(name)): shape for name, shape in shapes.items()}
+    mixture = changes.get("model_type") in architecture.MIXTURES
+    read = architecture.mixture_arguments if mixture else architecture.arguments
+    named = check.tensors(read(config if mixture else sound, name="tiny"))
     listed = {}
     for number, part in enumerate((list(named)[::2], list(named)[1::2]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"

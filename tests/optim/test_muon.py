@@ -62,8 +62,30 @@ def test_state_is_plain_and_resumes_exactly():
 
 
 def test_a_hidden_parameter_that_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"matrices only. Got a hidden parameter \(4,\)"):
+    with pytest.raises(ValueError, match=r"stacks of them, only. Got a hidden parameter \(4,\)"):
         Muon([{"params": [torch.nn.Parameter(torch.zeros(4))], "hidden": True}])
+
+
+@pytest.mark.parametrize("shape", [(5, 24, 16), (5, 16, 24), (0, 16, 24)], ids=str)
+def test_a_stack_is_orthogonalized_as_each_of_its_matrices(shape):
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = [muon.orthogonalize(matrix) for matrix in stack] or [stack[:0]]
+    torch.testing.assert_close(
+        muon.orthogonalize(stack), torch.stack(expected) if len(stack) else stack, rtol=0, atol=1e-6
+    )
+
+
+def test_a_step_of_a_stack_is_that_of_its_matrices():
+    def stepped(params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> torch.Tensor:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        Muon([{"params": params, "hidden": True}], lr=1.0).step()
+        return torch.stack([param.detach() for param in params])
+
+    grad = torch.randn(5, 8, 16, generator=torch.Generator().manual_seed(0))
+    together = stepped([torch.nn.Parameter(torch.ones(5, 8, 16))], [grad])[0]
+    alone = stepped([torch.nn.Parameter(torch.ones(8, 16)) for _ in grad], [*grad])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
 
 
 def test_precision_decides_the_type_of_the_iteration():

@@ -184,6 +184,53 @@ def test_what_cannot_work_is_said_before_launch(strategy: dict, arguments: dict,
         raise ValueError("\n".join(found(strategy, **arguments)))
 
 
+EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        ({"shard": 2, "expert": 2}, {"plan": PLAN}, "strategy.expert=2: Model has no experts. Type strategy.expert=1"),
+        (
+            {"shard": 4, "expert": 3}, {"world_size": 4, "model": {"experts": 9}},
+            r"strategy.expert=3 does not divide the 4 ranks that it is made of \(strategy.shard=4, .*expert=2",
+        ),
+        (
+            {"shard": 4, "expert": 4}, {"world_size": 4, "model": {"experts": 6}},
+            "strategy.expert=4 does not divide model.experts=6. Type strategy.expert=3, or model.experts=8",
+        ),
+        (
+            {"tensor": 2, "sequence_parallel": False}, {"model": {"experts": 8}},
+            "strategy.tensor=2 with strategy.sequence_parallel=False: .* Type strategy.sequence_parallel=true",
+        ),
+        (
+            {"tensor": 2, "sequence_parallel": "auto"}, {"model": {"experts": 8}, "trainer": {"accelerator": "cpu"}},
+            "Type strategy.sequence_parallel=true",
+        ),
+        ({"shard": 2, "expert": 2, "cpu_offload": True}, {"model": {"experts": 8}}, "Type strategy.cpu_offload=false"),
+        ({"shard": 2, "expert": 2, "compile": "block"}, {"model": {"experts": 8}}, "Type strategy.compile=none"),
+        ({"shard": 2, "float8": "emulate"}, {"model": {"experts": 8}}, "experts are none. Type strategy.float8=false"),
+        ({"shard": 2, "expert": 0}, {"model": {"experts": 8}}, "strategy.expert=0: must be a whole number"),
+    ],
+)  # fmt: skip
+def test_what_experts_cannot_do_is_said_before_launch(strategy: dict, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        raise ValueError("\n".join(found(strategy, **{"plan": EXPERTS, **arguments})))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "accelerator"),
+    [
+        ({"shard": 2, "context": 2, "tensor": 2, "expert": 8}, 8, "gpu"),
+        ({"tensor": 2, "expert": 2, "sequence_parallel": "auto"}, 2, "cpu"),
+        ({"pipe": 2, "shard": 2, "expert": 2, "compile": "block"}, 4, "cpu"),
+    ],
+)
+def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, world_size: int, accelerator: str) -> None:
+    arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
+    assert found(strategy, world_size=world_size, **arguments) == []
+
+
 def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"trainer": {"precision": "bf16-mixed"}}
     for capability, problems in (((9, 0), 0), ((8, 9), 0), ((8, 0), 1)):

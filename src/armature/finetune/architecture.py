@@ -13,6 +13,7 @@ from armature.finetune.folder import some
 from armature.models.decoder.check import windows_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURES = ("qwen3_moe",)  # of experts: models/mixture
 OTHERS = "model=huggingface runs any causal model with transformers' own code"
 SIZES = {  # ours → theirs
     "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -35,12 +36,50 @@ _OWN_KEYS = {"rope_type", "type", "rope_theta"}
 _INERT = {"linear": ("original_max_position_embeddings",), "default": ("factor", "original_max_position_embeddings")}
 
 
+MIXTURE_SIZES = {  # ours → theirs
+    "experts": "num_experts", "active": "num_experts_per_tok", "expert_hidden": "moe_intermediate_size",
+}  # fmt: skip
+MIXTURE_FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# what the architecture computes, of a mixture's arguments
+MIXTURE_FORM = {"shared_hidden": None, "dense_layers": 0, "score": "softmax", "balance_rate": 0.0}
+
+
+def is_mixture(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a mixture of experts that we compute."""
+    return config.get("model_type") in MIXTURES
+
+
+def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """Return the arguments of a mixture of experts, as `arguments` does those of a decoder."""
+    if not is_mixture(config):
+        raise ConfigError(
+            f"model.pretrained={name}: model_type={config.get('model_type')} is no mixture of experts that we compute, "
+            f"which are {', '.join(MIXTURES)}. Type model=pretrained."
+        )
+    config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes the other name
+    found = [f"it lacks {theirs}" for theirs in MIXTURE_SIZES.values() if not isinstance(config.get(theirs), int)]
+    found += [
+        f"{key}={config[key]} is not in the mixture (only {usual})"
+        for key, usual in MIXTURE_FIXED.items()
+        if config.get(key) not in (None, usual)
+    ]
+    if found:
+        raise ConfigError([f"model.pretrained={name}: config.json: {problem}." for problem in found])
+    args = arguments({**config, "model_type": "qwen3"}, name=name)
+    sizes = {ours: config[theirs] for ours, theirs in MIXTURE_SIZES.items()}
+    return {**args, **sizes, **MIXTURE_FORM, "normalized": bool(config.get("norm_topk_prob", False))}
+
+
 def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     """Return the decoder's arguments of a config.json, but `context`, `dropout` and what else training decides.
 
     Raises ConfigError with everything that the decoder cannot do; `name` is the folder's.
     """
     kind, found = config.get("model_type"), []
+    if kind in MIXTURES:
+        raise ConfigError(
+            f"model.pretrained={name}: model_type={kind} is a mixture of experts. Type model=pretrained_mixture."
+        )
     if kind not in FAMILIES:
         raise ConfigError(
             f"model.pretrained={name}: model_type={kind} is no architecture of the decoder, which has "
@@ -124,6 +163,19 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     return longest or None
 
 
+def _mixture_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the experts. Raises ConfigError for what Qwen3-MoE does not compute."""
+    needed = {**MIXTURE_FORM, "qk_norm": "weighted", "windows": None}
+    wrong = [f"model.{key}={args[key]} (only {value})" for key, value in needed.items() if args[key] != value]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: Qwen3-MoE, the mixture of Hugging Face's that we write, does not compute this. Name "
+            "a file (.safetensors, .ckpt) instead."
+        )
+    sizes = {theirs: args[ours] for ours, theirs in MIXTURE_SIZES.items()}
+    return {**sizes, **MIXTURE_FIXED, "norm_topk_prob": args["normalized"], "router_aux_loss_coef": 0.0}
+
+
 def config_of(args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return config.json for a decoder, in the dialect that every version of transformers reads.
 
@@ -140,7 +192,9 @@ def config_of(args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | 
         return {k: v for k, v in base.items() if k not in ("dtype", "torch_dtype")} | tied | {"torch_dtype": dtype}
     windows = windows_of(args["windows"], layers=args["layers"])
     bias, norm, several = args["attention_bias"], args["qk_norm"], len(set(windows)) > 1
+    mixture = _mixture_config(args) if "experts" in args else {}
     kind = "qwen3" if norm else "qwen2" if bias or several else "mistral" if windows[0] is not None else "llama"
+    kind = f"{kind}_moe" if mixture else kind
     if norm is True or (norm and bias):
         raise ConfigError(
             f"model.qk_norm={str(norm).lower()} with model.attention_bias={str(bias).lower()}: no architecture of "
@@ -150,12 +204,13 @@ def config_of(args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | 
         raise ConfigError("model.windows that differ between blocks: exported only with attention_bias or qk_norm.")
     head_dim = args["head_dim"] or args["width"] // args["heads"]
     config = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
         **{theirs: args[ours] for ours, theirs in SIZES.items()}, **tied, "torch_dtype": dtype,
         "num_key_value_heads": args["kv_heads"] or args["heads"], "head_dim": head_dim,
         "max_position_embeddings": args["context"], "rope_theta": args["rope_theta"], "rope_scaling": None,
         "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
+    config |= mixture
     if (scaling := args["rope_scaling"]) is not None:
         names = ROPE[scaling.get("kind", "llama3")]
         numbers = {names[ours]: value for ours, value in scaling.items() if ours != "kind"}

@@ -13,14 +13,17 @@ from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, folder, others
 from armature.models.decoder import names
+from armature.models.mixture import names as mixture_names
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 DECODER = "armature.models.decoder.model.Decoder"
+MIXTURE = "armature.models.mixture.model.MixtureDecoder"
 LORA = "armature.finetune.lora.Lora"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
-READ = {DECODER: architecture.arguments, **dict.fromkeys(others.TARGETS, others.arguments)}
+OURS = {DECODER: architecture.arguments, MIXTURE: architecture.mixture_arguments}
+READ = {**OURS, **dict.fromkeys(others.TARGETS, others.arguments)}
 _TIED = {names.theirs(names.HEAD): names.theirs(names.EMBEDDING)}
 
 
@@ -43,7 +46,7 @@ def fill(cfg: DictConfig) -> DictConfig:
     problems = _set_sizes(cfg, args, config)
     problems += _tokenizer_problems(cfg, path, args["vocab_size"])
     if run_dir is None:
-        problems += weight_problems(path, args) if target == DECODER else folder.weights(path).problems
+        problems += weight_problems(path, args) if target in OURS else folder.weights(path).problems
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -214,7 +217,7 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
     weights = folder.weights(path)
     if weights.problems:
         return list(weights.problems)
-    needed = {names.theirs(name) or name: shape for name, shape in names.shapes(args).items()}
+    needed = tensors(args)
     missing = sorted(name for name in needed if name not in weights.tensors)
     surplus = sorted(
         name
@@ -234,6 +237,18 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
     kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
     return found + type_problems(path, kinds)
+
+
+def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a folder by their names, for the decoder, or the mixture, of these arguments."""
+    if "experts" not in args:
+        return {names.theirs(name) or name: shape for name, shape in names.shapes(args).items()}
+    found = {}
+    for name, shape in mixture_names.shapes(args).items():
+        stacked = mixture_names.parts(name, shape[0])
+        own = {str(mixture_names.theirs(name)): shape} if stacked is None else dict.fromkeys(stacked, shape[1:])
+        found |= own
+    return found
 
 
 def type_problems(path: Path, kinds: Mapping[str, str]) -> list[str]:

@@ -27,6 +27,8 @@ from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.names import HEAD, shapes, theirs
+from armature.models.mixture import names as mixture_names
+from armature.models.mixture.model import MixtureDecoder
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -110,9 +112,14 @@ def form_of(cfg: DictConfig) -> Form:
     if check.is_of_transformers(cfg):
         return _form_of_transformers(cfg)
     args = decoder_arguments(cfg)
+    mixture = "experts" in args
+    if mixture:
+        architecture.config_of(args, dtype="float32")  # refuses what cannot be written
+    rename = mixture_names.theirs if mixture else theirs
     return Form(
-        context=args["context"], vocab_size=args["vocab_size"], rename=theirs, module_name=theirs,
-        left_out=[str(theirs(HEAD))] if args["tied"] else [], shapes=shapes(args),
+        context=args["context"], vocab_size=args["vocab_size"], rename=rename, module_name=rename,
+        left_out=[str(theirs(HEAD))] if args["tied"] else [],
+        shapes=mixture_names.shapes(args) if mixture else shapes(args),
         config=lambda dtype, base: architecture.config_of(args, dtype=dtype, base=base),
         read=partial(read_decoder, context=args["context"]),
     )  # fmt: skip
@@ -140,13 +147,13 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
 
 def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
     """Return all arguments of a run's decoder. Raises ConfigError for another model."""
-    if cfg.model._target_ != check.DECODER:
+    if (target := cfg.model._target_) not in check.OURS:
         raise ConfigError(
-            f"model._target_={cfg.model._target_}: only {check.DECODER} and models of transformers have Hugging Face's "
+            f"model._target_={target}: only {', '.join(check.OURS)} and models of transformers have Hugging Face's "
             "form. Name a file (.safetensors, .ckpt, .onnx or .pt2) instead."
         )
     given: Any = OmegaConf.to_container(cfg.model, resolve=True)
-    args = signatures.defaults_of(check.DECODER) | {k: v for k, v in given.items() if k[0] != "_"}
+    args = signatures.defaults_of(target) | {k: v for k, v in given.items() if k[0] != "_"}
     return args | {"ffn_hidden": args["ffn_hidden"] or ffn_hidden_of(args["width"])}
 
 
@@ -195,15 +202,41 @@ class Source:
         renamed = {str(rename(name)): name for name in shapes}
         self._own = {name: own for name, own in renamed.items() if name not in self.names}
         self.lacking = {name: shapes[own] for name, own in self._own.items()}
+        self._split_stacks(shapes, rename)
+
+    def _split_stacks(self, shapes: Mapping[str, tuple[int, ...]], rename: Callable[[str], str | None]) -> None:
+        """Write each matrix of a stack as a tensor of its own, whose name has its number in place of {}."""
+        self.stacks: dict[str, tuple[str, int]] = {}
+        for own, shape in shapes.items():
+            if "{}" not in (pattern := str(rename(own))):
+                continue
+            parts = {pattern.format(i): (pattern, i) for i in range(shape[0])}
+            self.stacks |= parts
+            if pattern in self.lacking:
+                self.lacking |= dict.fromkeys(parts, self.lacking.pop(pattern)[1:])
+            else:
+                saved_as = self.names.pop(pattern)
+                self.names |= dict.fromkeys(parts, saved_as)
 
     def elements(self, name: str) -> int:
         """Return the number of elements of a weight."""
         if name in self.lacking:
             return math.prod(self.lacking[name])
         saved_as = self.names[name]
+        if name in self.stacks:
+            return self.saved[saved_as].size[1:].numel()
         return self.saved[saved_as].size.numel() * (1 if nf4.weight_of(saved_as) == saved_as else 2)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
+        stacked = [name for name in names if name in self.stacks]
+        if stacked:
+            single = self.read([name for name in names if name not in self.stacks])
+            whole = self._load([*{self.names[name] for name in stacked if name in self.names}])
+            for name in stacked:
+                pattern, index = self.stacks[name]
+                stack = whole[self.names[name]] if name in self.names else self.base[convert.MODEL + self._own[pattern]]
+                single[name] = stack[index]
+            return single
         parts = {name: nf4.parts_of(self.names[name]) for name in names if name in self.names}
         found = self._load([saved_as for of_weight in parts.values() for saved_as in of_weight])
         weights = {name: nf4.joined([found.pop(part) for part in parts[name]]) for name in parts}
@@ -305,9 +338,11 @@ def read_decoder(
     path: Path, *, context: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
-    args = architecture.arguments(folder.config(path), name=str(path))
+    config, name = folder.config(path), str(path)
+    mixture = architecture.is_mixture(config)
+    args = (architecture.mixture_arguments if mixture else architecture.arguments)(config, name=name)
     with torch.device("meta"):
-        model = Decoder(**args, context=context, pretrained=str(path)).to(dtype)
+        model = (MixtureDecoder if mixture else Decoder)(**args, context=context, pretrained=name).to(dtype)
     return _read(model, device=device)
 
 

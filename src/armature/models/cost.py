@@ -28,6 +28,9 @@ class Cost:
         unit: what throughput counts: tokens or samples.
         keys, key_heads: elements of keys and values together, and their heads, if attention takes a context axis.
         queries: elements of the queries, if it does.
+        experts: parameters of one block's experts (`models/mixture`), which an expert axis spreads over ranks.
+        idle_matrices: parameters of one block's matrices that a position does not use: those of other experts.
+        routed: elements of `inner` that are kept per position for its experts, if each gets equally many tokens.
         linears: (out, in) of each Linear of a block, if all its matrices are Linears and may have adapters.
     """
 
@@ -54,6 +57,9 @@ class Cost:
     queries: int = 0
     keys: int = 0
     key_heads: int = 0
+    experts: int = 0
+    idle_matrices: int = 0
+    routed: int = 0
     linears: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -48,6 +48,9 @@ class Plan:
         from_instance: the model makes its plan when it is built, as its attribute `plan`; this one says only that.
         needs_inputs: constructor argument that makes every block depend on the model's inputs, which only a
             pipeline's first stage has, or None.
+        experts: pattern of the modules that hold a mixture's experts, or None. Each is called with rows sorted by
+            expert (M, D) and the number of each expert's rows (E,); dim 0 of its parameters counts the experts.
+        expert_count: constructor argument that counts the experts, or None.
     """
 
     blocks: str = "blocks"
@@ -64,6 +67,8 @@ class Plan:
     needs_inputs: str | None = None
     no_tensor: str | None = None
     from_instance: bool = False
+    experts: str | None = None
+    expert_count: str | None = None
 
     def __post_init__(self) -> None:
         for pattern, style in self.tensor.items():

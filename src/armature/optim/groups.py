@@ -12,14 +12,19 @@ from armature.models.plan import Plan
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return up to three groups: hidden matrices, other matrices, and the rest, which has no weight decay.
+    """Return up to four groups: hidden matrices, stacks of them, other matrices, and the rest without weight decay.
 
     Hidden matrices are the two-dimensional parameters inside the model's blocks. Their group has `hidden=True`, and the
-    model's `width` if it has one. The rest are norms, biases and positions: parameters with one dimension or such a
-    name. Names and numbers of dimensions decide, never the shape of a rank's shard, so groups are the same under every
-    layout. Adapters are matrices of no such kind: Muon would take their small rank for that of the change.
+    model's `width` if it has one. So has the group of stacks: the three-dimensional parameters of modules that say
+    `stacked = True` (`models/mixture/experts.py`), which may be sharded over ranks of their own. The rest are norms,
+    biases and positions: parameters with one dimension or such a name. Names and numbers of dimensions decide, never
+    the shape of a rank's shard, so groups are the same under every layout. Adapters are matrices of no such kind: Muon
+    would take their small rank for that of the change.
     """
-    hidden, matrices, vectors = [], [], []
+    hidden, stacks, matrices, vectors = [], [], [], []
+    stacked = {
+        param for module in model.modules() if getattr(module, "stacked", False) for param in module.parameters()
+    }
     plan = getattr(model, "plan", None)
     blocks = plan.blocks if isinstance(plan, Plan) else "blocks"
     for name, param in model.named_parameters():
@@ -29,10 +34,13 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
             vectors.append(param)
         elif param.ndim == 2 and name.startswith(f"{blocks}.") and not is_adapter(name):
             hidden.append(param)
+        elif param.ndim == 3 and param in stacked:
+            stacks.append(param)
         else:
             matrices.append(param)
     groups: list[dict[str, Any]] = [
         {"params": hidden, "hidden": True, "width": getattr(model, "width", None)},
+        {"params": stacks, "hidden": True, "width": getattr(model, "width", None)},
         {"params": matrices, "hidden": False},
         {"params": vectors, "hidden": False, "weight_decay": 0.0},
     ]

@@ -55,8 +55,11 @@ class Muon(Optimizer):
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         for group in self.param_groups:
             for param in group["params"]:
-                if group["hidden"] and param.ndim != 2:
-                    raise ValueError(f"Muon orthogonalizes matrices only. Got a hidden parameter {tuple(param.shape)}")
+                if group["hidden"] and param.ndim not in (2, 3):
+                    raise ValueError(
+                        "Muon orthogonalizes matrices, and stacks of them, only. Got a hidden parameter "
+                        f"{tuple(param.shape)}"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -89,7 +92,7 @@ class Muon(Optimizer):
         updates = self.matrix_work.map(updates, partial(orthogonalize, steps=group["newton_schulz_steps"]))
         for param, update in zip(params, updates, strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
+            param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape[-2:]) ** 0.5)
 
     def _adamw_step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for param in params:
@@ -126,12 +129,16 @@ class LocalMatrices:
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5) -> Tensor:
-    """Push all singular values of a matrix towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration."""
+    """Push all singular values towards 1, to between about 0.7 and 1.2, by Newton-Schulz iteration.
+
+    Of a matrix, or of each of a stack of matrices.
+    """
     a, b, c = NEWTON_SCHULZ
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=1e-7)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, copies, dtensors, initialization, pipeline, tensor, ties
+from armature.parallel import blocks, copies, dtensors, experts, initialization, pipeline, tensor, ties
 from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
+from armature.parallel.mesh import expert_mesh
 from armature.parallel.split import bubble_share
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Options:
     keep_last_gathered: bool = True
     compile_mode: str = "default"
     float8: bool | str = False
+    expert: int = 1
 
 
 @dataclass
@@ -69,6 +71,7 @@ def parallelize(
     prefix: str,
     imported: Collection[str] = (),
     positions: Positions | None = None,
+    expert_ranks: DeviceMesh | None = None,
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
@@ -76,6 +79,7 @@ def parallelize(
         device: where the weights go, unless they are offloaded to the CPU.
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
         positions: this rank's on the context axis, or None without one.
+        expert_ranks: `mesh.expert_mesh`, if there is an expert axis.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
@@ -98,6 +102,14 @@ def parallelize(
         positions.divide(model, plan)
         if stages is None:
             positions.divide_calls(model)
+    # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them alone
+    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
+    holders = experts.find(model, plan) if options.expert > 1 or mesh["tensor"].size() > 1 else []
+    if holders:
+        spread = expert_mesh(mesh, sizes, expert=options.expert) if expert_ranks is None else expert_ranks
+        arguments = sharding_arguments(options)
+        for holder in holders:
+            experts.shard(holder, spread, loss_ranks=sizes["replicate"] * sizes["shard"], **arguments)
     # 3. tensor: matrices, the vocabulary and its loss
     if mesh["tensor"].size() > 1:
         sequence_parallel = options.sequence_parallel and plan is not None and plan.sequence is not None
@@ -161,12 +173,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     changes weights and `requires_grad`, and must find all of them sharded. Without gradients everything is resharded
     after forward: no backward follows, and the next forward would otherwise use the weights of this one.
     """
-    arguments: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": options.reshard_after_forward,
-    }
+    arguments = {"mesh": mesh, **sharding_arguments(options)}
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
     dtensors.watch_frozen_weights(model)
@@ -198,6 +205,15 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     if len(sharded) == 1 and not is_split and not compiled:
         copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
+
+
+def sharding_arguments(options: Options) -> dict[str, Any]:
+    """Return the arguments of fully_shard that all units share."""
+    return {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": options.reshard_after_forward,
+    }
 
 
 def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:

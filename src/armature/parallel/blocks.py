@@ -20,7 +20,7 @@ EXPENSIVE_OPERATORS = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu", "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.all_reduce", "_c10d_functional.all_to_all_single",
+    "_c10d_functional.all_reduce", "_c10d_functional.all_to_all_single", "aten._grouped_mm",
     "flex_attention", "inductor_compiled_code",  # inside a compiled block, and compiled on its own
 )  # fmt: skip
 

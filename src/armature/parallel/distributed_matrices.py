@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the same shape and dtype
 MAX_ROUND_ELEMENTS = 2**28
@@ -60,6 +60,8 @@ class DistributedMatrices:
         """Return the ranks that share the work on a matrix (None: all do it), and its sharded dim (None: unsharded)."""
         if not isinstance(matrix, DTensor):
             return self.group, None
+        if matrix.ndim == 3:  # a stack: each rank has matrices of its own
+            return None, None
         mesh = matrix.device_mesh
         sharded = [(i, p) for i, p in enumerate(matrix.placements) if not p.is_replicate() and mesh.size(i) > 1]
         if len(sharded) != 1:
@@ -73,8 +75,19 @@ class DistributedMatrices:
 def _replicated(matrix: Tensor, function: Function) -> Tensor:
     if not isinstance(matrix, DTensor):
         return function(matrix)
+    if matrix.ndim == 3:
+        return _stacked(matrix, function)
     result = DTensor.from_local(function(matrix.full_tensor()), matrix.device_mesh, run_check=False)
     return result.redistribute(placements=matrix.placements).to(matrix.device)
+
+
+def _stacked(stack: DTensor, function: Function) -> DTensor:
+    """Let each rank work on the matrices that it holds. Only axes that cut matrices are gathered."""
+    cut = [isinstance(p, Shard) and p.dim > 0 for p in stack.placements]
+    placements = [Replicate() if is_cut else p for is_cut, p in zip(cut, stack.placements, strict=True)]
+    whole = stack.redistribute(placements=placements) if any(cut) else stack
+    result = _sharded_like(whole, function(whole.to_local()))
+    return result.redistribute(placements=stack.placements) if any(cut) else result
 
 
 def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.ProcessGroup) -> list[Tensor]:

@@ -64,16 +64,16 @@ def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
             continue
         full = initial(f"{name}.weight", (linear.out_features, linear.in_features))
         for part, value in zip(nf4.PARTS, nf4.quantize(full), strict=True):
-            _place(value, param := linear.get_parameter(part))
+            place(value, param := linear.get_parameter(part))
             done.add(param)
     for name, param in module.named_parameters(remove_duplicate=False):
         if (names is None or name in names) and param not in done:
-            _place(initial(name, param.shape), param)
+            place(initial(name, param.shape), param)
             done.add(param)
 
 
 @torch.no_grad()
-def _place(full: Tensor, param: nn.Parameter) -> None:
+def place(full: Tensor, param: Tensor) -> None:
     """Copy this rank's part of a whole tensor, of which every rank has the same, into a parameter."""
     if isinstance(param, DTensor):
         full = full.to(param.device, param.dtype)

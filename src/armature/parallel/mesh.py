@@ -34,12 +34,13 @@ def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int
     raise ValueError(f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}.")
 
 
-def shards_sequence(option: bool | str, *, device: str) -> bool:
-    """Return whether activations are sharded over the tensor axis; auto: except on CPUs.
+def shards_sequence(option: bool | str, *, device: str, expert: int = 1) -> bool:
+    """Return whether activations are sharded over the tensor axis; auto: except on CPUs without an expert axis.
 
-    It saves memory, of which a CPU's host has most, for two collectives where one would do.
+    It saves memory, of which a CPU's host has most, for two collectives where one would do. An expert axis needs it:
+    tensor ranks would otherwise send the same tokens.
     """
-    return device != "cpu" if option == "auto" else bool(option)
+    return device != "cpu" or expert > 1 if option == "auto" else bool(option)
 
 
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
@@ -66,6 +67,30 @@ def context_group(sizes: Mapping[str, int]) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups_by_enumeration([[*range(start, start + block, tensor)] for start in starts])
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def expert_mesh(mesh: DeviceMesh, sizes: Mapping[str, int], *, expert: int) -> DeviceMesh:
+    """Return the same ranks as pipe × replicate × rest × expert: each stage's experts are on ranks of their own.
+
+    `expert` and `rest`, which shards each expert's weights, are all ranks of a replica of a stage.
+    """
+    ranks = math.prod(size for axis, size in sizes.items() if axis not in ("pipe", "replicate"))
+    shape = (sizes["pipe"], sizes["replicate"], ranks // expert, expert)
+    return mesh._flatten("world")._unflatten(0, shape, ("pipe", "replicate", "rest", "expert"))
+
+
+def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
+    """Return why the expert axis does not fit into the mesh, or None."""
+    borrowed = {axis: size for axis, size in sizes.items() if axis not in ("pipe", "replicate")}
+    ranks = math.prod(borrowed.values())
+    if expert >= 1 and ranks % expert == 0:
+        return None
+    asked = ", ".join(f"strategy.{axis}={size}" for axis, size in borrowed.items())
+    fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return (
+        f"strategy.expert={expert} does not divide the {ranks} ranks that it is made of ({asked}). Type "
+        f"strategy.expert={min(fits, key=lambda n: abs(n - expert))}."
+    )
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:

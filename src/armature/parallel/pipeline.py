@@ -235,6 +235,7 @@ class Runner:
         If `target_weights` counts targets, gradients are computed of the loss multiplied by their number, and with
         fp16 by `loss_scale`, since they pass through fp16 here.
         """
+        is_new = (inputs.shape, inputs.dtype) not in self.schedules
         schedule, losses = self._schedule(inputs), []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
         target_count = None if self.target_weights is None else self.target_weights.batch_targets
@@ -247,7 +248,9 @@ class Runner:
             self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
         if self.positions is not None:
             targets = self.positions.part(targets)
-        with without_gradients(params):
+        counts: Any = getattr(self.model, "first_pass_uncounted", None)  # of a mixture's tokens
+        uncounted = counts(self.microbatches + 1) if counts is not None and is_new else nullcontext()
+        with without_gradients(params), uncounted:
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
                 losses=losses if self.holds_last else None, return_outputs=False,

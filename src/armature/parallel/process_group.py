@@ -118,6 +118,13 @@ def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list
     return gathered
 
 
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over all ranks, on every rank; it replaces the tensor's values."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
 def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's result of `work`, in order of ranks. An error of one rank is raised on all ranks."""
     result, error = None, None

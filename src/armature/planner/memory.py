@@ -46,12 +46,16 @@ class Peak:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of one pipeline stage, before sharding: of the ends and of `blocks` blocks."""
+    """Parameters of one pipeline stage, before sharding: of the ends and of `blocks` blocks.
+
+    A block whose weights are gathered has `gathered`: of a mixture's experts, those of one rank.
+    """
 
     first: float
     blocks: int
     block: float
     last: float
+    gathered: float
 
     @property
     def total(self) -> float:
@@ -87,7 +91,9 @@ def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
 def _part(setup: Setup, stage: int) -> Part:
     cost, pipe, tensor = setup.cost, setup.axes["pipe"], setup.axes["tensor"]
     blocks, first, last = setup.blocks_by_stage[stage], stage == 0, stage == pipe - 1
-    return Part(cost.first / tensor * first, blocks, cost.block / tensor, cost.last / tensor * last)
+    gathered = (cost.block - cost.experts) / tensor + cost.experts / setup.expert if cost.experts else None
+    block = cost.block / tensor  # the tensor axis divides experts too, as ranks of the expert axis or of `rest`
+    return Part(cost.first / tensor * first, blocks, block, cost.last / tensor * last, gathered or block)
 
 
 def _state(setup: Setup, part: Part) -> dict[str, float]:
@@ -115,9 +121,11 @@ def _adapted_state(setup: Setup, part: Part) -> dict[str, float]:
     return {"parameters": frozen + trained, "gradients": trained, "optimizer state": state}
 
 
-def _held(setup: Setup, part: Part, *, blocks: float, ends: float, each: int) -> float:
+def _held(
+    setup: Setup, part: Part, *, blocks: float, ends: float, each: int, gathered: bool = False
+) -> float:  # fmt: skip
     """Return bytes of the weights of blocks and of `ends` parameters, if an element has `each`; of 4 bits less."""
-    dense = each * (blocks * part.block + ends)
+    dense = each * (blocks * (part.gathered if gathered else part.block) + ends)
     if setup.matrix_bytes is None:
         return dense
     return dense - blocks * (each * setup.cost.block_matrices - setup.matrix_bytes) / setup.axes["tensor"]
@@ -150,7 +158,8 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         dropped = 0  # each adapter's own input after dropout, and its mask
         if setup.adapters is not None and setup.adapters.dropout:
             dropped = (c + 1) * sum(columns for _, columns in cost.linears)
-        inner = c * (cost.inner + copied) / tensor
+        routed = (setup.expert_load - 1) * cost.routed  # beyond the mean
+        inner = c * (cost.inner + routed + copied) / tensor
         return positions * (norms + c * cost.shared_inputs + c * adapters + inner + dropped)
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
@@ -212,7 +221,7 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     loss, loss_backward = _loss(setup, part, piece)
     last_gathered = _unsharded(setup, _last_unit(setup, part))
     arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
-    finish = max(_unit(setup, part.first), _unit(setup, part.block)) if setup.adapters is None else 0
+    finish = max(_unit(setup, part.first), _unit(setup, part.gathered)) if setup.adapters is None else 0
     return [
         {**held, "activations": whole + end, "16-bit copies": low,
          "gathered": last_gathered + arriving + _ahead(setup, part), "temporary": loss},
@@ -229,7 +238,8 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
 def _low_copies(setup: Setup, part: Part) -> float:
     """Return bytes of the 16-bit copies of weights that autocast makes and backward needs (no FSDP, no DeepSpeed)."""
     autocast = setup.precision.endswith("-mixed") and (setup.kind in ("single", "ddp") or _is_unsharded(setup))
-    matrices = part.blocks * setup.cost.block_matrices / setup.axes["tensor"]
+    cost = setup.cost
+    matrices = part.blocks * (cost.block_matrices + cost.idle_matrices) / setup.axes["tensor"]
     return 2 * matrices if autocast and setup.matrix_bytes is None else 0
 
 
@@ -257,7 +267,7 @@ def _unsharded(setup: Setup, parameters: float) -> float:
 
 def _last_unit(setup: Setup, part: Part) -> float:
     """Return parameters of the unit that is used when the loss is computed."""
-    return (part.first if setup.cost.tied else part.last) or part.block
+    return (part.first if setup.cost.tied else part.last) or part.gathered
 
 
 def _unit(setup: Setup, parameters: float) -> float:
@@ -272,7 +282,7 @@ def _ahead(setup: Setup, part: Part) -> float:
     if setup.kind == "deepspeed":
         return setup.compute_bytes * max(0, min(part.total, DEEPSPEED_KEPT) - _last_unit(setup, part))
     ends = part.first + part.last - _last_unit(setup, part)
-    return max(0, _held(setup, part, blocks=part.blocks, ends=ends, each=setup.compute_bytes))
+    return max(0, _held(setup, part, blocks=part.blocks, ends=ends, each=setup.compute_bytes, gathered=True))
 
 
 def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
@@ -282,10 +292,10 @@ def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
     if not _sharded(setup):
         return 0, 0
     blocks = max(1, round(setup.min_unit / part.block)) if part.block < setup.min_unit else 1
-    unit = min(part.blocks, blocks) * part.block
+    unit = min(part.blocks, blocks) * part.gathered
     whole = part.blocks if not setup.reshard else 2 * min(part.blocks, blocks)
     ends = part.first + part.last if not setup.reshard else 0
-    gathered = _held(setup, part, blocks=whole, ends=ends, each=setup.compute_bytes)
+    gathered = _held(setup, part, blocks=whole, ends=ends, each=setup.compute_bytes, gathered=True)
     trained = unit if setup.adapters is None else min(part.blocks, blocks) * setup.adapted
     return gathered, 2 * _unit(setup, trained)
 

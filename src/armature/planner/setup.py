@@ -45,6 +45,8 @@ class Setup:
             `offload` (weights, gradients and optimizer state in the host's memory) to a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
         recompute: none, selective, every, or a number n: each n-th block.
+        expert: ranks that share out a mixture's experts; `expert_load` is the share of tokens that come to the rank
+            with most of them, over the mean.
         matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of all others.
     """
 
@@ -68,6 +70,8 @@ class Setup:
     offload_optimizer: bool = False
     on_cpu: bool = False
     adapters: Adapters | None = None
+    expert: int = 1
+    expert_load: float = 1.0
 
     @property
     def adapted(self) -> int:
@@ -167,7 +171,8 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     matrix_state, other_state = optimizer_bytes(cfg)
     options, pipe = layout.options, layout.axes["pipe"]
     reshard = options.get("reshard_after_forward")
-    sequence = shards_sequence(options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator)
+    expert = options.get("expert", 1)
+    sequence = shards_sequence(options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert)
     return Setup(
         cost=cost, kind=layout.kind, axes=dict(layout.axes), world_size=layout.world_size,
         micro=batches.micro_batch_size, accumulate=batches.accumulate, precision=cfg.trainer.precision,
@@ -177,7 +182,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
-        adapters=_adapters(adapter) if adapter else None,
+        adapters=_adapters(adapter) if adapter else None, expert=expert,
     )  # fmt: skip
 
 

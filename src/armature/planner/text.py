@@ -12,6 +12,7 @@ from armature.planner.devices import Device
 from armature.planner.ranking import Candidate
 
 GIB = 2**30
+UNEVEN = 1.5  # tokens of a rank's experts, over the mean of all ranks
 MOST_SHOWN = 24  # layouts of one number of devices
 MOST_OF_EACH = 3  # of each number, if there are several
 DAY = 24 * 3600
@@ -49,6 +50,17 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
     return lines
 
 
+def _uneven(best: Candidate) -> list[str]:
+    """Return what the best layout of a mixture needs if a rank gets more than its share of tokens."""
+    if not best.setup.cost.experts:
+        return []
+    peak = memory.peak(best.setup.with_(expert_load=UNEVEN)).total_bytes
+    return [
+        f"All experts are taken to get equally many tokens. A rank with {UNEVEN} × the mean needs {peak / GIB:.1f} GiB "
+        f"in place of {best.peak_bytes / GIB:.1f} ({best.choice.name})."
+    ]
+
+
 def _times(each: Candidate, units: float, *, in_days: bool) -> tuple[str, str]:
     low, high = each.units_per_second
     least, most = units / high / 3600, units / low / 3600
@@ -77,6 +89,7 @@ def report(
     lines = table(runs, units=units, unit=unit)
     if any(each.simulated for each in runs):
         lines.append("* simulated; all others by closed formulas")
+    lines += _uneven(fitting[0]) if fitting else []
     best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
     for place, (_, each) in enumerate(sorted(best.items())):
         lines += [] if place else ["", "Type:"]

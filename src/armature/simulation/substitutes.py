@@ -24,7 +24,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.utils.data import dataloader
 
 from armature import hardware
-from armature.parallel import initialization, mesh, randomness
+from armature.parallel import experts, initialization, mesh, randomness
 from armature.parallel.pipeline import Message, Runner
 from armature.simulation.hooks import with_values, wrap
 from armature.strategies.ddp import DDP
@@ -38,6 +38,8 @@ def install(*, devices: int, capability: tuple[int, int]) -> None:
     _objects()
     _data()
     wrap(mesh, "build", with_values)
+    wrap(mesh, "expert_mesh", with_values)
+    experts.row_lengths = _even_rows
     for name in ("capture", "restore"):
         wrap(randomness, name, with_values)
     initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
@@ -54,6 +56,13 @@ def _devices(count: int, capability: tuple[int, int]) -> None:
         module.num_cuda_devices = lambda: count
         module._clear_cuda_memory = lambda: None
         module._check_cuda_matmul_precision = lambda device: None
+
+
+def _even_rows(x_MD: Any, leaving_RE: Any, arriving_RE: Any) -> tuple[list[int], list[int]]:
+    """Return the rows sent to each rank and received from each if all experts get equally many tokens."""
+    rows, ranks = len(x_MD), len(leaving_RE)
+    even = [rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)]
+    return even, even
 
 
 def _objects() -> None:

@@ -143,6 +143,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 self._replaced_scale = (scaler.cur_scale, scaler.cur_scale / float(scale))
                 scaler.cur_scale = self._replaced_scale[1]
 
+    @property
+    @override
+    def completes_step(self) -> bool:
+        return bool(self.deepspeed_engine.is_gradient_accumulation_boundary())
+
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         try:

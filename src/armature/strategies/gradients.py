@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from armature.checkpoint.state import needs_closure
 from armature.errors import ConfigError
-from armature.parallel import gradients
+from armature.parallel import gradients, process_group
 from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies import hooks
@@ -64,6 +64,7 @@ class GradientMixin(LayoutMixin):
     _skips_step: bool = False  # training_step returned None, after which Lightning clips but the scaler makes no step
     # weights that were not trained when gradients were arranged to be reduced over the ranks; of one rank, none
     _frozen: Sequence[Tensor] = ()
+    _mixtures: Sequence[Any] = ()  # models with experts, whose load is leveled (models/mixture)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -83,6 +84,7 @@ class GradientMixin(LayoutMixin):
         clips = is_overridden("clip_gradients", self.module)
         self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
         self.update_mask = self._make_mask()
+        self._mixtures = [model for model in self.module.modules() if hasattr(model, "take_load")]
 
     # ------------------------------------------------------------ steps that are left out
     def _make_mask(self) -> UpdateMask | None:
@@ -100,16 +102,38 @@ class GradientMixin(LayoutMixin):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        complete = self.completes_step
         if self.update_mask is None:
-            return super().optimizer_step(optimizer, *args, **kwargs)
+            result = super().optimizer_step(optimizer, *args, **kwargs)
+            self._rebalance_experts(complete)
+            return result
         try:
-            return super().optimizer_step(optimizer, *args, **kwargs)
+            result = super().optimizer_step(optimizer, *args, **kwargs)
+            self._rebalance_experts(complete)
+            return result
         except StepLeftOut:
+            self._rebalance_experts(complete, left_out=True)
             return None
         finally:
             if self.scaler is not None:
                 self.update_mask.left_out = self.skipped_step
             self.update_mask.step_ended()
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether the optimizer's step that is about to be made is one of the run's."""
+        return True
+
+    def _rebalance_experts(self, complete: bool, *, left_out: bool = False) -> None:
+        """Let mixtures of experts level the load of the step that was made, which is added up over all ranks.
+
+        Tokens are whole numbers, so their sums are the same under every layout. Ranks that compute the same count the
+        same, which multiplies all sums alike. A mask restores the biases, which are buffers, if it leaves out the step.
+        """
+        for mixture in self._mixtures if complete else ():
+            load_LE: Tensor = mixture.take_load(device=self.root_device)
+            if not left_out:
+                mixture.rebalance(process_group.all_sum(load_LE))
 
     @property
     def left_out(self) -> bool:

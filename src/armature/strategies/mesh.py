@@ -12,10 +12,12 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.parallel import apply, batchnorm, dtensors, gradients, mesh
 from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
@@ -29,6 +31,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     Args:
         pipe, replicate, shard, context, tensor: sizes of the axes; one may be "auto", which takes the remaining
             processes. The ranks of `context` share samples and shard their positions, and the weights like `shard`.
+        expert: ranks that share out a mixture's experts. They are ranks of shard, context and tensor, no further ones.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
         reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them until backward
             (ZeRO-2); None: free them, except between a pipeline's micro-batches. Several models in one
@@ -64,7 +67,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def __init__(
         self, *, seed: int = 0,
         pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1,
-        context: int | str = 1, tensor: int | str = 1,
+        context: int | str = 1, tensor: int | str = 1, expert: int = 1,
         backend: str = "auto", reshard_after_forward: bool | None = None, reduce_every_microbatch: bool = True,
         param_dtype: str | None = None, reduce_dtype: str | None = None, cpu_offload: bool = False, prefetch: int = 1,
         min_num_params: int = 8_000_000, sequence_parallel: bool | str = "auto", sync_batchnorm: bool = True,
@@ -81,10 +84,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "seed": seed, "schedule": schedule, "microbatches": microbatches,
             "stages": list(stages) if stages is not None else None, "sequence_parallel": sequence_parallel,
             "reshard_after_forward": reshard_after_forward, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
-            "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params,
+            "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params, "expert": expert,
         }  # fmt: skip
         self.applied: list[apply.ParallelizedModel] = []
         self.positions: Positions | None = None
+        self.expert_ranks: DeviceMesh | None = None
         self._run_contexts = ExitStack()
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -95,10 +99,16 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         torch.manual_seed(self.seed)
         self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
         option, device = self.options["sequence_parallel"], self.root_device.type
-        self.options["sequence_parallel"] = mesh.shards_sequence(option, device=device)
+        expert = self.options["expert"]
+        self.options["sequence_parallel"] = mesh.shards_sequence(option, device=device, expert=expert)
+        if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
+            raise ConfigError(problem)
         self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
         self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
         self.module._device_mesh = self._device_mesh
+        if expert > 1:
+            sizes = {axis: self._device_mesh[axis].size() for axis in self._device_mesh.mesh_dim_names or ()}
+            self.expert_ranks = mesh.expert_mesh(self._device_mesh, sizes, expert=expert)
 
     def _rank_on(self, axis: str) -> int:
         return self.device_mesh[axis].get_local_rank()
@@ -117,7 +127,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def layout_notes(self) -> list[str]:
-        return [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (self.sizes["tensor"] > 1)
+        notes = [f"expert={self.options['expert']}"] * (self.options["expert"] > 1)
+        return notes + [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (self.sizes["tensor"] > 1)
 
     @property
     @override
@@ -143,7 +154,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
                 model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
-                imported=self.imported[name], positions=self.positions,
+                imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,
             )  # fmt: skip
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale

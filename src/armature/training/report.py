@@ -76,6 +76,7 @@ def summarize(
         "loss_not_finite_since": step_log.not_finite_since,
         "skipped_steps": guard.skipped,
         "rolled_back_steps": [event["step"] for event in guard.rollbacks],
+        **({"expert_load": step_log.expert_load.by_expert()} if step_log.expert_load is not None else {}),
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "best_checkpoint": str(best) if best else None,
         "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
+from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.progress import completed_batches
 from armature.training.stragglers import LEAST_STEPS, StragglerWatch
@@ -93,6 +94,7 @@ class StepLog(Callback):
         self.rate = float("nan")
         self.data_wait = 0.0
         self.monitors: list[Monitor] = []
+        self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
@@ -141,6 +143,9 @@ class StepLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.samples_seen = _samples_seen(trainer)
+        self.expert_load = ExpertLoad.of(pl_module)
+        others = [monitor for monitor in self.monitors if not isinstance(monitor, ExpertLoad)]
+        self.monitors = others + ([self.expert_load] if self.expert_load is not None else [])
         self.restart_clock()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 from armature import hardware
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.parallel.mesh import shards_sequence
 from armature.parallel.split import SCHEDULES
-from armature.validation import lightning_callbacks, quantization, signatures
+from armature.validation import experts, lightning_callbacks, quantization, signatures
 
 KINDS = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
 FEATURES = (
@@ -187,7 +186,7 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     sequence = cfg["model"].get(plan.sequence) if plan.sequence else None
-    shards = shards_sequence(layout.options["sequence_parallel"], device=cfg["trainer"]["accelerator"])
+    shards = experts.shards_sequence(cfg, layout)
     if shards and isinstance(sequence, int) and sequence % tensor:
         problems.append(
             f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
@@ -223,7 +222,7 @@ def _context(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"{ranks} does not divide model.{plan.heads}={heads}: within attention each rank has some of the heads. "
             f"Type strategy.context={fits}."
         )
-    shards = tensor > 1 and shards_sequence(layout.options["sequence_parallel"], device=cfg["trainer"]["accelerator"])
+    shards = tensor > 1 and experts.shards_sequence(cfg, layout)
     parts = context * (tensor if shards else 1)
     lengths = {f"model.{plan.sequence}": model.get(plan.sequence) if plan.sequence else None}
     lengths |= {f"data.{key}": cfg["data"].get(key) for key in ("context", "multiple")}
@@ -331,6 +330,7 @@ def _deepspeed_entries(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
 
 
 RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
-    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _context, _pipeline, _shard, _deepspeed_entries,
+    _precision, _features, _classes, _compile, _float8, _plan, _tensor, _context, experts.problems, _pipeline, _shard,
+    _deepspeed_entries,
     quantization.problems,
 )  # fmt: skip

@@ -203,7 +203,11 @@ class Block(nn.Module):
     ) -> Tensor:  # fmt: skip
         attended_BTD = self.attention(to_compute_dtype(self.attention_norm(x_BTD)), rotary_C2K, mask, cache, name)
         x_BTD = x_BTD + F.dropout(attended_BTD, self.dropout, self.training)
-        return x_BTD + F.dropout(self.ffn(to_compute_dtype(self.ffn_norm(x_BTD))), self.dropout, self.training)
+        changed_BTD = self.feed_forward(to_compute_dtype(self.ffn_norm(x_BTD)))
+        return x_BTD + F.dropout(changed_BTD, self.dropout, self.training)
+
+    def feed_forward(self, x_BTD: Tensor) -> Tensor:
+        return self.ffn(x_BTD)
 
 
 class Decoder(nn.Module):
@@ -238,13 +242,17 @@ class Decoder(nn.Module):
         self.tied, self.document_token = tied, document_token
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, width)
         block = partial(
-            Block, width, heads=heads, kv_heads=kv_heads or heads, head_dim=self.head_dim, bias=attention_bias,
+            self.make_block, heads=heads, kv_heads=kv_heads or heads, head_dim=self.head_dim, bias=attention_bias,
             norm_eps=norm_eps, qk_norm=qk_norm, dropout=dropout, ffn_hidden=ffn_hidden or ffn_hidden_of(width),
         )  # fmt: skip
-        self.blocks = nn.ModuleDict({str(i): block(window=window) for i, window in enumerate(self.windows)})
+        self.blocks = nn.ModuleDict({str(i): block(i, window=window) for i, window in enumerate(self.windows)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(width, eps=norm_eps)
         self.head: Head | None = Head(width, vocab_size)
         self._tie()
+
+    def make_block(self, index: int, **options: Any) -> Block:
+        """Return the block with this number. A model of other blocks overrides it."""
+        return Block(self.width, **options)
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None,

@@ -1,0 +1,42 @@
+"""Rules for a mixture's sizes, for the constructor and, torch-free, for the check before launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from armature.models.decoder import check as decoder
+from armature.models.sizes import nearest_multiple, whole_numbers
+
+SIZES = ("experts", "active", "expert_hidden", "shared_hidden")
+SCORES = ("sigmoid", "softmax")
+MULTIPLE = 8  # elements: rows of 16 bytes, which grouped matrix products need
+
+
+def problems(args: Mapping[str, Any]) -> list[str]:
+    """Return every reason why `MixtureDecoder(**args)` cannot be built, each with both values and a remedy."""
+    found = decoder.problems(args) + whole_numbers(args, SIZES, optional=("shared_hidden",))
+    dense, layers, rate = args.get("dense_layers", 0), args.get("layers"), args.get("balance_rate", 1e-3)
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        found.append(f"model.dense_layers must be a whole number of at least 0. Got {dense!r}")
+    elif isinstance(layers, int) and dense >= layers:
+        found.append(
+            f"model.dense_layers={dense} leaves none of the model.layers={layers} blocks a mixture: type a smaller "
+            "model.dense_layers, or model._target_=armature.models.decoder.model.Decoder"
+        )
+    if (score := args.get("score", "sigmoid")) not in SCORES:
+        found.append(f"model.score must be one of {', '.join(SCORES)}. Got {score!r}")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        found.append(f"model.balance_rate must be at least 0 and below 1. Got {rate!r}")
+    if found:
+        return found
+    experts, active = args.get("experts"), args.get("active")
+    if experts is not None and active is not None and active > experts:
+        found.append(f"model.active={active} is more than model.experts={experts}: type model.active={experts} or less")
+    for key in ("width", "expert_hidden"):
+        if (value := args.get(key)) is not None and value % MULTIPLE:
+            found.append(
+                f"model.{key}={value} must be a multiple of {MULTIPLE}, which grouped matrix products need: type "
+                f"model.{key}={nearest_multiple(value, MULTIPLE)}"
+            )
+    return found

@@ -1,0 +1,63 @@
+"""What the expert axis and mixtures of experts cannot be combined with. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from armature.layout import Layout
+from armature.parallel import mesh
+
+
+def shards_sequence(cfg: Mapping[str, Any], layout: Layout) -> bool:
+    """Return whether the tensor axis of a mesh shards positions too."""
+    option, expert = layout.options["sequence_parallel"], layout.options["expert"]
+    return mesh.shards_sequence(option, device=cfg["trainer"]["accelerator"], expert=expert)
+
+
+def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    """Return why a mixture of experts cannot be trained by this strategy, or this model over an expert axis."""
+    plan, options = layout.plan, layout.options
+    has_experts = plan is not None and plan.experts is not None
+    expert = options["expert"] if layout.kind == "mesh" else 1
+    if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
+        return [f"strategy.expert={expert}: must be a whole number of at least 1. Type strategy.expert=1."]
+    if expert > 1 and not has_experts:
+        model = cfg["model"]["_target_"].rpartition(".")[2]
+        return [
+            f"strategy.expert={expert}: {model} has no experts. Type strategy.expert=1, or a mixture such as "
+            "model=mixture_nano."
+        ]
+    if plan is None or not has_experts:
+        return []
+    found = []
+    if layout.kind == "mesh" and (problem := mesh.expert_problem(expert, layout.axes)) is not None:
+        found.append(problem)
+    count = cfg["model"].get(plan.expert_count)
+    if isinstance(count, int) and count % expert:
+        fits = [n for n in range(1, expert) if count % n == 0]
+        found.append(
+            f"strategy.expert={expert} does not divide model.{plan.expert_count}={count}. Type "
+            f"strategy.expert={max(fits)}, or model.{plan.expert_count}={-(-count // expert) * expert}."
+        )
+    if layout.axes["tensor"] > 1 and not shards_sequence(cfg, layout):
+        found.append(
+            f"strategy.tensor={layout.axes['tensor']} with strategy.sequence_parallel={options['sequence_parallel']}: "
+            "each rank would send the same tokens to the experts. Type strategy.sequence_parallel=true."
+        )
+    if expert > 1 and options["cpu_offload"]:
+        found.append(
+            f"strategy.cpu_offload=true with strategy.expert={expert} has not been tried. Type "
+            "strategy.cpu_offload=false, or strategy.expert=1."
+        )
+    if expert > 1 and options["compile"] != "none" and cfg["trainer"]["accelerator"] != "cpu":
+        found.append(
+            f"strategy.compile={options['compile']} with strategy.expert={expert} has not been tried on GPUs. Type "
+            "strategy.compile=none."
+        )
+    if options["float8"]:
+        found.append(
+            f"strategy.float8={str(options['float8']).lower()} converts Linears, and a mixture's experts are none. "
+            "Type strategy.float8=false."
+        )
+    return found

@@ -1,0 +1,225 @@
+"""The mixture equals every expert on every token, weighted by the choice, and its bias levels the load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from armature.models.decoder.generation import generate
+from armature.models.mixture.check import problems
+from armature.models.mixture.cost import cost
+from armature.models.mixture.experts import Mixture, grouped_product, takes_groups
+from armature.models.mixture.model import MixtureDecoder
+from armature.models.mixture.names import shapes
+from armature.optim.groups import parameter_groups
+from armature.parallel.initialization import initialize_by_name
+from armature.validation import signatures
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+SIZES = {
+    "vocab_size": 96, "context": 16, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64,
+    "experts": 8, "active": 2, "expert_hidden": 24, "shared_hidden": 16, "dense_layers": 1,
+}  # fmt: skip
+OPTIONS = {"experts": 8, "active": 2, "hidden": 24, "normalized": True, "balance_rate": 1e-3}
+
+
+def mixture(**changes: object) -> Mixture:
+    torch.manual_seed(0)
+    made = Mixture(32, **{**OPTIONS, "shared_hidden": 16, "score": "sigmoid", **changes})  # pyright: ignore[reportArgumentType]
+    for param in made.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    made.bias.normal_(std=0.1)
+    return made
+
+
+def decoder(**changes: object) -> MixtureDecoder:
+    model = MixtureDecoder(**{**SIZES, **changes})  # pyright: ignore[reportArgumentType]
+    initialize_by_name(model, seed=0)
+    return model
+
+
+def naive(m: Mixture, x: Tensor) -> Tensor:
+    logits = m.router(x)
+    score = logits.sigmoid() if m.score == "sigmoid" else logits.softmax(-1)
+    chosen = (score + m.bias).topk(m.active, -1).indices
+    weight = torch.zeros_like(score).scatter(-1, chosen, score.gather(-1, chosen))
+    weight = weight / weight.sum(-1, keepdim=True) if m.normalized else weight
+    e = m.experts
+    h = F.silu(torch.einsum("btd,efd->btef", x, e.gate)) * torch.einsum("btd,efd->btef", x, e.up)
+    y = torch.einsum("btef,edf,bte->btd", h, e.down, weight)
+    return y if m.shared is None else y + m.shared(x)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"score": "softmax"}, {"normalized": False}, {"shared_hidden": None}, {"active": 8}], ids=str
+)
+def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
+    m, x = mixture(**changes), torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for forward in (m, lambda x: naive(m, x)):
+        m.zero_grad()
+        inputs = x.clone().requires_grad_()
+        output = forward(inputs)
+        (output * torch.linspace(-1, 1, 32)).sum().backward()
+        found.append([output.detach(), inputs.grad, *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) == 2 + len([*m.parameters()])
+    for own, expected in zip(*found, strict=True):
+        assert float((own - expected).abs().max() / expected.abs().max()) <= 1e-6
+
+
+def test_a_pass_gives_the_same_bits_again() -> None:
+    m, x = mixture(), torch.randn(3, 16, 32)
+    runs = []
+    for _ in range(2):
+        m.zero_grad()
+        m(x).square().sum().backward()
+        runs.append([param.grad.clone() for param in m.parameters() if param.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 0], [10, 0, 0, 0]], ids=str)
+def test_grouped_product_equals_the_loop(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts), 16, generator=generator, requires_grad=True)
+    weight = torch.randn(4, 24, 16, generator=generator, requires_grad=True)
+    end = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    assert takes_groups(x)
+    found = []
+    for grouped in (True, False):
+        monkeypatch.setattr("armature.models.mixture.experts.takes_groups", lambda x, grouped=grouped: grouped)
+        x.grad = weight.grad = None
+        y = grouped_product(x, weight, end)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, weight.grad])
+    for own, expected in zip(*found, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:
+    m = mixture(balance_rate=0.25)
+    m.bias.zero_()
+    m.rebalance(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
+    assert m.bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, 0, 0]
+    m.rebalance(torch.tensor([8, 0, 0, 0, 0, 0, 0, 0]))
+    assert float(m.bias.sum()) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_rebalancing_levels_the_load() -> None:
+    m, x = mixture(balance_rate=0.02, shared_hidden=None), torch.randn(8, 32, 32) + 0.5
+    assert m.bias is not None
+    m.bias.zero_()
+    spreads = []
+    for _ in range(60):
+        m(x)
+        count = m.take_counts()
+        assert count is not None
+        spreads.append(int(count.max()) / float(count.double().mean()))
+        m.rebalance(count)
+    assert spreads[0] > 1.3
+    assert min(spreads[-10:]) < 1.15
+
+
+def test_only_training_counts_tokens() -> None:
+    m, x = mixture(), torch.randn(2, 4, 32)
+    m.eval()(x)
+    with torch.no_grad():
+        m.train()(x)
+    assert m.take_counts() is None
+    m(x)
+    assert int(m.take_counts().sum()) == 2 * 4 * 2  # pyright: ignore[reportOptionalMemberAccess]
+    assert m.take_counts() is None
+
+
+def test_bias_stays_in_fp32_and_real() -> None:
+    with torch.device("meta"):
+        m = MixtureDecoder(**SIZES)  # pyright: ignore[reportArgumentType]
+    assert {buffer.device.type for buffer in m.buffers()} == {"cpu"}
+    bias = decoder().bfloat16().mixtures()[1].bias
+    assert bias.dtype == torch.float32
+
+
+def test_decoder_has_dense_blocks_first_and_trains() -> None:
+    model = decoder()
+    assert [*model.mixtures()] == [1, 2]
+    assert hasattr(model.blocks["0"], "ffn")
+    ids = torch.arange(32).view(2, 16)
+    model(ids, ids).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    load = model.take_load(device=torch.device("cpu"))
+    assert load.sum(1).tolist() == [0, 64, 64]
+    model.rebalance(load)
+    assert model.load_LE is not None
+    assert model.load_LE.mean(1).tolist() == pytest.approx([0, 1, 1])
+
+
+def test_generation_with_a_cache_equals_generation_without() -> None:
+    model, prompt = decoder(), torch.tensor([[3, 5, 7]])
+    found = generate(model, prompt, max_new_tokens=6, temperature=0)
+    ids = prompt
+    for _ in range(6):
+        ids = torch.cat([ids, model.eval()(ids)[:, -1:].argmax(-1)], 1)
+    assert found.tolist() == ids.tolist()
+
+
+def test_flops_count_a_tokens_own_experts() -> None:
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    few, all_, more = (
+        decoder(active=active, experts=experts).flops_per_sample(ids) for active, experts in ((2, 8), (8, 8), (2, 16))
+    )
+    assert all_ - few == 6 * 16 * 2 * 6 * 3 * 24 * 32  # positions, blocks, experts, matrices
+    assert more - few == 6 * 16 * 2 * 8 * 32  # the router's
+
+
+def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
+    model = decoder()
+    groups = [{id(p) for p in group["params"]} for group in parameter_groups(model) if group["hidden"]]
+    stacks = {id(p) for name, p in model.named_parameters() if ".experts." in name}
+    assert stacks in groups
+    assert len(groups) == 2
+
+
+def test_names_and_shapes_are_those_of_the_model() -> None:
+    args = signatures.defaults_of("armature.models.mixture.model.MixtureDecoder") | SIZES
+    expected = {name: tuple(param.shape) for name, param in decoder().named_parameters()}
+    assert shapes(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"active": 9}, "model.active=9 is more than model.experts=8"),
+        ({"expert_hidden": 20}, "model.expert_hidden=20 must be a multiple of 8.*type model.expert_hidden="),
+        ({"dense_layers": 3}, "model.dense_layers=3 leaves none of the model.layers=3 blocks a mixture"),
+        ({"dense_layers": -1}, "model.dense_layers must be a whole number of at least 0"),
+        ({"score": "tanh"}, "model.score must be one of sigmoid, softmax"),
+        ({"balance_rate": -1}, "model.balance_rate must be at least 0 and below 1"),
+        ({"experts": 0}, "model.experts must be a whole number of at least 1"),
+        ({"heads": 5}, "model.heads=5 does not divide model.width=32"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict, message: str) -> None:
+    assert problems(SIZES) == []
+    with pytest.raises(ValueError, match=message):
+        MixtureDecoder(**{**SIZES, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "active"), [("qwen3_30b_a3b", 30_532_122_624, 3.35e9), ("mixture_16b", 15_617_996_800, 2.573e9)]
+)
+def test_published_sizes_have_the_published_number_of_parameters(name: str, count: int, active: float) -> None:
+    config = OmegaConf.load(CONFIGS / f"{name}.yaml")
+    args: dict = {key: value for key, value in config.items() if str(key)[0] != "_"}  # pyright: ignore[reportAssignmentType]
+    with torch.device("meta"):
+        model = MixtureDecoder(**args)
+    assert sum(param.numel() for param in model.parameters()) == count
+    found = cost(args)
+    assert found.parameters == pytest.approx(count, rel=1e-6)
+    used = count - model.layers * found.idle_matrices
+    assert used == pytest.approx(active, rel=0.01)
+    ids = torch.zeros(1, args["context"], dtype=torch.int64)
+    assert found.flops_per_sample == pytest.approx(model.flops_per_sample(ids), rel=1e-4)

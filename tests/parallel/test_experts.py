@@ -1,0 +1,120 @@
+"""Mixtures train as in one process. `python -m benchmarks.parity --only mixture` runs all layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks
+from benchmarks.parity.mixtures import LAYOUTS as MIXTURES
+
+TOLERANCE = 1e-5
+SAMPLE = (  # each of these holds something that the others do not
+    "mixture, ddp 2",
+    "mixture, fsdp 2, expert 2, ignored",
+    "mixture, fsdp 4, expert 2",
+    "mixture, hsdp 2×2, expert 2",
+    "mixture, fsdp 2 × tensor 2, expert 4",
+    "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble",
+    "mixture, context 2 × fsdp 2, expert 4, ignored",
+)
+
+
+def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
+    run, reference = fit_once(job), fit_once(replace(alone(job), steps=job.steps))
+    far = difference(run, reference)
+    assert max(far.values()) <= tolerance, far
+    if tolerance == TOLERANCE:
+        biases = [name for name in reference.weights if name.endswith("mixture.bias")]
+        assert len(biases) == 3
+        assert all(np.array_equal(run.weights[name], reference.weights[name]) for name in biases)
+        assert any(run.weights[name].any() for name in biases)
+        if run.facts["load"] is not None and not (job.options.get("pipe") and job.ignore):
+            assert run.facts["load"] == reference.facts["load"]
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_mixture_trains_as_in_one_process(name: str) -> None:
+    assert_same(MIXTURES[name])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_expert_layout_resumes_under_another(tmp_path: Path) -> None:
+    saved, resumed = MIXTURES["mixture, fsdp 4, expert 4"], MIXTURES["mixture, fsdp 2 × tensor 2, expert 2"]
+    folder = str(tmp_path / "step=6")
+    fit(replace(saved, steps=6, save=folder))
+    assert_same(replace(resumed, resume=folder))
+
+
+@pytest.mark.slow
+def test_a_resume_on_the_same_layout_repeats_every_bit(tmp_path: Path) -> None:
+    job, folder = MIXTURES["mixture, fsdp 2, expert 2"], str(tmp_path / "step=6")
+    fit(replace(job, steps=6, save=folder))
+    through, resumed = fit_once(job), fit(replace(job, resume=folder))
+    assert resumed.losses == through.losses[6:]
+    assert resumed.grad_norms == through.grad_norms[6:]
+    assert all(np.array_equal(resumed.weights[name], value) for name, value in through.weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixture, fsdp 4, expert 2", "mixture, fsdp 2 × tensor 2, expert 2"])
+def test_muon_orthogonalizes_experts_that_are_spread_over_ranks(name: str) -> None:
+    job = replace(MIXTURES[name], optimizer="armature.optim.muon.Muon", optimizer_args={}, steps=6)
+    assert_same(job)
+
+
+@pytest.mark.slow
+def test_fused_adamw_steps_experts_on_a_mesh_of_their_own() -> None:
+    job = replace(MIXTURES["mixture, fsdp 2, expert 2"], optimizer="armature.optim.adamw.adamw", steps=4)
+    assert_same(job)
+
+
+@pytest.mark.slow
+def test_six_experts_on_four_ranks_are_cut_within() -> None:
+    job = MIXTURES["mixture, fsdp 4, expert 2"]
+    assert_same(replace(job, model_args={**job.model_args, "experts": 6}, steps=6))
+
+
+@pytest.mark.slow
+def test_bf16_equals_one_process_within_its_ties() -> None:
+    assert_same(replace(MIXTURES["mixture, fsdp 2, expert 2"], precision="bf16-mixed"), tolerance=5e-2)
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_share_of_the_experts() -> None:
+    job = MIXTURES["mixture, fsdp 4, expert 2"]
+    assert fit_once(job).facts["bytes"] == pytest.approx(
+        fit_once(replace(alone(job), steps=job.steps)).facts["bytes"] / 4, rel=0.1
+    )
+
+
+def _gradient_of_one_a_rank(rest: int, force: bool) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2 // rest, rest), mesh_dim_names=("expert", "rest"))
+    module = nn.Linear(2, 2, bias=False)
+    fully_shard(module, mesh=mesh["rest"])
+    module.set_gradient_divide_factor(4.0)
+    module.set_force_sum_reduction_for_comms(force)
+    module(torch.ones(1, 2)).sum().backward()
+    return float(module.weight.grad.full_tensor()[0, 0])  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rest", "force", "expected"), [(1, False, 0.25), (2, True, 0.5)])
+def test_torch_divides_gradients_by_the_factor_once(rest: int, force: bool, expected: float) -> None:
+    assert on_ranks(_gradient_of_one_a_rank, rest, force, ranks=2) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_torch_still_divides_twice_if_there_is_nothing_to_reduce() -> None:
+    """If this fails, `experts.shard` no longer needs its condition on `rest`."""
+    assert on_ranks(_gradient_of_one_a_rank, 1, True, ranks=2) == [0.0625] * 2
