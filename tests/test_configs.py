@@ -40,6 +40,10 @@ EXTRA = {  # what a file cannot do without
     ],
     "model/pretrained": ["model.pretrained=base"],
     "model/huggingface": ["model.pretrained=base"],
+    "data/labeled_text": ["data.path=t.csv", "data.tokenizer=base", "task=example", "model=example"],
+    "model/text_classifier": ["model.pretrained=base", "model.classes=2", "task=text_classification"],
+    "task/text_classification": ["model=text_classifier", "model.pretrained=base", "model.classes=2"],
+    "experiment/finetune_classifier": ["model.pretrained=base", "model.classes=2", "data.path=t.csv"],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_qlora": ["model.pretrained=base", "data.path=chats.jsonl"],
@@ -78,7 +82,14 @@ def _hydra(tmp_path, monkeypatch):
 
 
 # packages that are not among the requirements
-NEEDS = {"logger/mlflow": "mlflow", "logger/comet": "comet_ml", "model/huggingface": "transformers"}
+NEEDS = {
+    "logger/mlflow": "mlflow",
+    "logger/comet": "comet_ml",
+    **dict.fromkeys(
+        ["model/huggingface", "model/text_classifier", "task/text_classification", "experiment/finetune_classifier"],
+        "transformers",
+    ),
+}
 
 
 def composed(name: str) -> DictConfig:
