@@ -43,6 +43,8 @@ EXTRA = {  # what a file cannot do without
     "data/labeled_text": ["data.path=t.csv", "data.tokenizer=base", "task=example", "model=example"],
     "model/text_classifier": ["model.pretrained=base", "model.classes=2", "task=text_classification"],
     "task/text_classification": ["model=text_classifier", "model.pretrained=base", "model.classes=2"],
+    "model/timm": ["model.pretrained=base", "model.classes=10", "task=image_classification", "data=digits"],
+    "experiment/finetune_image": ["model.pretrained=base", "model.classes=10", "data=digits"],
     "experiment/finetune_classifier": ["model.pretrained=base", "model.classes=2", "data.path=t.csv"],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
@@ -89,6 +91,7 @@ NEEDS = {
         ["model/huggingface", "model/text_classifier", "task/text_classification", "experiment/finetune_classifier"],
         "transformers",
     ),
+    **dict.fromkeys(["model/timm", "experiment/finetune_image"], "timm"),
 }
 
 

@@ -41,7 +41,6 @@ class Job:
     micro: int | str = 2
     lr: float = 1e-2
     options: dict[str, Any] = field(default_factory=dict)  # of the strategy
-    model: dict[str, Any] = field(default_factory=dict)  # sizes that are not MODEL's
 
 
 def source_of(folder: str | Path, **settings: Any) -> Any:
@@ -61,9 +60,7 @@ def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
     return PreferenceData(source_of(folder), context=MODEL["context"], **{**loader, **changes})
 
 
-def task_of(
-    *, adapter: dict[str, Any] | None = None, lr: float = 1e-2, model: dict[str, Any] | None = None, **settings: Any
-) -> Any:
+def task_of(*, adapter: dict[str, Any] | None = None, lr: float = 1e-2, **settings: Any) -> Any:
     import torch
 
     from armature.finetune.lora import Lora
@@ -71,7 +68,7 @@ def task_of(
     from armature.tasks.direct_preference import DirectPreference
 
     return DirectPreference(
-        partial(Decoder, **MODEL | (model or {})), optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-6),
+        partial(Decoder, **MODEL), optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-6),
         adapter=None if adapter is None else Lora(**adapter), **settings,
     )  # fmt: skip
 
@@ -111,7 +108,7 @@ def _fit(job: Job) -> Run:
 
     layout, data = LAYOUTS[job.layout], data_of(job.folder, micro=job.micro, **job.data)
     strategy = import_object(STRATEGIES[layout.strategy])(seed=3, **{**layout.options, **job.options})
-    task, record = task_of(adapter=job.adapter, lr=job.lr, model=job.model, **job.task), Record()
+    task, record = task_of(adapter=job.adapter, lr=job.lr, **job.task), Record()
     data_ranks = layout.ranks // layout.options.get("tensor", 1)
     accumulate = 1 if job.micro == "auto" else data.global_batch_size // job.micro // data_ranks
     trainer = L.Trainer(

@@ -208,9 +208,7 @@ KINDS = {
     "adapters off": {"adapter": ADAPTER},
     "cached": {},
     "adapters, cached": {"adapter": ADAPTER, "task": {"reference": "cached"}},
-    "4 bits": {"adapter": {**ADAPTER, "quantize": "nf4"}, "model": {"width": 128, "ffn_hidden": 128}},
 }
-DEEPSPEED = ["deepspeed 2 at 2", "deepspeed 3 at 2"]
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +227,7 @@ def run(pairs):
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [(layout, kind) for layout in LAYOUTS_TRIED for kind in ("adapters off", "cached")]
-    + [(layout, kind) for layout in DEEPSPEED for kind in ("adapters off", "cached")]
-    + [("fsdp 2 × tensor 2", "adapters, cached"), ("fsdp 2", "4 bits"), ("tensor 2", "4 bits")],
+    + [("fsdp 2 × tensor 2", "adapters, cached")],
 )
 def test_layouts_learn_preferences_as_one_process_does(run, layout, kind):
     single, other = run(**KINDS[kind]), run(layout=layout, **KINDS[kind])

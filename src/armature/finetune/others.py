@@ -55,7 +55,7 @@ def image_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         channels = shape[0] if channels is None else channels
         size = shape[1] if size is None and made.get("fixed_input_size") else size
     size = size[0] if isinstance(size, list) else size
-    return {"image_size": size, "channels": channels}
+    return {key: value for key, value in (("image_size", size), ("channels", channels)) if value is not None}
 
 
 def normalization(config: Mapping[str, Any]) -> dict[str, list[float]]:

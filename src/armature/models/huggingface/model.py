@@ -168,7 +168,8 @@ class SequenceClassifier(PretrainedModel):
         )
         self.new_head = new_head
         text = self.inner.config.get_text_config()
-        if getattr(text, "pad_token_id", None) is None:  # now: an embedding that knows it has no gradient for its row
+        padding = getattr(text, "pad_token_id", None)
+        if padding is None or padding < 0:  # now: an embedding that knows it has no gradient for its row
             end = getattr(text, "eos_token_id", None)
             text.pad_token_id = (end[0] if isinstance(end, list) else end) or 0
         self.padding: int = text.pad_token_id
