@@ -56,7 +56,8 @@ class DirectPreference(LanguageModeling):
     reads = "pairs"  # read from the source before launch
     mean_over_targets = False  # but over pairs, of which all micro-batches have as many
     unsupported_strategies: ClassVar[dict[str, str]] = {
-        "pipeline": "a pipeline returns the mean loss of its rows, and not each answer's. Type strategy=fsdp"
+        "pipeline": "a pipeline returns the mean loss of its rows, and not each answer's. Type strategy=fsdp",
+        "deepspeed": "its losses have not been compared with one process's there. Type strategy=fsdp",
     }
     COLUMNS = (
         "reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp",

@@ -73,6 +73,11 @@ def _settings(task: Mapping[str, Any]) -> list[str]:
         found.append(f"task.loss={loss}: must be one of {', '.join(LOSSES)}.")
     if reference not in REFERENCES:
         found.append(f"task.reference={reference}: must be one of {', '.join(REFERENCES)}.")
+    if adapter and adapter.get("quantize"):
+        found.append(
+            f"task.adapter.quantize={adapter['quantize']}: preferences have not been compared on weights of 4 bits. "
+            "Type task.adapter.quantize=null."
+        )
     if reference == "adapters_off" and not adapter:
         found.append("task.reference=adapters_off, but task.adapter=null. Type task.reference=cached.")
     elif reference == "adapters_off" and adapter.get("train"):  # pyright: ignore[reportOptionalMemberAccess]
