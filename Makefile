@@ -51,18 +51,20 @@ habits: $(VENV)/.installed-dev .venv-extras/.installed ## Resume and compare all
 	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
 
 huggingface-check: $(VENV)/.installed-dev .venv-extras/.installed ## Train every kind of model of transformers under every layout
-	$(BIN)/python -m pytest tests/finetune/test_huggingface_runs.py tests/finetune/test_against_trainer.py --all-models $(ARGS)
+	$(BIN)/python -m pytest tests/finetune/test_huggingface_runs.py tests/finetune/test_classifiers.py \
+		tests/finetune/test_image_classifiers.py tests/finetune/test_against_trainer.py --all-models $(ARGS)
 
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
 	$(BIN)/python scripts/resume_proof.py $(ARGS)
 
 # transformers in .venv would slow down every start of Lightning: it and alternatives have their own environment, which sees .venv
-.venv-extras/.installed: requirements-extras.txt requirements-finetune.txt requirements-export.txt $(VENV)/.installed
+.venv-extras/.installed: requirements-extras.txt requirements-finetune.txt requirements-export.txt requirements-timm.txt $(VENV)/.installed
 	$(BIN)/python -m venv --clear .venv-extras
 	@echo '*' > .venv-extras/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
 	.venv-extras/bin/pip install --quiet --requirement requirements-extras.txt "$(TORCH)"
+	.venv-extras/bin/pip install --quiet --no-deps --requirement requirements-timm.txt
 	@touch $@
 
 runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size

@@ -41,6 +41,12 @@ EXTRA = {  # what a file cannot do without
     "model/pretrained": ["model.pretrained=base"],
     "model/huggingface": ["model.pretrained=base"],
     "model/pretrained_mixture": ["model.pretrained=mixture"],
+    "data/labeled_text": ["data.path=t.csv", "data.tokenizer=base", "task=example", "model=example"],
+    "model/text_classifier": ["model.pretrained=base", "model.classes=2", "task=text_classification"],
+    "task/text_classification": ["model=text_classifier", "model.pretrained=base", "model.classes=2"],
+    "model/timm": ["model.pretrained=base", "model.classes=10", "task=image_classification", "data=digits"],
+    "experiment/finetune_image": ["model.pretrained=base", "model.classes=10", "data=digits"],
+    "experiment/finetune_classifier": ["model.pretrained=base", "model.classes=2", "data.path=t.csv"],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_qlora": ["model.pretrained=base", "data.path=chats.jsonl"],
@@ -83,7 +89,15 @@ def _hydra(tmp_path, monkeypatch):
 
 
 # packages that are not among the requirements
-NEEDS = {"logger/mlflow": "mlflow", "logger/comet": "comet_ml", "model/huggingface": "transformers"}
+NEEDS = {
+    "logger/mlflow": "mlflow",
+    "logger/comet": "comet_ml",
+    **dict.fromkeys(
+        ["model/huggingface", "model/text_classifier", "task/text_classification", "experiment/finetune_classifier"],
+        "transformers",
+    ),
+    **dict.fromkeys(["model/timm", "experiment/finetune_image"], "timm"),
+}
 
 
 def composed(name: str) -> DictConfig:

@@ -320,6 +320,7 @@ TRANSFORMERS = [  # in .venv-extras: models/huggingface/ and finetune/built.py
     ("transformers.core_model_loading", "rename_source_key"),
     ("transformers.masking_utils", "find_packed_sequence_indices"),
     ("transformers", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    ("transformers", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
 ]
 OURS_OR_PYTHONS = {"_asdict", "_exit", "_getframe", "_target_"}
 

@@ -228,6 +228,8 @@ def _fit(job: Job) -> Run:
                 start = torch.randint(0, args["vocab_size"], (64, 1), generator=generator)
                 noise = torch.randint(0, 5, (64, args["context"] + 1), generator=generator)
                 self.data = (start + torch.arange(args["context"] + 1) * 3 + noise) % args["vocab_size"]
+                if "classes" in args:  # texts of several lengths
+                    self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
             else:
                 side = args["image_size"]
                 self.images = torch.randn(64, args["channels"], side, side, generator=generator)
@@ -237,6 +239,10 @@ def _fit(job: Job) -> Run:
             return 64
 
         def __getitem__(self, sample: int) -> dict[str, torch.Tensor]:
+            if hasattr(self, "data") and hasattr(self, "labels"):
+                inputs = self.data[sample, :-1].clone()
+                inputs[len(inputs) - sample * 5 % len(inputs) :] = -100
+                return {"inputs": inputs, "targets": self.labels[sample]}
             if hasattr(self, "data"):
                 targets = self.data[sample, 1:].clone()
                 if job.ignore:

@@ -91,7 +91,7 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
 
     Building it on the meta device takes torch, but no process.
     """
-    if pretrained.is_of_transformers(cfg):
+    if pretrained.is_of_others(cfg):
         from armature.finetune import built
 
         if found := built.problems(cfg):

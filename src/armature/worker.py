@@ -322,8 +322,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
     heap.keep_freed_memory(cfg.trainer.accelerator)
-    rank = environment.rank()
-    handler = logging.FileHandler(directory / "logs" / f"rank_{rank:04d}.log")
+    handler = logging.FileHandler(directory / "logs" / f"rank_{environment.rank():04d}.log")
     hide_secrets(cfg)
     handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)

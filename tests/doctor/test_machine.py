@@ -356,7 +356,11 @@ def test_a_rename_that_is_not_atomic_is_named(tmp_path, monkeypatch):
 
 
 def test_room_for_the_checkpoints_is_counted(run):
-    levels = [only(run_directory.room(run, free=free, parameters=10**6)).level for free in (10**7, 2 * 10**7, 10**8)]
+    levels = [only(run_directory.room(run, free=free, trained=10**6)).level for free in (10**7, 2 * 10**7, 10**8)]
     assert levels == ["failure", "warning", "ok"]
+    whole = only(run_directory.room(run, free=10**7, trained=1000, frozen_bytes=10**8))  # adapters, with include_base
+    assert whole.level == "failure"
+    assert "1,000 trained parameters with AdamW's state, and 95.4 MiB of others" in whole.what
+    assert only(run_directory.room(run, free=10**7, trained=1000)).level == "ok"
     run.checkpoint.keep_every_n_steps = 10
     assert run_directory.kept_checkpoints(run) == 14

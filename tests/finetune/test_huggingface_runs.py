@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from armature.checkpoint.storage import read_metadata
 from armature.finetune import folder
+from armature.finetune.lora import is_adapter
 from tests import running
 from tests.data.chat_parts import folder as write_tokenizer
 from tests.data.chat_parts import write
@@ -104,6 +106,33 @@ def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
     assert "embed_out.weight" in ours
     generate = [running.ROOT / "scripts" / "generate.py", tmp_path / "run", "--accelerator", "cpu"]
     command(*generate, "--chat", "--prompt", "how are 3", "--prompt", "how", "--tokens", "5")
+
+
+def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in (folders / "olmo2").iterdir():
+        (base / file.name).symlink_to(file)
+    write_tokenizer(base)
+    more = ["task=lora", "task.preview_tokens=0", "task.adapter.rank=4", "scheduler=constant", "optimizer.lr=1e-2"]
+    train(tmp_path, "run.name=whole", *more, "trainer.max_steps=4")
+    train(tmp_path, "run.name=run", *more, "trainer.max_steps=2")
+    saved = [read_metadata(path).state_dict_metadata for path in (tmp_path / "run" / "checkpoints").glob("step=*")]
+    weights = [name for name in saved[0] if name.startswith("model.")]
+    assert len(weights) == 2 * 3 * 7
+    assert all(is_adapter(name) for name in weights)
+    moved = tmp_path / "moved"
+    base.rename(moved)
+    assert "no such folder" in train(tmp_path, "run.name=run", *more, "trainer.max_steps=4", code=2)
+    more.append(f"model.pretrained={moved}")
+    assert "parameters are trained" in train(tmp_path, "run.name=run", *more, "trainer.max_steps=4")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    scripts, run = running.ROOT / "scripts", tmp_path / "run"
+    command(scripts / "generate.py", run, "--accelerator", "cpu", "--chat", "--prompt", "how", "--tokens", "5")
+    assert "21 adapters of rank 4" in command(scripts / "convert.py", run, tmp_path / "adapter", "--adapter")
+    assert "its logits are the run's" in command(scripts / "convert.py", run, tmp_path / "out")
+    command(SCRIPT, "peft", moved, tmp_path / "adapter", tmp_path / "out", tmp_path / "far.json")
+    assert json.loads((tmp_path / "far.json").read_text()) <= 2e-5
 
 
 def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):

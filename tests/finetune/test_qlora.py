@@ -161,6 +161,16 @@ def test_the_weights_of_linears_take_a_quarter_of_16_bits():
     assert sum(param.nbytes for param in wide.parameters()) < 0.261 * 2 * 64 * 1024
 
 
+def test_a_weight_of_4_bits_counts_as_one():
+    counts = []
+    for quantize in (None, "nf4"):
+        with torch.device("meta"):
+            model = Decoder(**SIZES)
+            Lora(**{**ADAPTER, "quantize": quantize}).add_to(model)
+        counts.append(sum(nf4.elements(name, param) for name, param in model.named_parameters()))
+    assert counts[0] == counts[1]
+
+
 def test_merged_weights_compute_what_4_bits_and_adapters_did():
     model, tokens = adapted(), torch.arange(12)[None]
     fill_adapters(model)

@@ -2,6 +2,7 @@
 
 transformers_models.py make FOLDER            a folder for each kind of `KINDS`
 transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
+transformers_models.py peft BASE ADAPTER MERGED OUT   how far the adapter that peft loads is from the merged folder
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
 """
 
@@ -70,6 +71,20 @@ def logits(root: Path) -> dict[str, float]:
     return found
 
 
+def with_peft(base: Path, adapter: Path, merged: Path) -> float:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, 320, (2, CONTEXT), generator=torch.Generator().manual_seed(3))
+    ours, plain = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (merged, base))
+    with torch.no_grad():
+        before = plain(ids).logits
+        theirs = PeftModel.from_pretrained(plain, str(adapter)).eval()(ids).logits
+        assert (theirs - before).abs().max() > 1e-3
+        return float((theirs - ours(ids).logits).abs().max())
+
+
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
     from benchmarks.parity import harness
 
@@ -94,6 +109,8 @@ if __name__ == "__main__":
         make(Path(folder))
     elif what == "logits":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
+    elif what == "peft":
+        Path(rest[2]).write_text(json.dumps(with_peft(Path(folder), Path(rest[0]), Path(rest[1]))))
     else:
         kind, out, *names = rest
         layouts = [name for name in names if name != "--adapter"]

@@ -118,9 +118,9 @@ def _remove_empty(path: Path, *, until: Path) -> None:
         path = path.parent
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Return the size of a checkpoint with AdamW's state in fp32: weights and two tensors of their size."""
-    return parameters * 4 * (1 + ADAM_STATES)
+def checkpoint_bytes(trained: int, frozen_bytes: int) -> int:
+    """Return the size of a checkpoint: trained weights in fp32 with AdamW's two tensors of their size, and others."""
+    return trained * 4 * (1 + ADAM_STATES) + frozen_bytes
 
 
 def kept_checkpoints(cfg: DictConfig) -> int:
@@ -137,12 +137,18 @@ def free_bytes(cfg: DictConfig) -> int | None:
     return None if "://" in root else shutil.disk_usage(files.nearest_existing(Path(root))).free
 
 
-def room(cfg: DictConfig, *, free: int, parameters: int) -> Iterator[Finding]:
-    """Compare the free space with the checkpoints that the configuration keeps."""
+def room(cfg: DictConfig, *, free: int, trained: int, frozen_bytes: int = 0) -> Iterator[Finding]:
+    """Compare the free space with the checkpoints that the configuration keeps.
+
+    Args:
+        trained: parameters that are trained.
+        frozen_bytes: of other weights that checkpoints hold.
+    """
     key = "run.root" if cfg.checkpoint.root is None else "checkpoint.root"
-    each, count = checkpoint_bytes(parameters), kept_checkpoints(cfg)
+    each, count = checkpoint_bytes(trained, frozen_bytes), kept_checkpoints(cfg)
+    others = f", and {_size(frozen_bytes)} of others" if frozen_bytes else ""
     what = (
-        f"{count} checkpoints of about {_size(each)} ({parameters:,} parameters with AdamW's state) need "
+        f"{count} checkpoints of about {_size(each)} ({trained:,} trained parameters with AdamW's state{others}) need "
         f"{_size(each * count)}; {_size(free)} are free"
     )
     remedy = f"Free space, type another {key}, or fewer checkpoint.keep_last, keep_best or keep_every_n_steps."

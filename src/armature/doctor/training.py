@@ -51,7 +51,10 @@ def check(cfg: DictConfig, session: Session) -> None:
         if session.rank == 0:
             free = run_directory.free_bytes(cfg)
             if free is not None:
-                session.add(*run_directory.room(cfg, free=free, parameters=run.trainer.parameter_count))
+                strategy = StrategyMixin.find(run.trainer)
+                trained = run.trainer.parameter_count if strategy is None else strategy.trained_count
+                frozen = 0 if strategy is None else strategy.frozen_bytes
+                session.add(*run_directory.room(cfg, free=free, trained=trained, frozen_bytes=frozen))
 
 
 def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:

@@ -1,7 +1,8 @@
-"""Compare a folder with the model that transformers builds of it, on the meta device: no process, no memory."""
+"""Compare a folder with the model that another library builds of it, on the meta device: no process, no memory."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +11,10 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from armature.finetune import check, folder
+from armature.errors import ConfigError
+from armature.finetune import check, folder, others
+
+log = logging.getLogger(__name__)
 
 
 class _Reached(Exception):
@@ -27,15 +31,15 @@ def problems(cfg: DictConfig) -> list[str]:
             model = instantiate(cfg.model)()
     except (ValueError, ImportError) as error:
         return [f"{str(error).rstrip('.')}."]
-    found = [] if check.resumed(cfg) is not None else _weight_problems(model, Path(cfg.model.pretrained))
-    return found + _packing_problems(model, cfg)
+    found = [] if check.resumed(cfg) is not None else _weight_problems(model, Path(cfg.model.pretrained), cfg)
+    if not check.is_of_transformers(cfg):
+        _warn_of_normalization(cfg)
+    return found + _position_problems(model) + _packing_problems(model, cfg)
 
 
-def _weight_problems(model: Any, path: Path) -> list[str]:
-    from armature.models.huggingface.names import match
-
+def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:
     weights = folder.weights(path)
-    names = match(model.inner, weights.tensors)
+    names = model.match(weights.tensors)
     kind, found = type(model.inner).__name__, []
     if names.converted:
         found.append(
@@ -48,11 +52,75 @@ def _weight_problems(model: Any, path: Path) -> list[str]:
     if surplus := [name for name in names.surplus if not model.may_be_left(name)]:
         found.append(f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again.")
     held = dict(model.inner.named_parameters(remove_duplicate=False)) | dict(model.inner.named_buffers())
-    shapes = {own: (weights.tensors[theirs].shape, tuple(held[own].shape)) for own, theirs in names.found.items()}
+    shapes = {
+        own: (weights.tensors[theirs].shape, tuple(held[own].shape))
+        for own, theirs in names.found.items()
+        if not model.begins_anew(own)
+    }
+    if head := [own for own, (there, here) in shapes.items() if there[1:] == here[1:] and model.may_be_new(own)]:
+        found += _head_problems(path, {own: shapes.pop(own) for own in head})
+    if not found:
+        new = [name for name in held if name in names.missing or model.begins_anew(name)]
+        found += _frozen_problems(model, new, cfg)
     if wrong := [f"{own} is {there}, not {here}" for own, (there, here) in shapes.items() if there != here]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
     numbers = [own for own in names.found if held[own].is_floating_point()]
     return found + check.type_problems(path, {names.found[n]: weights.tensors[names.found[n]].dtype for n in numbers})
+
+
+def _head_problems(path: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+    """Return what is wrong with the head of a folder whose classes are those of other data."""
+    wrong = {own: (there[0], here[0]) for own, (there, here) in shapes.items() if there != here}
+    if not wrong:
+        return []
+    own, (there, here) = next(iter(wrong.items()))
+    return [
+        f"model.classes={here}, but the head of model.pretrained={path} ({own}) tells {there} classes apart. Type "
+        f"model.classes={there}, or model.new_head=true for a head that begins at random."
+    ]
+
+
+def _frozen_problems(model: Any, new: list[str], cfg: DictConfig) -> list[str]:
+    """Say which parameters begin at random. Return a problem if adapters would leave them so."""
+    if not new:
+        return []
+    log.info("model.pretrained=%s: %s begin at random.", cfg.model.pretrained, folder.some(new))
+    if (node := check.adapter_of(cfg)) is None:
+        return []
+    try:
+        instantiate(node).add_to(model)
+    except ConfigError:
+        return []  # `plan_check.adapter_problems` says it
+    frozen = [name for name in new if not model.get_parameter(f"inner.{name}").requires_grad]
+    modules = sorted({name.rpartition(".")[0] for name in frozen})
+    return [
+        f"task.adapter.train={list(node.get('train') or [])}: {folder.some(frozen)} begin at random, and would stay "
+        f"so. Type task.adapter.train=[{','.join(modules)}]."
+    ] * bool(frozen)
+
+
+def _position_problems(model: Any) -> list[str]:
+    """Return a problem if a table of positions is shorter than the context: of RoBERTa, its first rows are not used."""
+    for name, module in model.inner.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            if model.context > (longest := module.num_embeddings - unused):
+                return [
+                    f"model.context={model.context}, but model.pretrained={model.pretrained} has positions for "
+                    f"{longest} tokens: type data.context={longest} or less."
+                ]
+    return []
+
+
+def _warn_of_normalization(cfg: DictConfig) -> None:
+    known = others.normalization(folder.config(Path(cfg.model.pretrained)))
+    given = {key: list(cfg.data[key]) for key in known if cfg.data.get(key) is not None}
+    if other := [key for key in given if given[key] != known[key]]:
+        log.warning(
+            "model.pretrained=%s was trained with %s. Type %s.", cfg.model.pretrained,
+            " and ".join(f"{key}={known[key]} (data.{key}={given[key]})" for key in other),
+            " ".join(f"data.{key}={known[key]}".replace(" ", "") for key in other),
+        )  # fmt: skip
 
 
 def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
@@ -60,7 +128,7 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
 
     transformers keeps them apart by their positions, in a function that only newer code of a model calls.
     """
-    if not OmegaConf.select(cfg, "data.source.packing"):
+    if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
         return []
     ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
     with patch("transformers.masking_utils.find_packed_sequence_indices", side_effect=_Reached):

@@ -23,7 +23,7 @@ LORA = "armature.finetune.lora.Lora"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
 OURS = {DECODER: architecture.arguments, MIXTURE: architecture.mixture_arguments}
-READ = {**OURS, **dict.fromkeys(others.TARGETS, others.arguments)}
+READ = {**OURS, **dict.fromkeys(others.TARGETS, others.arguments), others.IMAGES: others.image_arguments}
 _TIED = {names.theirs(names.HEAD): names.theirs(names.EMBEDDING)}
 
 
@@ -44,7 +44,7 @@ def fill(cfg: DictConfig) -> DictConfig:
     config, target = folder.config(path), cfg.model._target_
     args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
-    problems += _tokenizer_problems(cfg, path, args["vocab_size"])
+    problems += _tokenizer_problems(cfg, path, args.get("vocab_size"))
     if run_dir is None:
         problems += weight_problems(path, args) if target in OURS else folder.weights(path).problems
     if problems:
@@ -86,6 +86,11 @@ def named_by(cfg: DictConfig) -> str | None:
 def is_of_transformers(cfg: DictConfig) -> bool:
     """Return whether transformers builds and computes the model."""
     return OmegaConf.select(cfg, "model._target_") in others.TARGETS
+
+
+def is_of_others(cfg: DictConfig) -> bool:
+    """Return whether another library, transformers or timm, builds and computes the model."""
+    return is_of_transformers(cfg) or OmegaConf.select(cfg, "model._target_") == others.IMAGES
 
 
 def require_transformers(cfg: DictConfig) -> None:
@@ -198,17 +203,20 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
             "do not belong together: download the folder again."
         )
-    source = OmegaConf.select(cfg, "data.source")
+    key, source = "data.source.tokenizer", OmegaConf.select(cfg, "data.source")
+    if "tokenizer" in cfg.data:
+        key, source = "data.tokenizer", cfg.data
     if not isinstance(source, DictConfig) or "tokenizer" not in source:
         return found
-    chosen, whole = source.tokenizer, "template" in source  # conversations name the folder, other text the file
-    remedy = f"Type data.source.tokenizer={path if whole else own}."
+    chosen = source.tokenizer
+    whole = "template" in source or source is cfg.data  # conversations and labeled texts name the folder
+    remedy = f"Type {key}={path if whole else own}."
     if chosen is None:
-        found.append(f"data.source.tokenizer=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")
+        found.append(f"{key}=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")
         return found
     file = Path(chosen) / folder.TOKENIZER if Path(chosen).is_dir() else Path(chosen)
     if file.is_file() and folder.vocabularies_differ(own, file):
-        found.append(f"data.source.tokenizer={chosen} gives other ids than {KEY} was trained with. {remedy}")
+        found.append(f"{key}={chosen} gives other ids than {KEY} was trained with. {remedy}")
     return found
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from armature import files
 from armature.checkpoint import convert, huggingface, state, storage
+from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError
-from armature.finetune import architecture, check, folder, nf4
+from armature.finetune import architecture, check, folder, nf4, others
 from armature.finetune.lora import Lora, is_adapter, merge, merged
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
@@ -129,12 +130,16 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
     with torch.device("meta"):
         model: Any = instantiate(cfg.model)()
 
+    head = _head_of(cfg, model) if cfg.model._target_ == others.CLASSIFIER else {}
+
     def config(dtype: str, base: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {k: v for k, v in (base or {}).items() if k not in ("dtype", "torch_dtype")} | {"torch_dtype": dtype}
+        kept = {k: v for k, v in (base or {}).items() if k not in ("dtype", "torch_dtype", "num_labels")}
+        return kept | {"torch_dtype": dtype} | head
 
     def read(path: Path) -> nn.Module:
+        own_head = {"new_head": False} if head else {}
         with torch.device("meta"):
-            built = instantiate(cfg.model, pretrained=str(path))()
+            built = instantiate(cfg.model, pretrained=str(path), **own_head)()
         return _read(built)
 
     return Form(
@@ -143,6 +148,17 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
         left_out=[model.saved_name(name) for name in model.inner.all_tied_weights_keys],
         shapes={name: tuple(param.shape) for name, param in model.named_parameters()},
     )  # fmt: skip
+
+
+def _head_of(cfg: DictConfig, model: Any) -> dict[str, Any]:
+    """Return what config.json says of a classifier's head: the classes' names, and what a row is padded with."""
+    known = (labels.read(Path(cfg.run.dir) / labels.CLASSES_FILE) or {}).get("classes", [])
+    names = [*known, *(f"LABEL_{i}" for i in range(len(known), cfg.model.classes))]
+    return {
+        "architectures": [type(model.inner).__name__], "problem_type": "single_label_classification",
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)}, "pad_token_id": model.padding,
+    }  # fmt: skip
 
 
 def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:

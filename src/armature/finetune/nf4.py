@@ -215,6 +215,12 @@ def parts_of(name: str) -> list[str]:
     return [f"{owner}.{part}" for part in PARTS] if last == "codes" else [name]
 
 
+def elements(name: str, param: Tensor) -> int:
+    """Return how many elements of a model a parameter holds: of the parts of a matrix, the codes hold all."""
+    last = name.rpartition(".")[2] if param.dtype in (torch.uint8, torch.int32) else ""
+    return 2 * param.numel() if last == "codes" else 0 if last in PARTS else param.numel()
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return the weight that the parts of `parts_of` are: in fp32 if it has 4 bits, else as it is."""
     return parts[0] if len(parts) == 1 else dequantize(*parts, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face folders that transformers itself computes: what can be said of them before torch is imported.
+"""Models that transformers or timm itself computes: what can be said of their folders before torch is imported.
 
 `built.py` checks the rest against the model itself.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ from armature.errors import ConfigError
 
 PACKAGE = "armature.models.huggingface.model"
 CAUSAL = f"{PACKAGE}.CausalLM"
-TARGETS = (CAUSAL,)
+CLASSIFIER = f"{PACKAGE}.SequenceClassifier"
+TARGETS = (CAUSAL, CLASSIFIER)
+IMAGES = "armature.models.timm.model.ImageClassifier"
 OLDEST = (5, 20)  # of transformers, as requirements-finetune.txt
 _INSTALL = "Type make setup EXTRAS=finetune"
+_INSTALL_TIMM = "Type pip install --no-deps -r requirements-timm.txt"
 # a model of text, images or sound has its sizes of text in a part of its own
 _TEXT = ("text_config", "decoder", "generator", "language_config", "llm_config")
 
@@ -31,6 +35,33 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     if found:
         raise ConfigError([f"model.pretrained={name}: config.json: {problem}." for problem in found])
     return {"vocab_size": vocab_size(config)}
+
+
+def image_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """Return what config.json of timm says of a model's arguments. Raises ConfigError for a folder of another kind."""
+    if importlib.util.find_spec("timm") is None:
+        raise ConfigError(f"model.pretrained={name}: this model needs timm, which is not installed. {_INSTALL_TIMM}.")
+    if not isinstance(config.get("architecture"), str):
+        kind = f", but model_type={config['model_type']}, as transformers writes" if "model_type" in config else ""
+        raise ConfigError(
+            f"model.pretrained={name}: config.json: it has no architecture, the name of a model of timm{kind}. Name a "
+            "folder as timm's save_for_hf writes it."
+        )
+    made: Any = config.get("pretrained_cfg") or config  # older folders have its entries at the top
+    args: Any = config.get("model_args") or {}
+    size, channels = args.get("img_size"), args.get("in_chans")
+    shape = made.get("input_size")
+    if isinstance(shape, list) and len(shape) == 3:
+        channels = shape[0] if channels is None else channels
+        size = shape[1] if size is None and made.get("fixed_input_size") else size
+    size = size[0] if isinstance(size, list) else size
+    return {key: value for key, value in (("image_size", size), ("channels", channels)) if value is not None}
+
+
+def normalization(config: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the mean and the deviation of each channel that a model of timm was trained with, as far as it says so."""
+    made: Any = config.get("pretrained_cfg") or config
+    return {key: list(made[key]) for key in ("mean", "std") if isinstance(made.get(key), list)}
 
 
 def vocab_size(config: Mapping[str, Any]) -> int | None:

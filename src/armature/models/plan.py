@@ -31,8 +31,8 @@ class Plan:
     """Names are those of the unsharded model's submodules. Patterns may contain `*`.
 
     Attributes:
-        blocks: the ModuleDict (or ModuleList, without a pipeline) of repeated blocks: the unit of sharding,
-            recomputation, compilation and pipeline stages.
+        blocks: the ModuleDict (or ModuleList or Sequential, without a pipeline) of repeated blocks: the unit of
+            sharding, recomputation, compilation and pipeline stages.
         first, last: submodules that only the first or only the last pipeline stage holds, in calling order.
         tensor: module name pattern → style of `TENSOR_STYLES`. Every rank holds a full copy of unmatched modules.
         optional: patterns of `tensor` that match nothing in some sizes of the model.

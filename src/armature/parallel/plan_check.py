@@ -33,7 +33,8 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         blocks = model.get_submodule(plan.blocks)
     except AttributeError:
         return [f"The plan's blocks={plan.blocks!r} is no submodule of {name}: correct plan.py."]
-    if not isinstance(blocks, nn.ModuleDict) and (sizes["pipe"] > 1 or not isinstance(blocks, nn.ModuleList)):
+    lists = nn.ModuleDict if sizes["pipe"] > 1 else nn.ModuleDict | nn.ModuleList | nn.Sequential
+    if not isinstance(blocks, lists):
         return [f"The plan's blocks={plan.blocks!r} is a {type(blocks).__name__}; {name} needs an nn.ModuleDict there."]
     found = [
         f"The plan's {which}={end!r} is no submodule of {name}: correct plan.py."

@@ -27,8 +27,8 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
         cfg = pretrained.fill(cfg.copy())
     except ConfigError as error:
         return error.problems
-    if pretrained.is_of_transformers(cfg):
-        return [f"model._target_={cfg.model._target_}: models that transformers computes are not simulated."]
+    if pretrained.is_of_others(cfg):
+        return [f"model._target_={cfg.model._target_}: models that other libraries compute are not simulated."]
     simplify(cfg, root=tempfile.gettempdir())
     cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
     too_many = device.too_many(count) if isinstance(count, int) else None

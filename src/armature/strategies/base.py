@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from armature.checkpoint import huggingface, state
 from armature.errors import ConfigError
+from armature.finetune import nf4
 from armature.finetune.lora import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
@@ -34,7 +35,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         imported: the parameters that come from such folders, by the name of their model.
         initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
             seed's.
-        parameter_count: of the unsharded model, whatever part of it is on this rank.
+        parameter_count: of the unsharded model, whatever part of it is on this rank; a weight of 4 bits counts as one.
+        trained_count: those of them that are trained.
+        frozen_bytes: of the others, as far as checkpoints hold them.
         remedies: what to type after an error of torch's, by words of its message.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
     """
@@ -55,7 +58,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             compile_mode: torch.compile's.
             float8: whether the blocks' matrix products run in float8; "emulate" computes the same results without it.
         """
-        self.seed, self.sizes, self.parameter_count = seed, {}, 0
+        self.seed, self.sizes = seed, {}
+        self.parameter_count = self.trained_count = self.frozen_bytes = 0
         self.activation_checkpointing, self.float8 = activation_checkpointing, float8
         self.compile, self.compile_mode = compile, compile_mode
         self.initial_weights: Path | None = None
@@ -121,7 +125,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 "(LazyLinear and its like), but optimizers and checkpoints need it before. Pass one batch through the "
                 "model at the end of __init__ or configure_model."
             )
-        self.parameter_count = sum(param.numel() for param in self.module.parameters())
         models = models_of(self.module)
         self.imported = {name: self._names_to_import(name, model) for name, model in models}
         params = dict(self.module.named_parameters(remove_duplicate=False))
@@ -133,6 +136,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             name for name, param in params.items()
             if param in filled and not param.requires_grad and name.startswith(adapted)
         }  # fmt: skip
+        self._count()
         self.build(self.module)
         # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
         self.precision_plugin.convert_module(self.module)
@@ -142,6 +146,15 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True
+
+    def _count(self) -> None:
+        left_out = self.frozen_base if self.base is not None else ()
+        for name, param in self.module.named_parameters():
+            self.parameter_count += nf4.elements(name, param)
+            if param.requires_grad:
+                self.trained_count += param.numel()
+            elif name not in left_out:
+                self.frozen_bytes += param.numel() * param.element_size()
 
     def _names_to_import(self, name: str, model: nn.Module) -> set[str]:
         """Return the names of what comes from the model's folder, which is not needed if a checkpoint holds all."""

@@ -26,6 +26,7 @@ from armature.tasks.language_modeling import LanguageModeling
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal
 from armature.training.timings import Window
+from armature.validation.preferences import decided_reference
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class DirectPreference(LanguageModeling):
     reads = "pairs"  # read from the source before launch
     mean_over_targets = False  # but over pairs, of which all micro-batches have as many
     unsupported_strategies: ClassVar[dict[str, str]] = {
-        "pipeline": "a pipeline returns the mean loss of its rows, and not each answer's. Type strategy=fsdp"
+        "pipeline": "a pipeline returns the mean loss of its rows, and not each answer's. Type strategy=fsdp",
+        "deepspeed": "its losses have not been compared with one process's there. Type strategy=fsdp",
     }
     COLUMNS = (
         "reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp",
@@ -74,8 +76,8 @@ class DirectPreference(LanguageModeling):
         )  # fmt: skip
         self.beta, self.loss, self.label_smoothing = beta, loss, label_smoothing
         self.length_normalized = length_normalized
-        only_adapters = adapter is not None and not adapter.train
-        self.reference = reference if reference != "auto" else "adapters_off" if only_adapters else "cached"
+        train = None if adapter is None else adapter.train
+        self.reference = decided_reference(reference, adapter=adapter, train=train)
         self._sums: list[Tensor] = []  # of this step's micro-batches: the columns' means
 
     @property
@@ -216,6 +218,9 @@ class DirectPreference(LanguageModeling):
                 "are trained already. Type task.reference=adapters_off, as the run began, or resume=never."
             )
         sizes, started, found = data.splits(), time.monotonic(), {}
+        if self.trainer.is_global_zero:
+            # trainer.limit_train_batches takes other pairs in each epoch
+            log.info("Computing the reference of all %s pairs, once.", f"{sum(sizes.values()):,}")
         stop = next((each for each in self.trainer.callbacks if isinstance(each, StopOnSignal)), None)  # pyright: ignore[reportAttributeAccessIssue]
         for split, size in sizes.items():
             indices, values = [], []

@@ -39,13 +39,20 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{type(trainer.optimizers[0]).__name__} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
-        f"{trainer.parameter_count:,} parameters · {cfg.run.dir}"
+        f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
     )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
     if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
+
+
+def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
+    count = trainer.parameter_count
+    if strategy is None or strategy.trained_count == count:
+        return f"{count:,} parameters"
+    return f"{strategy.trained_count:,} of {count:,} parameters are trained"
 
 
 def _batch_note(trainer: Trainer) -> str:

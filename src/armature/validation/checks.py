@@ -211,8 +211,8 @@ def _model_problems(cfg: DictConfig) -> list[str]:
     if trained != given and None not in (trained, given):
         return [
             f"task={task.rpartition('.')[2]} trains on {trained}, but model={model.rpartition('.')[2]} takes {given}. "
-            "Type task=language_modeling with a decoder and text, or task=image_classification with a model and data "
-            "of images."
+            "Type task=language_modeling with a decoder and text, task=image_classification with a model and data of "
+            "images, or task=text_classification with model=text_classifier and data=labeled_text."
         ]
     definition = signatures.find_definition(model)
     module = module_beside(definition[0], "check") if definition is not None else None

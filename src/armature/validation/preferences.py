@@ -35,10 +35,23 @@ def problems(cfg: Mapping[str, Any]) -> list[str]:
     return _settings(task) + _worker_problems(task, data) if ours else []
 
 
+def decided_reference(reference: str, *, adapter: Any, train: Any) -> str:
+    """Return how the reference is known: what "auto" means, or `reference` itself.
+
+    Args:
+        adapter: `task.adapter`, or what was built of it; None: all weights are trained.
+        train: `task.adapter.train`, which changes the model without its adapters, too.
+    """
+    if reference != "auto":
+        return reference
+    return "adapters_off" if adapter is not None and not train else "cached"
+
+
 def _worker_problems(task: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
     adapter = task.get("adapter")
-    cached = task.get("reference", "auto") == "cached" or not adapter or adapter.get("train")
-    if not cached or not data.get("num_workers"):
+    train = None if adapter is None else adapter.get("train")
+    decided = decided_reference(task.get("reference", "auto"), adapter=adapter, train=train)
+    if decided != "cached" or not data.get("num_workers"):
         return []
     return [
         f"data.num_workers={data['num_workers']}: workers would begin without the reference's log-probabilities "
@@ -60,6 +73,11 @@ def _settings(task: Mapping[str, Any]) -> list[str]:
         found.append(f"task.loss={loss}: must be one of {', '.join(LOSSES)}.")
     if reference not in REFERENCES:
         found.append(f"task.reference={reference}: must be one of {', '.join(REFERENCES)}.")
+    if adapter and adapter.get("quantize"):
+        found.append(
+            f"task.adapter.quantize={adapter['quantize']}: preferences have not been compared on weights of 4 bits. "
+            "Type task.adapter.quantize=null."
+        )
     if reference == "adapters_off" and not adapter:
         found.append("task.reference=adapters_off, but task.adapter=null. Type task.reference=cached.")
     elif reference == "adapters_off" and adapter.get("train"):  # pyright: ignore[reportOptionalMemberAccess]

@@ -91,7 +91,16 @@ def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
     if isinstance(source := data.get("source"), dict) and "vocab_size" in source:
         needed |= {"vocab_size": source["vocab_size"], "context": data.get("context")}
     sizes = {key: data.get(value) if isinstance(value, str) else value for key, value in needed.items()}
-    yield from size_problems(cfg["model"], sizes)
+    model = cfg["model"]
+    if model.get("pretrained") is not None:  # whose sizes cannot be typed
+        for key in ("image_size", "channels"):
+            value, fixed = sizes.get(key), model.get(key)
+            if isinstance(value, int) and isinstance(fixed, int) and value != fixed:
+                named = isinstance(needed[key], str)
+                remedy = f"Type data.{needed[key]}={fixed}" if named else "Name a folder, or data, of the other's"
+                yield f"The data have {key}={value}, and model.pretrained={model['pretrained']} {fixed}. {remedy}."
+                del sizes[key]
+    yield from size_problems(model, sizes)
 
 
 def size_problems(model: Any, needed: Mapping[str, Any]) -> list[str]:

@@ -8,30 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from armature.models.wrapped import Match
+
 UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # tables in older folders, which are computed
 ADAPTERS = ("lora_A", "lora_B")
-
-
-@dataclass(frozen=True)
-class Match:
-    """How the tensors of a folder fit a model.
-
-    Attributes:
-        found: the folder's name of each parameter and persistent buffer; tied parameters under all their names.
-        missing: the model's names that the folder lacks.
-        surplus: the folder's names that the model lacks.
-        converted: the folder's names of tensors that transformers would put together or take apart.
-    """
-
-    found: dict[str, str]
-    missing: list[str]
-    surplus: list[str]
-    converted: list[str]
 
 
 def match(model: Any, saved: Iterable[str]) -> Match:

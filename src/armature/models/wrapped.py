@@ -1,0 +1,125 @@
+"""Models that another library builds and computes, with the weights of a folder.
+
+The weights are not read here: a strategy does so, as for `armature.models.decoder.model.Decoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from typing_extensions import override
+
+
+@dataclass(frozen=True)
+class Match:
+    """How the tensors of a folder fit a model.
+
+    Attributes:
+        found: the folder's name of each parameter and persistent buffer; tied parameters under all their names.
+        missing: the model's names that the folder lacks.
+        surplus: the folder's names that the model lacks.
+        converted: the folder's names of tensors that the library would put together or take apart.
+    """
+
+    found: dict[str, str]
+    missing: list[str]
+    surplus: list[str]
+    converted: list[str]
+
+
+class WrappedModel(nn.Module):
+    """A model of another library, without its weights.
+
+    Args:
+        pretrained: the folder from which its weights are read.
+        inner: the model, which `weights_on` has built.
+    """
+
+    def __init__(self, pretrained: str, inner: Any) -> None:
+        super().__init__()
+        self.pretrained, self.inner = pretrained, inner
+
+    @override
+    def _apply(self, fn: Any, recurse: bool = True) -> WrappedModel:
+        """Keep the type of computed tables, as of rotary frequencies, which 16 bits would round."""
+        kept = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name in module._non_persistent_buffers_set and buffer.is_floating_point()
+        ]
+        super()._apply(fn, recurse)
+        for module, name, before in kept:
+            now = module.get_buffer(name)
+            if now.dtype != before.dtype:
+                setattr(module, name, before.to(now.device))
+        return self
+
+    def match(self, saved: Collection[str]) -> Match:
+        """Return how tensors of these names fit the model."""
+        raise NotImplementedError
+
+    def names_in(self, saved: Collection[str]) -> dict[str, str]:
+        """Return the folder's name of each parameter and buffer that it holds, given the names of its tensors.
+
+        Raises ValueError if the folder lacks one, other than the parts that `may_be_new`.
+        """
+        found = self.match(saved)
+        if lacking := [name for name in found.missing if not self.may_be_new(name)]:
+            raise ValueError(f"{self.pretrained}: its files lack {lacking[0]}, and {len(lacking) - 1} more")
+        return {f"inner.{own}": theirs for own, theirs in found.found.items() if not self.begins_anew(own)}
+
+    def saved_name(self, name: str) -> str:
+        """Return the name under which the library saves a parameter or buffer."""
+        return name.removeprefix("inner.")
+
+    def may_be_new(self, name: str) -> bool:
+        """Return whether a folder may lack a parameter (by its name in `inner`), which then begins at random."""
+        return False
+
+    def may_be_left(self, name: str) -> bool:
+        """Return whether a tensor of the folder, by its name there, may be without a use."""
+        return False
+
+    def begins_anew(self, name: str) -> bool:
+        """Return whether a parameter (by its name in `inner`) is not read, although the folder may have it."""
+        return False
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of matrices that begin at random."""
+        return 0.02
+
+    def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
+        """Fill a parameter that the folder lacks."""
+        if param.ndim == 1:
+            param.fill_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0)
+        else:
+            param.normal_(0.0, self.deviation, generator=generator)
+
+
+@contextmanager
+def weights_on(device: torch.device) -> Iterator[None]:
+    """Let modules that are built have their parameters on `device`, and their buffers, with values, on the CPU.
+
+    Libraries compute tables, such as rotary frequencies, in constructors and keep them in buffers that no checkpoint
+    holds: on the meta device they would be lost.
+    """
+
+    def move(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.device.type == device.type:
+            return None
+        return nn.Parameter(param.to(device), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move)  # pyright: ignore[reportArgumentType]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        hook.remove()

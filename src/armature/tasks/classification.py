@@ -1,0 +1,43 @@
+"""One class for each sample."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from armature.models.loss import IGNORED
+from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
+
+
+class Classification(Task):
+    """Logs the loss in nats per sample, and accuracy: the share of samples whose likeliest class is right.
+
+    The training loss is the model's `loss`, such as `VisionTransformer.loss`.
+    """
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return each sample's likeliest class, and the probability of it: columns of scripts/predict.py."""
+        assert self.model is not None
+        probability, index = self.model(batch["inputs"]).float().softmax(dim=-1).max(dim=-1)
+        return {"class": index, "probability": probability}
+
+    @override
+    def metrics(self) -> dict[str, Metric]:
+        return {"loss": mean_metric(), "accuracy": mean_metric()}
+
+    @override
+    def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
+        assert self.model is not None
+        inputs, targets = inputs_and_targets(batch)
+        outputs = self.model(inputs)
+        counted = targets != IGNORED
+        metrics["loss"].update(self.model.loss(outputs, targets), weight=counted.sum())  # pyright: ignore[reportCallIssue]
+        metrics["accuracy"].update((outputs.argmax(dim=-1) == targets).float(), weight=counted.float())
+
+
+class TextClassification(Classification):
+    """Logs the loss in nats per text, and accuracy: see `Classification`."""
+
+    modality = "labeled texts"

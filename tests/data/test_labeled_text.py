@@ -1,0 +1,98 @@
+"""Texts and their classes from files: tokens, padding, classes, and what is refused."""
+
+import json
+
+import pytest
+
+from armature.data.labeled_text import LabeledTextData
+from armature.errors import ConfigError
+
+ROWS = [("a\nhello world", "b"), ("how are you", "a"), ("I am fine", "b"), ("thank you " * 30, "c")] * 5
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer_folder):
+    def build(rows=ROWS, *, name="texts.jsonl", text="text", target="label", **options):
+        path = tmp_path / name
+        if name.endswith(".csv"):
+            quoted = [f'"{words}",{label}' for words, label in rows]
+            path.write_text("\n".join([f"{text},{target}", *quoted]) + "\n")
+        else:
+            records = [row if isinstance(row, dict) else {text: row[0], target: row[1]} for row in rows]
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        sizes = {"global_batch_size": 4, "context": 16, "val_fraction": 0.2, "test_fraction": 0.2}
+        return LabeledTextData(path=str(path), tokenizer=str(tokenizer_folder), **{**sizes, **options})
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.csv"])
+def test_texts_are_tokenized_padded_and_numbered_by_sorted_class(make, name):
+    data = make(name=name)
+    assert data.names() == {"classes": ["a", "b", "c"]}
+    assert data.found_sizes == {"classes": 3}
+    every = data.dataset("predict")
+    assert [int(every[i]["targets"]) for i in range(4)] == [1, 0, 1, 2]
+    batch = every.batch([1, 2])
+    assert batch["inputs"].shape == (2, 8)
+    for row, i in enumerate((1, 2)):
+        own = every.ids[i]
+        assert batch["inputs"][row, : len(own)].tolist() == own.tolist()
+        assert (batch["inputs"][row, len(own) :] == -100).all()
+    assert every.batch([0, 3])["inputs"].shape == (2, 16)  # cut to the context
+    assert every.describe(2) == {"text": "I am fine"}
+    sizes = [len(data.dataset(split)) for split in ("train", "val", "test")]
+    assert sizes == [12, 4, 4]
+
+
+def test_the_trained_models_numbers_are_kept(make, tmp_path):
+    make().save_assets(tmp_path)
+    other = make([("hello", "c"), ("world", "b")], name="other.jsonl")
+    other.load_assets(tmp_path)
+    assert other.dataset("predict").targets.tolist() == [2, 1]
+    unknown = make([("hello", "d")] * 9, name="unknown.jsonl")
+    unknown.load_assets(tmp_path)
+    assert unknown.dataset("predict").targets is None
+    with pytest.raises(ConfigError, match="has the class d, which the training data lack"):
+        unknown.dataset("train")
+    assert make([{"text": "hello"}], name="bare.jsonl").dataset("predict").targets is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "says"),
+    [
+        ([{"text": "x"}] * 4, {}, r"no column 'label' \(there: text\). Type data.target=…"),
+        ([{"body": "x", "label": 1}], {}, r"line 1: .*no column 'text' \(there: body, label\). Type data.text=…"),
+        ([("x", "a"), ("", "b")], {}, "line 2: column 'text' holds '', which is no text"),
+        ([("x", "a"), (3, "b")], {}, "line 2: column 'text' holds 3, which is no text"),
+        ([("x", "a"), ("y", " ")], {}, "line 2: column 'label' holds ' ', which names no class"),
+        ([("x", "a"), ("y", 0.5)], {}, "line 2: column 'label' holds 0.5, which names no class"),
+        ([("x", "a"), {"text": "y"}], {}, "line 2: no column 'label', which other rows have"),
+        ([], {}, "the files have no rows"),
+        (ROWS, {"context": 0}, "data.context=0: must be a whole number of at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused(make, rows, options, says):
+    with pytest.raises(ConfigError, match=says):
+        make(rows, **options).dataset("train")
+
+
+def test_folders_without_a_tokenizer_and_other_files_are_refused(make, tmp_path):
+    data = make()
+    data.tokenizer_folder = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no tokenizer\.json in it"):
+        data.dataset("train")
+    (tmp_path / "x.txt").write_text("x")
+    data = make()
+    data.path = str(tmp_path / "x.txt")
+    with pytest.raises(ConfigError, match=r"name .csv, .jsonl or .parquet files"):
+        data.dataset("train")
+
+
+def test_one_class_is_refused_at_the_start(make):
+    with pytest.raises(ConfigError, match="the training data have the class a alone"):
+        make([("hello", "a")] * 20).setup("fit")
+
+
+def test_numbers_as_labels_are_names(make):
+    assert make([("hello", 10), ("world", 2)] * 9).names() == {"classes": ["10", "2"]}

@@ -1,0 +1,112 @@
+"""Small random classifiers of transformers. Runs in the environment .venv-extras.
+
+classifier_models.py make FOLDER            folders with heads of 3 classes, and "bert-words" with a head for words
+classifier_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
+classifier_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
+classifier_models.py exported FOLDER OUT TEXT…    transformers' own answers of an exported folder
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.finetune.transformers_models import TINY
+
+ENCODER = {**TINY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "bert": ENCODER,
+    "roberta": {**ENCODER, "max_position_embeddings": 66, "pad_token_id": 1},  # positions begin after the padding's
+    "llama": TINY,  # no padding token; its plan shards matrices
+    "qwen3": {**TINY, "tie_word_embeddings": True, "head_dim": 16},
+}
+CONTEXT, CLASSES = 32, 3
+
+
+def make(root: Path) -> None:
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+    def save(model: Any, name: str) -> None:
+        for own, value in model.named_parameters():
+            if value.ndim == 1:
+                nn.init.normal_(value, 1.0 if "norm" in own.lower() else 0.0, 0.2)
+        model.save_pretrained(root / name, max_shard_size="160KB")
+
+    for kind, sizes in KINDS.items():
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(kind, **sizes, num_labels=CLASSES)
+        save(AutoModelForSequenceClassification.from_config(config), kind)
+    save(AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **ENCODER)), "bert-words")
+
+
+def logits(root: Path) -> dict[str, float]:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from armature.checkpoint import huggingface
+    from armature.models.huggingface.model import SequenceClassifier
+    from armature.parallel import initialization
+
+    ids, found = torch.randint(3, 320, (3, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
+    ids[0, 7:], ids[1, 20:] = -100, -100
+    for kind in KINDS:
+        with torch.device("meta"):
+            model = SequenceClassifier(pretrained=str(root / kind), context=CONTEXT, classes=CLASSES)
+        initialization.materialize(model, device=torch.device("cpu"))
+        huggingface.read(model, huggingface.imported_names(model))
+        theirs = AutoModelForSequenceClassification.from_pretrained(root / kind, dtype=torch.float32).eval()
+        with torch.no_grad():
+            alone = torch.cat([theirs(row[row >= 0][None]).logits for row in ids])  # each without padding
+            found[kind] = float((model.eval()(ids) - alone).abs().max())
+    return found
+
+
+def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
+    from benchmarks.parity import harness
+
+    model = kind.partition("-")[0]
+    harness.PRELOAD.append(f"transformers.models.{model}.modeling_{model}")
+    head = "score" if model in ("llama", "qwen3") else "classifier"
+    chosen = replace(
+        harness.LAYOUTS["single"], model="armature.models.huggingface.model.SequenceClassifier", steps=4,
+        global_batch=8, optimizer_args={"lr": 1e-3, "eps": 1e-6},
+        adapter={"rank": 4, "alpha": 8.0, "train": [f"inner.{head}"]} if adapter else None,
+        model_args={"pretrained": str(root / kind), "context": CONTEXT, "vocab_size": 320, "classes": CLASSES},
+    )  # fmt: skip
+    single = harness.fit(chosen)
+    found: dict[str, Any] = {"single": single.losses}
+    for name in layouts:
+        layout = harness.LAYOUTS[name]
+        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
+        found[name] = harness.difference(run, single)
+        out.write_text(json.dumps(found, indent=1))
+
+
+def exported(folder: Path, texts: list[str]) -> list[dict[str, Any]]:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, found = Tokenizer.from_file(str(folder / "tokenizer.json")), []
+    for text in texts:
+        probability, index = model(torch.tensor([tokenizer.encode(text).ids])).logits.softmax(-1).max(-1)
+        found.append({"class": model.config.id2label[int(index)], "probability": float(probability)})
+    return found
+
+
+if __name__ == "__main__":
+    what, folder, *rest = sys.argv[1:]
+    if what == "make":
+        make(Path(folder))
+    elif what == "logits":
+        Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
+    elif what == "exported":
+        Path(rest[0]).write_text(json.dumps(exported(Path(folder), rest[1:])))
+    else:
+        kind, out, *names = rest
+        layouts = [name for name in names if name != "--adapter"]
+        fit(Path(folder), kind, layouts, Path(out), adapter="--adapter" in names)

@@ -1,0 +1,98 @@
+"""Small random models of timm. Runs in the environment .venv-extras.
+
+image_models.py make FOLDER            a folder for each kind, with a head of 7 classes
+image_models.py logits FOLDER OUT      the largest difference of logits to timm's own, for each kind
+image_models.py fit FOLDER KIND OUT LAYOUT…    how far each layout's training is from one process's
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+VIT = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any], int]] = {  # timm's name, its arguments, the image's side
+    "vit": ("vit_tiny_patch16_224", VIT, 8),
+    "resnet": ("test_resnet", {}, 32),  # with running statistics
+    "convnext": ("test_convnext", {}, 32),
+}
+CLASSES = 7
+
+
+def make(root: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from torch import nn
+
+    from armature.models.timm import package
+
+    timm = package.load()
+    assert "torchvision" not in sys.modules
+    for kind, (architecture, args, side) in KINDS.items():
+        torch.manual_seed(1)
+        model = timm.create_model(architecture, num_classes=CLASSES, in_chans=1, **args)
+        for value in model.parameters():
+            if value.ndim > 1:
+                nn.init.normal_(value, 0.0, 0.2 if kind == "vit" else (value[0].numel()) ** -0.5)
+        folder = root / kind
+        folder.mkdir()
+        save_file(
+            {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
+        )
+        made = {
+            "input_size": [1, side, side], "fixed_input_size": kind == "vit", "mean": [0.5], "std": [0.5],
+            "classifier": model.pretrained_cfg["classifier"], "num_classes": CLASSES,
+        }  # fmt: skip
+        config = {"architecture": architecture, "num_classes": CLASSES, "pretrained_cfg": made}
+        (folder / "config.json").write_text(json.dumps(config | {"model_args": {**args, "in_chans": 1}}))
+
+
+def logits(root: Path) -> dict[str, float]:
+    import torch
+    from safetensors.torch import load_file
+
+    from armature.checkpoint import huggingface
+    from armature.models.timm import package
+    from armature.models.timm.model import ImageClassifier
+    from armature.parallel import initialization
+
+    timm, found = package.load(), {}
+    for kind, (architecture, args, side) in KINDS.items():
+        with torch.device("meta"):
+            model = ImageClassifier(pretrained=str(root / kind), classes=CLASSES, new_head=False)
+        initialization.materialize(model, device=torch.device("cpu"))
+        huggingface.read(model, huggingface.imported_names(model))
+        theirs = timm.create_model(architecture, num_classes=CLASSES, in_chans=1, **args)
+        theirs.load_state_dict(load_file(root / kind / "model.safetensors"))
+        images = torch.randn(4, 1, side, side, generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            found[kind] = float((model.eval()(images) - theirs.eval()(images)).abs().max())
+    return found
+
+
+def fit(root: Path, kind: str, layouts: list[str], out: Path) -> None:
+    from benchmarks.parity import harness
+
+    chosen = replace(
+        harness.LAYOUTS["single"], model="armature.models.timm.model.ImageClassifier", steps=4, global_batch=8,
+        optimizer_args={"lr": 1e-3, "eps": 1e-6},
+        model_args={"pretrained": str(root / kind), "image_size": KINDS[kind][2], "channels": 1, "classes": 5},
+    )  # fmt: skip
+    single = harness.fit(chosen)
+    found: dict[str, Any] = {"single": single.losses}
+    for name in layouts:
+        layout = harness.LAYOUTS[name]
+        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
+        found[name] = harness.difference(run, single)
+        out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    what, folder, *rest = sys.argv[1:]
+    if what == "make":
+        make(Path(folder))
+    elif what == "logits":
+        Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
+    else:
+        fit(Path(folder), rest[0], rest[2:], Path(rest[1]))

@@ -1,0 +1,152 @@
+"""Classifiers of texts that transformers computes: logits, layouts, a run in and out of a folder, what is refused."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from armature.finetune import folder
+from tests import running
+from tests.data.chat_parts import folder as write_tokenizer
+from tests.finetune.classifier_models import KINDS
+from tests.finetune.test_huggingface_runs import EVERY, command, losses
+from tests.finetune.test_import import EXTRA_PYTHON
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+SCRIPT = Path(__file__).with_name("classifier_models.py")
+SAMPLE = {"bert-words": ["fsdp 2"], "llama": ["fsdp 2 × tensor 2"]}
+WITH_PLAN = ("llama", "qwen3")  # transformers has none for the others
+WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "how are you"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    if not EXTRA_PYTHON.exists():
+        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    root = tmp_path_factory.mktemp("classifiers")
+    command(SCRIPT, "make", root)
+    for path in root.iterdir():
+        write_tokenizer(path)
+    return root
+
+
+def test_logits_are_transformers_own_of_each_text_without_padding(folders):
+    command(SCRIPT, "logits", folders, folders / "logits.json")
+    far = json.loads((folders / "logits.json").read_text())
+    assert {*far} == {*KINDS}
+    assert max(far.values()) <= 2e-5, far
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("kind", [*KINDS, "bert-words"])
+def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
+    layouts = SAMPLE.get(kind, []) if not adapter else []
+    if request.config.getoption("--all-models", default=False):
+        layouts = [name for name in EVERY if "tensor" not in name or kind in WITH_PLAN]
+    if not layouts:
+        pytest.skip("runs with --all-models (make huggingface-check)")
+    out = folders / f"{kind}-{adapter}.json"
+    command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
+    found = json.loads(out.read_text())
+    assert found["single"][0] != found["single"][3]
+    assert [*found] == ["single", *layouts]
+    for name in layouts:
+        assert max(found[name]["loss"], found[name]["weights"]) <= 1e-5, found
+        assert found[name]["grad_norm"] <= 1e-4, found
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "texts.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["label", "text"])
+        for i in range(90):
+            label = [*WORDS][i % 3]
+            rows.writerow([label, f"{WORDS[label]} {i % 7}" + " world" * (i % 5)])
+    return path
+
+
+def train(root: Path, base: Path, texts: Path, *more: str, code: int = 0) -> str:
+    return command(
+        running.ROOT / "train.py", "experiment=finetune_classifier", f"model.pretrained={base}", "model.classes=3",
+        f"data.path={texts}", "data.context=32", "data.global_batch_size=8", "data.micro_batch_size=4",
+        "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "optimizer.lr=1e-3",
+        "trainer.log_every_n_steps=1", "trainer.val_every_n_steps=null", "scheduler=constant", "scheduler.warmup=0",
+        f"run.root={root}", "logger=none", "launch.max_restarts=0", *more, code=code,
+    )  # fmt: skip
+
+
+def test_a_run_resumes_is_evaluated_predicts_and_comes_back_out(folders, texts, tmp_path):
+    base = tmp_path / "base"
+    base.symlink_to(folders / "bert-words")
+    layout = ["strategy=fsdp", "trainer.devices=2"]
+    said = train(tmp_path, base, texts, "run.name=whole", *layout, "trainer.max_steps=16")
+    assert "classifier.weight" in said
+    assert "begin at random" in said
+    train(tmp_path, base, texts, "run.name=run", *layout, "trainer.max_steps=5")
+    base.unlink()
+    assert "is not there any more" in train(tmp_path, base, texts, "run.name=run", *layout, "trainer.max_steps=16")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
+    scripts, run = running.ROOT / "scripts", tmp_path / "run"
+    shown = command(scripts / "evaluate.py", run, "--split", "test", "--accelerator", "cpu")
+    found = dict(line.split() for line in shown.splitlines() if line.startswith("  test/"))
+    at_the_end = json.loads((run / "summary.json").read_text())["metrics"]
+    assert at_the_end["val/accuracy"] > 0.5
+    assert {*found} == {"test/loss", "test/accuracy"}
+    for name, value in found.items():
+        assert float(value) == pytest.approx(at_the_end[name], abs=1e-5), name
+    new = tmp_path / "new.jsonl"  # without labels, and of two classes only
+    new.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*WORDS.values()][1:]))
+    out = tmp_path / "predictions.csv"
+    command(scripts / "predict.py", run, f"data.path={new}", f"out={out}", "--accelerator", "cpu")
+    rows = list(csv.DictReader(out.open()))
+    assert [row["text"] for row in rows] == [*WORDS.values()][1:]
+    assert {row["class"] for row in rows} <= {*WORDS}
+    assert "its logits are the run's" in command(scripts / "convert.py", run, tmp_path / "out")
+    command(SCRIPT, "exported", tmp_path / "out", tmp_path / "theirs.json", *(row["text"] for row in rows))
+    for theirs, ours in zip(json.loads((tmp_path / "theirs.json").read_text()), rows, strict=True):
+        assert theirs["class"] == ours["class"]
+        assert theirs["probability"] == pytest.approx(float(ours["probability"]), abs=1e-5)
+
+
+def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp_path):
+    def said(base: str, *more: str) -> str:
+        return train(tmp_path, folders / base, texts, "run.name=refused", "trainer.max_steps=1", *more, code=2)
+
+    several = ["strategy=ddp", "trainer.devices=2"]
+    found = said("bert", "model.classes=5", *several)
+    assert "model.classes=5, but the head of" in found
+    assert "Type model.classes=3, or model.new_head=true" in found
+    found = said("roberta", "data.context=65")
+    assert "has positions for 64 tokens: type data.context=64 or less" in found
+    found = said("bert", "strategy=tensor", "trainer.devices=2")
+    assert "transformers has no plan for it. Type strategy=fsdp" in found
+    found = said("bert-words", "task.adapter={_target_: armature.finetune.lora.Lora, rank: 4}")
+    assert "begin at random, and would stay so. Type task.adapter.train=[bert.pooler.dense,classifier]" in found
+    assert "trains on labeled texts, but model=CausalLM takes tokens" in said("bert", "model=huggingface")
+    assert not (tmp_path / "refused").exists()
+    config = folder.config(folders / "bert")
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    for file in (folders / "bert").iterdir():
+        if file.name != folder.CONFIG:
+            (strange / file.name).symlink_to(file)
+    (strange / folder.CONFIG).write_text(json.dumps(config | {"model_type": "vit"}))
+    found = train(tmp_path, strange, texts, "run.name=refused", code=2)
+    assert "transformers has no classifier of texts of model_type=vit" in found
+
+
+def test_adapters_and_a_new_head_are_kept_alone_and_resume(folders, texts, tmp_path):
+    adapter = "task.adapter={_target_: armature.finetune.lora.Lora, rank: 4, train: [classifier]}"
+    more = [adapter, "model.new_head=true", "optimizer.lr=1e-2"]
+    train(tmp_path, folders / "bert", texts, "run.name=whole", *more, "trainer.max_steps=6")
+    train(tmp_path, folders / "bert", texts, "run.name=run", *more, "trainer.max_steps=3")
+    said = train(tmp_path, folders / "bert", texts, "run.name=run", *more, "trainer.max_steps=6")
+    assert "parameters are trained" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    shown = command(
+        running.ROOT / "scripts" / "evaluate.py", tmp_path / "run", "--split", "val", "--accelerator", "cpu"
+    )
+    assert "val/accuracy" in shown
