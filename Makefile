@@ -31,6 +31,9 @@ setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data expor
 setup-finetune: ## The same as make setup EXTRAS=finetune
 	@$(MAKE) setup EXTRAS=finetune
 
+new: $(VENV)/.installed ## Start a model, data, task and test of your own: make new NAME=moons
+	@$(if $(NAME),$(BIN)/python scripts/new.py $(NAME),echo "Type make new NAME=moons" >&2; exit 2)
+
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
@@ -126,5 +129,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs \
+.PHONY: help setup setup-finetune new train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs \
 	docs-check bench faults checks format clean

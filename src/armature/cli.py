@@ -23,12 +23,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from armature import config, hardware, run_dir
+from armature import config, hardware, run_dir, usage
 from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError, RunFailed, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
+from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
 
@@ -57,6 +58,9 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, _ = get_args_parser().parse_known_args()
+    if arguments.help:
+        print(usage.text(config_dir))
+        return
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
     if problems := foreign_keys.ineffective(arguments.overrides):
         refuse(problems)
@@ -65,7 +69,10 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
             sweep = arguments.multirun and default_config
             if sweep and check is not None and (problems := explain_sweep(arguments.overrides, config_dir, check)):
                 refuse(problems)
-            main()
+            if arguments.multirun:
+                environment.share_sources()
+            with concluding():
+                main()
     except CONFIG_ERRORS as error:
         refuse(_explained(error, arguments, config_dir))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
