@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import yaml
 
 from armature.checkpoint import directory
-from armature.run_state import read_summary, state
+from armature.launcher.run_state import read_summary, state
 
 DEPTH = 4  # folders below a typed one in which runs are looked for
 COLUMNS = ("run", "state", "step", "best", "age", "size")

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 import armature
-from armature import usage
 from armature.config import CONFIGS
 from armature.errors import ConfigError
+from armature.validation import usage
 from tests import running
 
 TRAIN = [sys.executable, str(running.ROOT / "train.py")]

@@ -23,14 +23,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from armature import config, hardware, run_dir, usage
+from armature import config, hardware, run_dir
 from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError, RunFailed, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
-from armature.validation import foreign_keys
+from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
 
 _composed = threading.Event()  # the configuration composed, and the command itself began

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from armature import config, run_state
+from armature import config
 from armature.errors import ConfigError
+from armature.launcher import run_state
 
 OWN = ("run.", "callbacks.prune", "resume")  # overrides that are no values of a sweep
 

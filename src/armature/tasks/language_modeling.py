@@ -69,7 +69,7 @@ class LanguageModeling(Task):
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is None or self.model is None or self.preview_tokens == 0:
             return None
-        prompts = self.preview_prompt if self.preview_prompt != "auto" else data.prompts()
+        prompts = self.preview_prompt if self.preview_prompt != "auto" else getattr(data, "prompts", list)()
         texts = [prompts] if isinstance(prompts, str) else [*prompts]
         prompts = [ids for text in texts if (ids := tokenizer.encode(text).ids)]
         if not prompts:
