@@ -83,7 +83,8 @@ def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.Proces
     if rank < len(matrices):
         results[rank] = function(matrices[rank])
     if len(matrices) == group.size():
-        dist.all_gather_into_tensor(results.view(-1), results[rank].clone().view(-1), group=group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(results.view(-1), results[rank].clone().view(-1), group=group)
     else:  # ranks without a matrix send nothing
         for i, result in enumerate(results):
             dist.broadcast(result, group_src=i, group=group)
