@@ -216,17 +216,20 @@ def test_a_killed_search_continues_and_several_processes_share_it(tmp_path):
 def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
     optuna = pytest.importorskip("optuna")
     words = [
-        "sweep=optuna", "run.name=search", "optimizer.lr=1e-2,1e-9", "optimizer.weight_decay=0.0",
-        "hydra.sweeper.sampler={name:GridSampler,search_space:{optimizer.lr:['0.01','1e-09']}}", "strategy=ddp",
-        "hydra.sweeper.pruner={name:ThresholdPruner,lower:0.9,n_warmup_steps:3}", "hydra.sweeper.trials=2",
-    ]  # fmt: skip
-    result = sweep(*words, "trainer.devices=2", cwd=tmp_path)
-    folder = tmp_path / "outputs" / "search"
-    states = {trial.params["optimizer.lr"]: trial.state for trial in study_of(folder).trials}
-    assert states["1e-09"] == optuna.trial.TrialState.PRUNED, result.stderr[-3000:]
-    pruned = next(trial for trial in study_of(folder).trials if trial.params["optimizer.lr"] == "1e-09")
-    assert running.summary(folder / str(pruned.number))["global_step"] == 4 == max(pruned.intermediate_values)
-    assert running.summary(folder / "0")["world_size"] == 2
+        "sweep=optuna",
+        "run.name=search",
+        "optimizer.lr=choice(1e-9)",
+        "optimizer.weight_decay=0.0",
+        "strategy=ddp",
+    ]
+    words += ["hydra.sweeper.pruner.name=ThresholdPruner", "+hydra.sweeper.pruner.lower=0.99", "hydra.sweeper.trials=1"]
+    words += ["+hydra.sweeper.pruner.n_warmup_steps=3"]
+    result = sweep(*words, "~hydra.sweeper.pruner.n_startup_trials", "trainer.devices=2", cwd=tmp_path)
+    (trial,) = study_of(tmp_path / "outputs" / "search").trials
+    assert trial.state == optuna.trial.TrialState.PRUNED, result.stderr[-3000:]
+    summary = running.summary(tmp_path / "outputs" / "search" / "0")
+    assert (summary["global_step"], summary["world_size"]) == (4, 2)
+    assert sorted(trial.intermediate_values) == [2, 4]
 
 
 @pytest.mark.slow
@@ -234,7 +237,7 @@ def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
     ("words", "expected"),
     [
         (["hydra.sweeper.sampler.name=TPSampler"], "Did you mean 'TPESampler'?"),
-        (["hydra.sweeper.pruner.patience=3"], "MedianPruner has no such argument"),
+        (["+hydra.sweeper.pruner.patience=3"], "MedianPruner has no such argument"),
         (["hydra.sweeper.trials=0"], "hydra.sweeper.trials=0: type a whole number"),
         (["hydra/launcher=joblib"], "start the same command several times"),
     ],

@@ -160,21 +160,25 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
 
     @functools.wraps(task)
     def wrapper(cfg: DictConfig) -> float | None:
-        _composed.set()
-        try:
-            return task(cfg)
-        except ConfigError as error:
-            refuse(error.problems)
-        except RunFailed as error:
-            sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-            if error.exit_code == 1 and sweep:
-                raise
-            if sweep and error.run_name is not None:
-                error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
-            print(masked(str(error)), file=sys.stderr)
-            sys.exit(error.exit_code)
+        return _run_task(task, cfg)  # by name: joblib and submitit pickle this function with all that it mentions
 
     return wrapper
+
+
+def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
+    _composed.set()
+    try:
+        return task(cfg)
+    except ConfigError as error:
+        refuse(error.problems)
+    except RunFailed as error:
+        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        if error.exit_code == 1 and sweep:
+            raise
+        if sweep and error.run_name is not None:
+            error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
+        print(masked(str(error)), file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 @contextmanager

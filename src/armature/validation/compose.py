@@ -94,7 +94,7 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
     if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
-        of_hydra = [each for each in fixed if each.startswith(("hydra.", "hydra/"))]
+        of_hydra = [each for each in fixed if each.lstrip("+~").startswith(("hydra.", "hydra/"))]
         parameters, stays = space.read(hydra.sweeper.params, [line for line in overrides if line not in of_hydra])
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
