@@ -15,9 +15,10 @@ RUN apt-get update \
 
 WORKDIR /armature
 ARG TORCH_INDEX=https://pypi.org/simple
-COPY requirements.txt ./
+COPY constraints.txt requirements.txt requirements-deepspeed.txt requirements-wandb.txt ./
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch>' requirements.txt)" \
-    && pip install --no-cache-dir --requirement requirements.txt
+    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt \
+        --requirement requirements-deepspeed.txt --requirement requirements-wandb.txt
 
 COPY . .
 ENV PYTHONUNBUFFERED=1

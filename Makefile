@@ -7,29 +7,39 @@ BIN := $(VENV)/bin
 ARGS ?=
 EXTRAS ?=
 
-# Without an NVIDIA GPU torch's CPU build is enough; the newest version would install gigabytes of CUDA libraries
+# Without an NVIDIA GPU torch's CPU build is enough. PyPI's wheels for Linux bring gigabytes of CUDA libraries, so PyTorch's
+# own index is asked there, unless pip finds a CPU build without it. TORCH_CPU_INDEX= asks no other index.
 TORCH := $(if $(wildcard /dev/nvidia0),torch,torch==2.13.0)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_NEEDS_INDEX := $(if $(wildcard /dev/nvidia0),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
+# everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
+	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] + ". Type make PYTHON=python3.11 …") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: requirements.txt | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --requirement requirements.txt "$(TORCH)"
+$(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
+	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH)"
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt requirements-data.txt $(VENV)/.installed
-	$(BIN)/pip install --quiet --requirement requirements-dev.txt "$(TORCH)"
+$(VENV)/.installed-dev: requirements-dev.txt requirements-data.txt requirements-deepspeed.txt requirements-sweep.txt requirements-wandb.txt $(VENV)/.installed
+	$(BIN)/$(PIP_INSTALL) --requirement requirements-dev.txt "$(TORCH)"
 	@touch $@
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
-	@$(if $(EXTRAS),$(BIN)/pip install --quiet $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
+	@$(if $(EXTRAS),$(BIN)/$(PIP_INSTALL) $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
 
 setup-finetune: ## The same as make setup EXTRAS=finetune
 	@$(MAKE) setup EXTRAS=finetune
+
+new: $(VENV)/.installed ## Start a model, data, task and test of your own: make new NAME=moons
+	@$(if $(NAME),$(BIN)/python scripts/new.py $(NAME),echo "Type make new NAME=moons" >&2; exit 2)
 
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
@@ -63,8 +73,8 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 	@echo '*' > .venv-extras/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
-	.venv-extras/bin/pip install --quiet --requirement requirements-extras.txt "$(TORCH)"
-	.venv-extras/bin/pip install --quiet --no-deps --requirement requirements-timm.txt
+	.venv-extras/bin/$(PIP_INSTALL) --requirement requirements-extras.txt "$(TORCH)"
+	.venv-extras/bin/$(PIP_INSTALL) --no-deps --requirement requirements-timm.txt
 	@touch $@
 
 runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size
@@ -91,6 +101,15 @@ images: $(VENV)/.installed ## Make the images of README.md again, from real runs
 	@echo '*' > .venv-docs/.gitignore
 	.venv-docs/bin/pip install --quiet --requirement requirements-docs.txt
 	@touch $@
+
+# versions in the file stay, unless a requirement forbids them
+lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
+	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt
+	.venv-docs/bin/uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet $(if $(UPGRADE),--upgrade) \
+		--constraint .venv-docs/torch.txt requirements-dev.txt requirements-extras.txt --output-file constraints.txt
+	sed -i.old -E '/^(torch|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
+	printf '%s\n' '# Everything but torch in the versions that were tested. make lock writes this file; CONSTRAINTS= ignores it.' \
+		| cat - constraints.txt > .venv-docs/constraints.txt && mv .venv-docs/constraints.txt constraints.txt
 
 docs: .venv-docs/.installed ## Build the pages of docs/ as a site in .site; ARGS=serve shows it while you write
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
@@ -143,5 +162,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup setup-finetune train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs notebooks images \
-	docs-check bench faults checks format clean
+.PHONY: help setup setup-finetune new train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs notebooks images \
+	docs-check lock bench faults checks format clean

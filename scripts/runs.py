@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import yaml
 
 from armature.checkpoint import directory
-from armature.launcher import lock
+from armature.launcher.run_state import read_summary, state
 
 DEPTH = 4  # folders below a typed one in which runs are looked for
 COLUMNS = ("run", "state", "step", "best", "age", "size")
@@ -113,40 +113,6 @@ def settings(path: Path) -> dict[str, Any]:
         return dict(found["checkpoint"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return {}
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
-    file = path / "summary.json"
-    try:
-        if file.stat().st_mtime < (path / "overrides.txt").stat().st_mtime:
-            return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def state(path: Path, summary: dict[str, Any]) -> str:
-    """Return running, finished, stopped (REASON) or failed."""
-    if is_held(path / lock.NAME):
-        return "running"
-    reason = summary.get("stop_reason")
-    if reason is None:
-        return "failed"
-    return "finished" if reason == "finished" else f"stopped ({reason})"
-
-
-def is_held(file: Path) -> bool:
-    """Return whether the process that wrote a lock lives; of one on another machine, whether it touched it lately."""
-    try:
-        text, silent = file.read_text(encoding="utf-8", errors="replace"), time.time() - file.stat().st_mtime
-    except OSError:
-        return False
-    holder = lock.Holder.parse(text)
-    if holder is not None and holder.is_here():
-        return not holder.has_ended()
-    return silent < lock.SILENCE_SECONDS
 
 
 def metrics(file: Path, monitor: str, mode: str) -> tuple[int | None, float | None]:

@@ -19,20 +19,20 @@ def imports(file: Path) -> set[str]:
 @functools.cache
 def statements(file: Path) -> list[tuple[set[str], bool]]:
     """The names of each import statement, and whether it runs when the file is imported."""
-    tree = ast.parse(file.read_text())
-    inner = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
-        for node in ast.walk(outer)
-    }
-    found = []
-    for node in ast.walk(tree):
+    found: list[tuple[set[str], bool]] = []
+
+    def visit(node: ast.AST, runs: bool) -> None:
         if isinstance(node, ast.Import):
-            found.append(({alias.name for alias in node.names}, id(node) not in inner))
+            found.append(({alias.name for alias in node.names}, runs))
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.append(({f"{node.module}.{alias.name}" for alias in node.names}, id(node) not in inner))
+            found.append(({f"{node.module}.{alias.name}" for alias in node.names}, runs))
+        checks_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        inside = runs and not checks_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds an import
+                visit(child, inside)
+
+    visit(ast.parse(file.read_text()), True)
     return found
 
 

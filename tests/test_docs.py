@@ -32,8 +32,11 @@ TAKE_OVERRIDES = (
     "resume_proof.py",
 )
 OWN_KEYS = ("slurm", "hardware=", "out=")  # of a script, not of the configuration
-CREATED = ("src/mine", "src/points", "configs/local/default.yaml", "benchmarks/history.jsonl")  # by users, and by runs
-MADE = re.compile(r"configs/(?:\*|\w+)/(?:mine|points|aim)\.yaml")
+CREATED = (  # by users, and by runs
+    "src/mine", "src/moons", "src/points", "tests/test_moons.py", "configs/local/default.yaml",
+    "benchmarks/history.jsonl",
+)  # fmt: skip
+MADE = re.compile(r"configs/(?:\*|\w+)/(?:mine|moons|points|aim)\.yaml")
 
 
 def prose(text: str) -> str:
@@ -109,7 +112,7 @@ COMPOSED = sorted(  # those of README.md: tests/test_readme.py
 @pytest.mark.parametrize("overrides", COMPOSED, ids=" ".join)
 def test_every_command_composes(overrides):
     """A user's own experiment stands for the example that it is copied from."""
-    typed = [re.sub(r"^experiment=(mine|points)$", "experiment=example", word) for word in overrides]
+    typed = [re.sub(r"^experiment=(mine|moons|points)$", "experiment=example", word) for word in overrides]
     assert cli.compose(typed).model._target_
 
 

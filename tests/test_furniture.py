@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -80,6 +81,18 @@ def test_issue_forms_ask_for_something():
         ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
         assert len(ids) == len(set(ids))
         assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+def test_the_lock_file_pins_every_requirement_but_torch():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    pinned = {each.name: str(each.specifier)[2:] for each in map(Requirement, lines)}
+    assert not {name for name in pinned if re.match(r"torch$|triton|nvidia|cuda", name)}
+    files = [path for path in ROOT.glob("requirements*.txt") if path.stem != "requirements-docs"]
+    wanted = [line.partition(" #")[0] for path in files for line in path.read_text().splitlines() if line[:1].isalpha()]
+    assert len(wanted) > 30
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(pinned[requirement.name]), f"{requirement}: type make lock"
 
 
 def test_versions_agree():

@@ -5,6 +5,7 @@ they are given; None stands for an attribute: of the module or class, or one tha
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import subprocess
@@ -325,6 +326,9 @@ TRANSFORMERS = [  # in .venv-extras: models/huggingface/ and finetune/built.py
 OURS_OR_PYTHONS = {"_asdict", "_exit", "_getframe", "_target_"}
 
 
+OPTUNA = [("optuna.trial:FrozenTrial", "_trial_id", None)]  # a trial of a search, opened by the rank that reports it
+
+
 def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:
     module, _, cls = owner.partition(":")
     library = module.split(".")[0]
@@ -345,6 +349,7 @@ def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) 
         assert tuple(inspect.signature(found).parameters) == parameters, changed
 
 
+@functools.cache
 def _code(cls: type) -> str:
     try:
         return inspect.getsource(cls)
@@ -362,6 +367,12 @@ def test_a_private_name_is_as_we_know_it(owner, name, parameters, file):
 def test_a_private_name_of_deepspeed_is_as_we_know_it(owner, name, parameters):
     pytest.importorskip("deepspeed", reason="DeepSpeed is installed on Linux only")
     check(owner, name, parameters, "src/armature/strategies/deepspeed.py")
+
+
+@pytest.mark.parametrize(("owner", "name", "parameters"), OPTUNA, ids=lambda value: str(value)[-40:])
+def test_a_private_name_of_optuna_is_as_we_know_it(owner, name, parameters):
+    pytest.importorskip("optuna")
+    check(owner, name, parameters, "src/armature/sweeps/search.py")
 
 
 @pytest.mark.slow
@@ -390,7 +401,7 @@ def test_a_change_is_named():
 
 def test_the_table_is_complete():
     used, ours = _private_names()
-    known = {name for _, name, *_ in [*TABLE, *DEEPSPEED, *TRANSFORMERS]} | OURS_OR_PYTHONS
+    known = {name for _, name, *_ in [*TABLE, *DEEPSPEED, *OPTUNA, *TRANSFORMERS]} | OURS_OR_PYTHONS
     imported = {f"{owner.replace(':', '.')}.{name}" for owner, name, *_ in TABLE}
     imported |= {owner.replace(":", ".") for owner, *_ in TABLE}
     missing = {

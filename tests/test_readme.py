@@ -33,22 +33,22 @@ def section(title: str, page: str) -> str:
 
 
 def copying(fences: list[tuple[str, str]]) -> list[str]:
-    """The lines of the page that copy the example."""
-    (text,) = (text for language, text in fences if language == "bash" and "cp -r src/example" in text)
-    return [line for line in text.splitlines() if "train.py" not in line]
+    """The words of the page's line that copies the example."""
+    (line,) = (
+        line for language, text in fences if language == "bash" for line in text.splitlines() if "make new" in line
+    )
+    return shlex.split(line, comments=True)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A copy of the template in which the README's commands to copy the example were run."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("configs", "src"):
+    for name in ("configs", "scripts", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copy(ROOT / "train.py", folder)
-    lines = copying(FENCES)
-    assert len(lines) == 3
-    assert copying(EXPLAINED) == lines
-    subprocess.run(["bash", "-euo", "pipefail", "-c", "\n".join(lines)], cwd=folder, check=True)
+    assert copying(FENCES) == copying(EXPLAINED) == ["make", "new", "NAME=moons"]
+    subprocess.run([sys.executable, "scripts/new.py", "moons"], cwd=folder, check=True)
     return folder
 
 
@@ -93,13 +93,13 @@ def test_the_example_learns_and_neither_the_strategy_nor_a_copy_changes_it(clone
         "experiment=example",
         "experiment=example strategy=ddp trainer.devices=2",
         "experiment=example strategy=tensor trainer.devices=2",
-        "experiment=mine",
+        "experiment=moons",
     ]
     for i, command in enumerate(commands):
         run(clone, *command.split(), f"run.name={i}")
         summary = running.summary(clone / "outputs" / str(i))
         assert summary["metrics"]["test/accuracy"] > 0.95
-    assert "_target_: mine.model." in (clone / "outputs" / "3" / "config.yaml").read_text()
+    assert "_target_: moons.model." in (clone / "outputs" / "3" / "config.yaml").read_text()
     # later, when the loss is near zero, the order of additions shows in its fifth digit
     first = running.losses(clone / "outputs" / "0")[:40]
     assert len(first) == 40

@@ -56,10 +56,14 @@ def prepare(typed: list[str]) -> str:
     """
     job = cluster([override for override in typed if re.match(r"slurm[.=]", override)])
     overrides = [override for override in typed if not re.match(r"slurm[.=]", override)]
-    problems = geometry_problems(job, dict(o.split("=", 1) for o in overrides if "=" in o)) + config_problems(overrides)
+    problems, project = geometry_problems(job, dict(o.split("=", 1) for o in overrides if "=" in o)), ""
+    try:  # misspelt keys and options; checks that depend on the machine run with the job
+        project = cli.compose(overrides).project.name
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return render(job, overrides)
+    return render(job, overrides, project=project)
 
 
 def cluster(typed: list[str]) -> DictConfig:
@@ -122,18 +126,14 @@ def geometry_problems(job: DictConfig, typed: dict[str, str]) -> list[str]:
     return problems
 
 
-def config_problems(overrides: list[str]) -> list[str]:
-    """Return misspelt keys and options. Checks that depend on the machine run with the job."""
-    try:
-        cli.compose(overrides)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def render(job: DictConfig, overrides: list[str]) -> str:
+def render(job: DictConfig, overrides: list[str], *, project: str) -> str:
     """Return train.sbatch with the options of the job and the overrides as arguments."""
-    options: dict[str, object] = {"nodes": job.nodes, "ntasks-per-node": job.tasks_per_node, "time": job.time}
+    options: dict[str, object] = {
+        "job-name": project,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.tasks_per_node,
+        "time": job.time,
+    }
     options |= {"gpus-per-node": job.gpus_per_node, "cpus-per-task": job.cpus_per_task, "array": job.array}
     options |= {"partition": job.partition, "account": job.account, "qos": job.qos}
     options |= {"signal": f"USR1@{job.warn_seconds}", "chdir": ROOT}

@@ -29,7 +29,8 @@ from armature.errors import ConfigError, RunFailed, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
-from armature.validation import foreign_keys
+from armature.sweeps.conclude import concluding
+from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
@@ -57,6 +58,9 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, _ = get_args_parser().parse_known_args()
+    if arguments.help:
+        print(usage.text(config_dir))
+        return
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
     if problems := foreign_keys.ineffective(arguments.overrides):
         refuse(problems)
@@ -65,7 +69,10 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
             sweep = arguments.multirun and default_config
             if sweep and check is not None and (problems := explain_sweep(arguments.overrides, config_dir, check)):
                 refuse(problems)
-            main()
+            if arguments.multirun:
+                environment.share_sources()
+            with concluding():
+                main()
     except CONFIG_ERRORS as error:
         refuse(_explained(error, arguments, config_dir))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
@@ -153,21 +160,25 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
 
     @functools.wraps(task)
     def wrapper(cfg: DictConfig) -> float | None:
-        _composed.set()
-        try:
-            return task(cfg)
-        except ConfigError as error:
-            refuse(error.problems)
-        except RunFailed as error:
-            sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-            if error.exit_code == 1 and sweep:
-                raise
-            if sweep and error.run_name is not None:
-                error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
-            print(masked(str(error)), file=sys.stderr)
-            sys.exit(error.exit_code)
+        return _run_task(task, cfg)  # by name: joblib and submitit pickle this function with all that it mentions
 
     return wrapper
+
+
+def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
+    _composed.set()
+    try:
+        return task(cfg)
+    except ConfigError as error:
+        refuse(error.problems)
+    except RunFailed as error:
+        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        if error.exit_code == 1 and sweep:
+            raise
+        if sweep and error.run_name is not None:
+            error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
+        print(masked(str(error)), file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 @contextmanager

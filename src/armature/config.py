@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from armature.errors import ConfigError, error_line
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
+OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
 LARGEST = 1_000_000  # bytes of a config.yaml
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
@@ -28,6 +29,11 @@ MOVED = {  # `_target_` in the config.yaml of older runs → where the class is 
     "armature.strategies.MeshStrategy": "armature.strategies.mesh.MeshStrategy",
     "armature.strategies.DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
 }
+
+
+@dataclass
+class Project:
+    name: str = MISSING
 
 
 @dataclass
@@ -98,6 +104,7 @@ class Launch:
 
 @dataclass
 class Config:
+    project: Project = MISSING
     run: Run = MISSING
     seed: int = MISSING
     resume: str = MISSING
@@ -140,8 +147,8 @@ def load(file: Path) -> DictConfig:
     cfg = _read(file)
     groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}
     if any(field.name not in (cfg.get(name) or {}) for name, kind in groups.items() for field in fields(kind)):
-        train = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), ["run", "seed", "resume"])  # pyright: ignore[reportArgumentType]
-        defaults = {name: OmegaConf.load(CONFIGS / name / "default.yaml") for name in groups if name != "run"}
+        train = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
+        defaults = {name: OmegaConf.load(CONFIGS / name / "default.yaml") for name in groups if name not in OF_TRAIN}
         cfg = OmegaConf.merge(train, defaults, cfg)
     _rename_targets(cfg)
     return cfg  # pyright: ignore[reportReturnType]

@@ -205,4 +205,7 @@ def _same(value: Any, other: Any) -> bool:
 
 def _metric(cfg: DictConfig) -> float | None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
-    return summary["metrics"].get(cfg.checkpoint.monitor) if summary is not None else None
+    if summary is None:
+        return None
+    best = summary.get("best_score")  # of the best checkpoint; none is kept with checkpoint.keep_best=0
+    return best if best is not None else summary["metrics"].get(cfg.checkpoint.monitor)

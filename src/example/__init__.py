@@ -1,4 +1,4 @@
-"""A complete model, plan, data module and task to copy and change.
+"""A complete model, plan, data module and task of experiment=example.
 
-Copy this folder to src/<your package>/ and the files configs/*/example.yaml, then name your package in `_target_`.
+`make new NAME=moons` copies this folder to src/moons/, and its configs and a test beside ours.
 """

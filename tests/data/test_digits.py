@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from armature.data.digits import DigitsData, Images, split_indices
+from armature.data.digits import DigitsData, Images, load_digits, split_indices
 from armature.models.loss import IGNORED
 
 
@@ -12,9 +12,7 @@ def data():
 
 
 def test_splits_share_no_image_and_have_the_same_mix(data):
-    from sklearn.datasets import load_digits
-
-    digits = load_digits(return_X_y=True)[1]
+    digits = load_digits()[1]
     splits = split_indices(digits)
     assert sorted(np.concatenate(list(splits.values())).tolist()) == list(range(1797))
     assert {name: len(indices) for name, indices in splits.items()} == {"train": 1445, "val": 176, "test": 176}
@@ -23,10 +21,14 @@ def test_splits_share_no_image_and_have_the_same_mix(data):
         assert (abs(share - np.bincount(digits) / 1797) < 0.01).all()
 
 
-def test_split_never_changes(data):
-    from sklearn.datasets import load_digits
+def test_the_file_is_that_of_scikit_learn():
+    datasets = pytest.importorskip("sklearn.datasets")
+    for ours, theirs in zip(load_digits(), datasets.load_digits(return_X_y=True), strict=True):
+        assert np.array_equal(ours, theirs)
 
-    assert split_indices(load_digits(return_X_y=True)[1])["test"][:5].tolist() == [3, 7, 36, 38, 53]
+
+def test_split_never_changes(data):
+    assert split_indices(load_digits()[1])["test"][:5].tolist() == [3, 7, 36, 38, 53]
 
 
 def test_batches_have_images_and_classes(data):

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
-from tests import running
+from tests import in_process, running
 
 SUBMIT = running.ROOT / "scripts" / "slurm" / "submit.py"
 
@@ -69,13 +70,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_mistake_is_told_before_it_waits_in_the_queue(case):
+def test_a_mistake_is_told_before_it_waits_in_the_queue(case, monkeypatch, capsys):
     typed, message = CASES[case]
-    result = submit(*([] if typed[0].startswith("slurm=") else ["slurm=gpu"]), *typed, "--dry-run")
-    assert result.returncode == 2, result.stdout
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    words = (*([] if typed[0].startswith("slurm=") else ["slurm=gpu"]), *typed, "--dry-run")
+    monkeypatch.setattr(sys, "argv", [str(SUBMIT), *words])
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as end:
+        in_process.load("slurm/submit").main()
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert message in printed.err
+    assert printed.out == ""
 
 
 def test_no_sbatch_is_no_traceback(tmp_path):

@@ -164,7 +164,7 @@ def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
     data.tokenizer = Tokenizer(models.BPE(vocab={chr(97 + i): i for i in range(31)}, merges=[]))
     text = task.preview()
     assert text is not None
-    assert text.startswith("a")
+    assert text.splitlines()[1].startswith("‹a›")
     assert text == task.preview()
 
 

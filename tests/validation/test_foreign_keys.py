@@ -75,7 +75,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "paths.output_dir=/out": "Type run.root=",
     "extras.print_config=False": "Add --cfg job",
     "hparams_search=mnist_optuna": "-m sweep=lr",
-    "hydra/sweeper=optuna": "pip install hydra-optuna-sweeper",
+    "hydra/sweeper=optuna": "Type sweep=optuna",
     "callbacks.model_checkpoint.monitor=val/acc": "Type checkpoint.monitor=val/acc.",
     # a hint never names the opposite
     "trainer.limit_trian_batches=3": "Did you mean 'trainer.limit_train_batches'?",

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+PROMPT_WINDOW, PROMPT_WORDS = 128, 2  # tokens to look for a line in, and words of it, in a prompt
+
+
 class TokenData(DataModule):
     """Next-token prediction on `context` tokens per sample.
 
@@ -47,6 +50,15 @@ class TokenData(DataModule):
         if self.tokenizer is not None:
             self.tokenizer.save(str(run_dir / TOKENIZER_FILE))
 
+    def prompts(self, count: int = 3) -> list[str]:
+        """Return beginnings of lines of held-out text, to show what a model makes of them; [] if none can be read."""
+        samples: Any = self.dataset("val")
+        if self.tokenizer is None or not hasattr(samples, "__getitem__") or not len(samples):
+            return []
+        places = [len(samples) * (2 * i + 1) // (2 * count) for i in range(count)]
+        texts = [self.tokenizer.decode(samples[place]["inputs"][:PROMPT_WINDOW].tolist()) for place in places]
+        return [prompt for text in texts if (prompt := beginning(text))]
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "corpus": self.source.fingerprint}
@@ -60,6 +72,13 @@ class TokenData(DataModule):
                 "it was trained on, or type resume=never. To use its weights alone, see docs/checkpoints.md."
             )
         super().load_state_dict(state_dict)
+
+
+def beginning(text: str) -> str:
+    """Return the first words of the least indented line, other than the first and the last, which may be cut."""
+    lines = [line for line in text.split("\n")[1:-1] if len(line.split()) > 1] or [text.partition(" ")[2]]
+    line = min(lines, key=lambda line: len(line) - len(line.lstrip()))
+    return " ".join(line.split()[:PROMPT_WORDS])
 
 
 class TextData(TokenData):

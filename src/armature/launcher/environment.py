@@ -125,6 +125,13 @@ def record_collectives() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
 
 
+def share_sources() -> None:
+    """Let processes that a launcher of Hydra's starts elsewhere (joblib, submitit) import what is in src/."""
+    sources, known = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+    if sources not in (known or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, known]))
+
+
 def error_file() -> Path | None:
     return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 

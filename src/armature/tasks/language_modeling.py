@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.finetune.lora import Lora
-from armature.models.decoder.generation import generate
+from armature.models.decoder.generation import complete
 from armature.tasks.base import Batch, Task, inputs_and_targets
 
 
@@ -30,7 +30,8 @@ class LanguageModeling(Task):
 
     def __init__(
         self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None, preview_prompt: str = "def", preview_tokens: int = 120,
+        scheduler: Callable[..., LRScheduler] | None = None, preview_prompt: str | Sequence[str] = "auto",
+        preview_tokens: int = 48,
         preview_temperature: float = 0.6, adapter: Lora | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, optimizer=optimizer, scheduler=scheduler, adapter=adapter)
@@ -60,13 +61,25 @@ class LanguageModeling(Task):
 
     @override
     def preview(self) -> str | None:
-        """Return text that continues `preview_prompt`, the same for the same weights; None without a tokenizer."""
-        tokenizer = getattr(getattr(self.trainer, "datamodule", None), "tokenizer", None)
+        """Return short texts that continue prompts, the same for the same weights; None without a tokenizer.
+
+        The prompts are `preview_prompt`, or beginnings of lines that the data hold out. They stand between ‹ and ›.
+        """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is None or self.model is None or self.preview_tokens == 0:
             return None
-        prompt = torch.tensor([tokenizer.encode(self.preview_prompt).ids], device=self.device)
-        ids = generate(
-            self.model, prompt, max_new_tokens=self.preview_tokens, temperature=self.preview_temperature,
+        prompts = self.preview_prompt if self.preview_prompt != "auto" else getattr(data, "prompts", list)()
+        texts = [prompts] if isinstance(prompts, str) else [*prompts]
+        prompts = [ids for text in texts if (ids := tokenizer.encode(text).ids)]
+        if not prompts:
+            return None
+        continued = complete(
+            self.model, prompts, max_new_tokens=self.preview_tokens, temperature=self.preview_temperature,
             generator=torch.Generator(self.device).manual_seed(0),
         )  # fmt: skip
-        return tokenizer.decode(ids[0].tolist())
+        samples = []
+        for prompt, ids in zip(prompts, continued, strict=True):
+            start, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
+            samples.append(f"‹{start}›{whole.removeprefix(start).rstrip()}")
+        return "\n".join(["samples, each after the prompt in ‹›:", *samples])

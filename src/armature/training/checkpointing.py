@@ -98,6 +98,11 @@ class Checkpointing(Checkpoint):
             return None
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
+    @property
+    def best_score(self) -> float | None:
+        """The best value of `monitor` among the checkpoints that exist, or None."""
+        return (min if self.mode == "min" else max)(self.scores.values()) if self.scores else None
+
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
 

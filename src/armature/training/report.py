@@ -61,14 +61,14 @@ def _batch_note(trainer: Trainer) -> str:
 
 def summarize(
     cfg: DictConfig, trainer: Trainer, step_log: StepLog, guard: NotFiniteGuard, limits: Limits, *, reason: str,
-    metrics: dict[str, float], best: Path | None,
+    metrics: dict[str, float], best: Path | None, best_score: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the contents of summary.json, except the run's duration.
 
     Args:
         limits: the run's limits, by which a later start sees whether they were raised.
         reason: why the run ended, one of training.stop.REASONS or "finished".
-        best: the checkpoint with the best score.
+        best, best_score: the checkpoint with the best value of checkpoint.monitor, and that value.
     """
     strategy = StrategyMixin.find(trainer)
     rate = step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None
@@ -86,6 +86,7 @@ def summarize(
         **({"expert_load": step_log.expert_load.by_expert()} if step_log.expert_load is not None else {}),
         "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         "best_checkpoint": str(best) if best else None,
+        "best_score": best_score,
         "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
         "world_size": trainer.world_size,
         "precision": str(cfg.trainer.precision),
@@ -111,8 +112,8 @@ def _peak_memory(trainer: Trainer) -> int:
 
 def finish(
     cfg: DictConfig, trainer: Trainer, step_log: StepLog, guard: NotFiniteGuard, display: Display, limits: Limits, *,
-    reason: str, metrics: dict[str, float], best: Path | None, seconds: float, preview: str | None,
-    baselines: list[str],
+    reason: str, metrics: dict[str, float], best: Path | None, best_score: float | None, seconds: float,
+    preview: str | None, baselines: list[str],
 ) -> None:  # fmt: skip
     """Write summary.json and report.html, and print the last lines: on rank 0.
 
@@ -123,9 +124,10 @@ def finish(
     """
     if not trainer.is_global_zero:
         return
-    summary = summarize(cfg, trainer, step_log, guard, limits, reason=reason, metrics=metrics, best=best) | {
-        "seconds": seconds
-    }
+    summary = summarize(
+        cfg, trainer, step_log, guard, limits, reason=reason, metrics=metrics, best=best, best_score=best_score
+    )
+    summary["seconds"] = seconds
     run_dir.write_summary(Path(cfg.run.dir), summary)
     RunReport.of(trainer).finish(trainer, preview)
     display.show_metrics(metrics)

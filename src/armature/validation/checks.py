@@ -1,6 +1,7 @@
 """Check a composed configuration: types and ranges, targets, devices, model, layout, loggers, folders and data."""
 
 import difflib
+import importlib.util
 import logging
 import netrc
 import os
@@ -254,16 +255,22 @@ def _launch_problems(cfg: DictConfig) -> list[str]:
 
 
 def _logger_problems(cfg: DictConfig) -> list[str]:
+    loggers = cfg.logger.items() if isinstance(cfg.logger, DictConfig) else ()
+    of_wandb = {
+        str(name): node
+        for name, node in loggers
+        if isinstance(node, DictConfig) and "wandb" in str(node.get("_target_", "")).lower()
+    }
+    if of_wandb and importlib.util.find_spec("wandb") is None:
+        remedy = "Type make setup EXTRAS=wandb, or logger=tensorboard."
+        return [f"logger={name}: the package wandb is not installed. {remedy}" for name in of_wandb]
     if os.environ.get("WANDB_MODE", "online") != "online":
         return []
     return [
         f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb login`), "
         f"or type logger.{name}.offline=true."
-        for name, node in (cfg.logger if isinstance(cfg.logger, DictConfig) else {}).items()
-        if isinstance(node, DictConfig)
-        and "wandb" in str(node.get("_target_", "")).lower()
-        and not node.get("offline", False)
-        and not _has_wandb_key()
+        for name, node in of_wandb.items()
+        if not node.get("offline", False) and not _has_wandb_key()
     ]
 
 

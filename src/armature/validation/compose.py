@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature.errors import ConfigError
+from armature.sweeps import space
 from armature.validation import foreign_keys
 
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
@@ -59,6 +60,8 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
     with _hydra(config_dir):
         try:
             fixed, values, here = _sweep(overrides)
+        except ConfigError as error:
+            return error.problems
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
         found, end = [], None
@@ -90,6 +93,10 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     parsed = parser.parse_overrides(overrides)
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
+    if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
+        of_hydra = [each for each in fixed if each.lstrip("+~").startswith(("hydra.", "hydra/"))]
+        parameters, stays = space.read(hydra.sweeper.params, [line for line in overrides if line not in of_hydra])
+        return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
     given = {override.key_or_group for override in parsed}

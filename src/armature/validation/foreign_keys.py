@@ -111,7 +111,7 @@ FOREIGN: dict[str, str] = {
     "print_config": "Add --cfg job to the command: it prints the configuration and ends",
     "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
     "hparams_search": "Type -m sweep=lr, or several values, such as -m optimizer.lr=1e-3,3e-3",
-    "hydra/sweeper=optuna": "Install it first: pip install hydra-optuna-sweeper",
+    "hydra/sweeper=optuna": "Type sweep=optuna",
     "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
     "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher",
     "hydra/launcher=submitit_local": "Install it first: pip install hydra-submitit-launcher",

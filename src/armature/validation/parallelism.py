@@ -58,7 +58,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         instead = "strategy=ddp, or trainer.devices=1"
         return [f"strategy=single is one process, but there are {layout.world_size}. Type {instead}."]
     if layout.kind == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        return ["strategy=deepspeed: deepspeed is not installed here. Type pip install deepspeed, or strategy=fsdp."]
+        remedy = "Type make setup EXTRAS=deepspeed, or strategy=fsdp."
+        return [f"strategy=deepspeed: the package deepspeed is not installed. {remedy}"]
     return [problem for rule in RULES for problem in rule(cfg, layout)]
 
 

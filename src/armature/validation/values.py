@@ -101,6 +101,13 @@ def _number(
     return rule
 
 
+def _prompts(value: Any) -> str | None:
+    texts = value if isinstance(value, list) and value else [value]
+    if all(isinstance(text, str) and text.strip() for text in texts):
+        return None
+    return "must be text to continue, a list of texts, or auto for held-out text"
+
+
 def _text(what: str, *, null: str | None = None, form: str = r"(?s).*\S.*") -> Rule:
     def rule(value: Any) -> str | None:
         if (value is None and null) or (isinstance(value, str) and re.fullmatch(form, value)):
@@ -187,7 +194,7 @@ RANGES: dict[str, Rule] = {
     "data.train_limit": _number(least=1, whole=True, null="all"),
 }
 OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
-    "task.preview_prompt": _text("text to continue"),
+    "task.preview_prompt": _prompts,
     "task.preview_tokens": _number(least=0, whole=True),
     "task.preview_temperature": _number(least=0),
     "task.adapter.rank": _count,
@@ -317,7 +324,10 @@ def _optimizer(node: Any) -> Iterator[str]:
 
 
 def _names(plain: dict[str, Any]) -> Iterator[str]:
-    run = plain["run"]
+    run, project = plain["run"], str(plain["project"]["name"])
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", project, re.ASCII):
+        form = "letters, digits, '_', '-' and '.', beginning with a letter or a digit"
+        yield f"project.name={project}: must be {form}. Type project.name=my-project."
     for key in ("dir", "id", "git"):
         if run.get(key) is not None:
             yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."

@@ -1,0 +1,37 @@
+"""End hopeless trials of `sweep=optuna`."""
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from armature.training.progress import completed_batches
+
+
+class Prune(Callback):
+    """Report the monitored value after each validation, and end the trial if the study's pruner says so.
+
+    Rank 0 asks; all ranks end together, as after EarlyStopping. `sweep=optuna` adds this callback to its trials.
+
+    Args:
+        monitor: the logged value that the sweep compares.
+        study: the study's name; the trial's number is the name of the run directory.
+        storage: a database of Optuna's; None: the journal beside the run directory.
+    """
+
+    def __init__(self, *, monitor: str, study: str, storage: str | None = None) -> None:
+        self.monitor, self.study, self.storage = monitor, study, storage
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        value = trainer.callback_metrics.get(self.monitor)
+        hopeless = False
+        if trainer.is_global_zero and value is not None:
+            hopeless = self._ask(completed_batches(trainer), float(value), Path(trainer.default_root_dir))
+        if trainer.strategy.reduce_boolean_decision(hopeless, all=False):
+            trainer.should_stop = True
+
+    def _ask(self, step: int, value: float, folder: Path) -> bool:
+        from armature.sweeps import search
+
+        return search.is_hopeless(folder, step, value, study=self.study, storage=self.storage)

@@ -1,0 +1,1 @@
+"""Sweeps: the search with Optuna, and the table and report of every sweep. Torch-free."""

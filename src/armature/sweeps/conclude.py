@@ -1,0 +1,73 @@
+"""The answer of a sweep: at its end a ranked table is printed, and trials.csv and report.html are written."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from armature import files
+from armature.errors import error_line, masked
+
+log = logging.getLogger(__name__)
+MOST_ROWS = 20  # of the printed table
+_begun: list[Path] = []  # directories of the sweeps of this process
+
+
+class Announce(Callback):
+    """Hydra calls it (hydra.callbacks in train.yaml): remember the sweep's directory."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _begun.append(Path(str(config.hydra.sweep.dir)))
+
+
+@contextmanager
+def concluding() -> Iterator[None]:
+    """Conclude the sweep that ran inside, also one that was stopped."""
+    try:
+        yield
+    finally:
+        while _begun:
+            folder = _begun.pop()
+            try:
+                conclude(folder)
+            except Exception as error:  # nothing that concerns the trials
+                log.warning("The table of %s could not be made: %s", folder, error_line(error))
+
+
+def conclude(folder: Path) -> None:
+    """Print the ranked table and write trials.csv and report.html into the sweep's directory."""
+    from armature.sweeps import report, trials
+
+    sweep = trials.read(folder) if folder.is_dir() else None
+    if sweep is None:
+        return
+    rows, shares = trials.table(sweep), trials.importance(sweep)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    files.replace(folder / "trials.csv", text.getvalue())
+    files.replace(folder / "report.html", report.html(sweep, shares))
+    finished = sum(trial.state == "finished" for trial in sweep.trials)
+    order = "highest" if sweep.mode == "max" else "lowest"
+    lines = [f"\n{folder}: {finished} of {len(sweep.trials)} trials finished; {sweep.monitor}, {order} first"]
+    lines += aligned(rows[: MOST_ROWS + 1])
+    if len(rows) > MOST_ROWS + 1:
+        lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
+    if shares:
+        lines.append("importance: " + ", ".join(f"{key} {share:.0%}" for key, share in shares.items()))
+    if sweep.ranked:
+        lines.append(f"best: {sweep.ranked[0].path}; all of them: {folder / 'report.html'}")
+    print(masked("\n".join(lines)), file=sys.stderr)
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

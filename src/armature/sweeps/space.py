@@ -1,0 +1,101 @@
+"""The values that a search may choose, in Hydra's words: interval(…), tag(log,interval(…)), range(…), choice(a,b)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+from armature.errors import ConfigError
+from armature.sweeps.study import load_optuna
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One key, and the values it may take: `choices` as they are typed, or the numbers from `low` to `high`."""
+
+    key: str
+    text: str  # as typed
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    log: bool = False
+    whole: bool = False
+
+    def distribution(self) -> Any:
+        distributions = load_optuna().distributions
+        if self.choices:
+            return distributions.CategoricalDistribution(self.choices)
+        if self.whole:
+            return distributions.IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
+        return distributions.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+
+    def extremes(self) -> list[str]:
+        """Return overrides to check before the first trial: every choice, or both ends."""
+        values = self.choices or ((int(self.low), int(self.high)) if self.whole else (self.low, self.high))
+        return [f"{self.key}={value}" for value in values]
+
+
+def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Parameter], list[str]]:
+    """Return the parameters to choose, and the overrides that stay. Typed ones replace those of `params`.
+
+    Raises:
+        ConfigError: no values to choose from, or none between the ends.
+    """
+    parser = OverridesParser.create()
+    parsed = parser.parse_overrides([*typed])
+    keys = {override.get_key_element() for override in parsed}
+    parsed += [
+        each
+        for each in parser.parse_overrides([f"{key}={_typed(value)}" for key, value in params.items()])
+        if each.get_key_element() not in keys
+    ]
+    swept = [each for each in parsed if each.is_sweep_override()]
+    found = [_parameter(each) for each in swept]
+    problems = [each for each in found if isinstance(each, str)]
+    if not swept:
+        problems.append(
+            "sweep=optuna: nothing to choose. Type an interval, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))', "
+            "or write it under hydra.sweeper.params."
+        )
+    if problems:
+        raise ConfigError(problems)
+    fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    return [each for each in found if isinstance(each, Parameter)], fixed
+
+
+def _typed(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parameter(override: Override) -> Parameter | str:
+    """Return the parameter, or what is wrong with it."""
+    key, text, value = override.get_key_element(), str(override.input_line), override.value()
+    if isinstance(value, IntervalSweep):
+        low, high = value.start, value.end
+        assert low is not None
+        assert high is not None
+        log, whole, step = "log" in value.tags, isinstance(low, int) and isinstance(high, int), None
+        if not low < high:
+            return f"{text}: the first number must be below the second."
+        if log and low <= 0:
+            return f"{text}: a logarithmic interval must begin above 0."
+    elif isinstance(value, RangeSweep):
+        low, step, log = value.start, value.step, "log" in value.tags
+        if not isinstance(low, int | float) or not isinstance(value.stop, int | float) or step <= 0:
+            return f"{text}: type range(FIRST,END) or range(FIRST,END,STEP) with a step above 0."
+        if log:
+            return f"{text}: tag(log,…) takes an interval. Type tag(log,int(interval({low},{value.stop})))."
+        count = math.ceil((value.stop - low) / step - 1e-9)
+        if count < 1:
+            return f"{text}: holds no value."
+        high, whole = low + (count - 1) * step, all(isinstance(each, int) for each in (low, value.stop, step))
+    else:
+        choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
+        return Parameter(key, text, choices=choices)
+    return Parameter(key, text, low=float(low), high=float(high), step=step and float(step), log=log, whole=whole)

@@ -1,0 +1,143 @@
+"""The trials of a sweep, read from their run directories: values, state, metric, rank."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from armature import config
+from armature.errors import ConfigError
+from armature.launcher import run_state
+
+OWN = ("run.", "callbacks.prune", "resume")  # overrides that are no values of a sweep
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int
+    path: Path
+    state: str  # finished, stopped (REASON), running or failed
+    step: int | None
+    metric: float | None  # of the best checkpoint; None: it has none
+    values: dict[str, str]  # what was typed for it
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """`trials` are ranked: those with a metric first, by it."""
+
+    path: Path
+    monitor: str
+    mode: str
+    keys: tuple[str, ...]  # what differs between the trials
+    trials: tuple[Trial, ...]
+
+    @property
+    def ranked(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.metric is not None]
+
+
+def read(folder: Path) -> Sweep | None:
+    """Return the sweep in a directory, or None if no trial has begun."""
+    found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and _has_begun(path))
+    trials, monitor, mode = [], "", "min"
+    for number in found:
+        path = folder / str(number)
+        try:
+            policy = config.load(path / "config.yaml").checkpoint
+            monitor, mode = str(policy.monitor), str(policy.mode)
+        except ConfigError:
+            continue  # damaged
+        summary = run_state.read_summary(path)
+        best = summary.get("best_score")
+        metric = best if best is not None else summary.get("metrics", {}).get(monitor)
+        values, state, step = _typed(path), run_state.state(path, summary), summary.get("global_step")
+        trials.append(Trial(number, path, state, step, metric, values))
+    if not trials:
+        return None
+    sign = -1 if mode == "max" else 1
+    trials.sort(key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number))
+    keys = {key: None for trial in sorted(trials, key=lambda trial: trial.number) for key in trial.values}
+    differ = tuple(key for key in keys if len({trial.values.get(key) for trial in trials}) > 1)
+    return Sweep(folder, monitor, mode, differ, tuple(trials))
+
+
+def _has_begun(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "overrides.txt").is_file()
+
+
+def _typed(path: Path) -> dict[str, str]:
+    """Return the overrides of the newest start; each start appends its own."""
+    lines = (path / "overrides.txt").read_text(encoding="utf-8", errors="replace").split("\n\n")[-1].splitlines()
+    pairs = (line.partition("=") for line in lines)
+    return {key.lstrip("+"): value for key, _, value in pairs if not key.lstrip("+").startswith(OWN)}
+
+
+def table(sweep: Sweep) -> list[list[str]]:
+    """Return the ranked table: a row of titles, and a row per trial."""
+    rows = [["rank", "trial", sweep.monitor, *sweep.keys, "step", "state"]]
+    for rank, trial in enumerate(sweep.trials, start=1):
+        metric = "–" if trial.metric is None else f"{trial.metric:.5g}"
+        place = "–" if trial.metric is None else str(rank)
+        values = [short(trial.values.get(key, "–")) for key in sweep.keys]
+        rows.append([place, str(trial.number), metric, *values, str(trial.step or "–"), trial.state])
+    return rows
+
+
+def short(value: str) -> str:
+    """Return a number with five digits, and anything else as it is."""
+    number = as_number(value)
+    return value if number is None or len(value) <= 8 else f"{number:.5g}"
+
+
+def as_number(value: str) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def importance(sweep: Sweep) -> dict[str, float]:
+    """Return the share of each key in the differences of the metric, the largest first; {} if too few trials tell.
+
+    Of a search it is Optuna's PED-ANOVA. Of a grid it is the variance between the means of a key's values as a share of
+    all variance, for which each value must occur in two trials.
+    """
+    ranked = sweep.ranked
+    if len(ranked) < 4 or len(sweep.keys) < 2:
+        return {}
+    shares = _of_search(sweep) or {key: share for key in sweep.keys if (share := _explained(ranked, key)) is not None}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _explained(trials: Sequence[Trial], key: str) -> float | None:
+    groups: dict[str | None, list[float]] = defaultdict(list)
+    for trial in trials:
+        if trial.metric is not None:
+            groups[trial.values.get(key)].append(trial.metric)
+    values = [value for group in groups.values() for value in group]
+    mean = fmean(values)
+    whole = sum((value - mean) ** 2 for value in values)
+    if whole == 0 or any(len(group) < 2 for group in groups.values()):
+        return None
+    return sum(len(group) * (fmean(group) - mean) ** 2 for group in groups.values()) / whole
+
+
+def _of_search(sweep: Sweep) -> dict[str, float]:
+    from armature.sweeps import study
+
+    where = study.where(sweep.path)
+    if where is None:
+        return {}
+    optuna = study.load_optuna()
+    opened = study.open_study(where, name=sweep.path.name, create=False)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    try:
+        return optuna.importance.get_param_importances(opened, evaluator=evaluator)
+    except (RuntimeError, ValueError):  # too few trials, or all with one result
+        return {}

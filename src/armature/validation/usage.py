@@ -1,0 +1,60 @@
+"""What `python train.py --help` prints: usage, examples, options, and every group of configs/ with its files."""
+
+import textwrap
+from pathlib import Path
+
+WIDTH = 110
+HEAD = """Train a model. What is trained, on what, and over how many processes is chosen by GROUP=NAME and KEY=VALUE.
+
+usage: python train.py [GROUP=NAME …] [KEY=VALUE …] [-m] [--cfg job]
+
+Examples
+  python train.py                                             a small language model, on this machine
+  python train.py experiment=digits strategy=ddp trainer.devices=2
+  python train.py data=text data.path='corpus/**/*.txt' run.name=mine       the same command again resumes
+  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1          a sweep: four trials, and a ranked table at the end
+
+Options
+  --cfg job                     print the configuration of this command with all values, and do not train
+  --cfg job --package trainer   the same for one group
+  -m, --multirun                train once for each combination of the comma-separated values (docs/sweeps.md)
+  -sc install=bash              print tab completion for a shell: eval "$(python train.py -sc install=bash)"
+  --config-dir FOLDER           also look for GROUP/NAME.yaml in this folder
+  --hydra-help                  Hydra's own options
+
+Groups: GROUP=NAME takes configs/GROUP/NAME.yaml
+"""
+TAIL = """A key is typed with its group in front, as in trainer.max_steps=100. All keys: docs/reference.md.
+Mistakes are reported together, before anything starts. make help lists the other commands."""
+GROUPS = {  # in the order in which a user meets them
+    "experiment": "a whole run: model, data, task and their settings; the best place for your own",
+    "model": "what is trained",
+    "data": "what it is trained on",
+    "task": "loss and metrics",
+    "strategy": "how the run is spread over processes; the result stays the same",
+    "trainer": "devices, precision, limits of steps and time, validation, clipping",
+    "optimizer": "optimizer, learning rate and weight decay",
+    "scheduler": "how the learning rate changes",
+    "checkpoint": "when checkpoints are saved and which are kept",
+    "callbacks": "additions to training; several: callbacks=[ema,monitors]",
+    "logger": "where metrics go besides metrics.csv; several: logger=[tensorboard,wandb]",
+    "launch": "restarts, hang timeout, machines",
+    "debug": "short runs that look for mistakes",
+    "sweep": "values to try, with -m",
+    "hardware": "devices for scripts/plan.py and scripts/simulate.py; no part of a run",
+    "local": "settings of this machine for every run",
+}
+
+
+def text(config_dir: Path) -> str:
+    """Return the help text, with the groups that are in the folder: a user's own ones as well."""
+    found = {folder.name for folder in config_dir.iterdir() if any(folder.glob("*.yaml"))}
+    names = [*(name for name in GROUPS if name in found), *sorted(found - {*GROUPS})]
+    return "\n".join([HEAD, *(_group(config_dir / name) for name in names), TAIL])
+
+
+def _group(folder: Path) -> str:
+    purpose = GROUPS.get(folder.name, "")
+    options = " ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    head = f"  {folder.name:<12} {purpose}".rstrip()
+    return f"{head}\n{textwrap.fill(options, WIDTH, initial_indent=' ' * 15, subsequent_indent=' ' * 15)}\n"

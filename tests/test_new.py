@@ -1,0 +1,65 @@
+"""scripts/new.py: what it writes passes the checks and its own test, and what it refuses."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from armature.errors import ConfigError
+from tests import in_process
+from tests.running import ROOT
+
+new = in_process.load("new")
+
+
+def test_it_copies_every_file_of_the_example_under_the_name():
+    texts = {str(path.relative_to(ROOT)): text for path, text in new.texts("half_moons").items()}
+    sources = {f"src/half_moons/{path.name}" for path in (ROOT / "src" / "example").glob("*.py")}
+    configs = {f"configs/{group}/half_moons.yaml" for group in ("model", "data", "task", "experiment")}
+    assert set(texts) == {*sources, *configs, "tests/test_half_moons.py"}
+    assert not [path for path, text in texts.items() if "example" in text]
+    assert "_target_: half_moons.model.ResidualMLP" in texts["configs/model/half_moons.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "a word of Python": ("class", "must be a name that Python can import"),
+        "no identifier": ("my-moons", "must be a name that Python can import"),
+        "capitals": ("Moons", "must be a name that Python can import"),
+        "a value": ("null", "would be read as a value"),
+        "ours": ("example", "src/example, configs/model/example.yaml, .* exists already"),
+        "a config of ours": ("digits", "configs/data/digits.yaml, .* exists already"),
+        "a test of ours": ("muon", "tests/optim/test_muon.py exists already"),
+        "a module of Python": ("json", "import json finds another package"),
+        "a package": ("torch", "import torch finds another package"),
+        "a folder of ours": ("benchmarks", "import benchmarks finds another package"),
+    }.values(),
+    ids=lambda value: value.split()[0],
+)
+def test_names_that_would_not_work_are_refused(name, expected):
+    with pytest.raises(ConfigError, match=expected):
+        new.texts(name)
+
+
+@pytest.mark.slow
+def test_what_it_writes_passes_its_own_test(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "test_*")
+    for name in ("benchmarks", "configs", "scripts", "src", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("train.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    made = call("scripts/new.py", "moons", cwd=tmp_path)
+    assert "python train.py experiment=moons" in made.stdout
+    assert call("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path).returncode == 0
+    again = call("scripts/new.py", "moons", cwd=tmp_path, check=False)
+    assert again.returncode == 2
+    assert "src/moons, configs/model/moons.yaml" in again.stderr
+
+
+def call(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert not check or result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result

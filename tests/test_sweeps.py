@@ -1,0 +1,279 @@
+"""Sweeps: a search with Optuna, the ranked table and report of every sweep, joblib, submitit, and agents of W&B."""
+
+import csv
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from armature import cli, config
+from armature.errors import ConfigError
+from armature.sweeps import conclude, report, space, trials
+from armature.validation.compose import explain_sweep
+from tests import running
+
+TRAIN = [sys.executable, str(running.ROOT / "train.py")]
+SMALL = [
+    "experiment=example", "logger=none", "trainer.accelerator=cpu", "trainer.max_epochs=null", "trainer.max_steps=8",
+    "trainer.val_every_n_steps=2", "trainer.test_at_end=false", "model.width=8", "model.layers=1", "data.samples=80",
+]  # fmt: skip
+SEARCH = [
+    "sweep=optuna",
+    "run.name=search",
+    "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+    "optimizer.weight_decay=0.0,0.1",
+]
+
+
+def sweep(*overrides: str, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*TRAIN, "-m", *SMALL, *overrides]
+    result = running.run(command, cwd=cwd, env=running.environment(**environment), fork=False)
+    assert not check or result.returncode == 0, result.stderr[-6000:]
+    return result
+
+
+def ranks(folder: Path) -> list[dict[str, str]]:
+    with (folder / "trials.csv").open(newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+# ---------------------------------------------------------------- the search space
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("optimizer.lr=interval(0.1,0.5)", {"low": 0.1, "high": 0.5, "log": False, "whole": False}),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", {"low": 1e-4, "high": 0.1, "log": True}),
+        ("model.layers=int(interval(1,5))", {"low": 1.0, "high": 5.0, "whole": True, "step": None}),
+        ("model.layers=range(2,9,3)", {"low": 2.0, "high": 8.0, "whole": True, "step": 3.0}),
+        ("data.noise=range(0.1,0.35,0.1)", {"low": 0.1, "high": pytest.approx(0.3), "whole": False, "step": 0.1}),
+        ("optimizer=adamw,sgd", {"choices": ("adamw", "sgd")}),
+        ("run.notes=choice('a b',c)", {"choices": ("a\\ b", "c")}),
+    ],
+)
+def test_values_are_read_in_hydras_words(text, expected):
+    (parameter,), fixed = space.read({}, [text, "seed=3"])
+    assert fixed == ["seed=3"]
+    assert {name: getattr(parameter, name) for name in expected} == expected
+
+
+def test_typed_values_replace_those_of_the_file():
+    params = {"optimizer.lr": "interval(0.1,0.5)", "model.layers": "1,2", "data.noise": None, "seed": True}
+    parameters, fixed = space.read(params, ["optimizer.lr=0.3", "sweep=optuna"])
+    assert [each.key for each in parameters] == ["model.layers"]
+    assert fixed == ["optimizer.lr=0.3", "sweep=optuna", "data.noise=null", "seed=true"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("optimizer.lr=interval(0.5,0.1)", "the first number must be below the second"),
+        ("optimizer.lr=tag(log,interval(0,1))", "a logarithmic interval must begin above 0"),
+        ("model.layers=range(3,3)", "holds no value"),
+        ("model.layers=tag(log,range(1,4))", r"Type tag\(log,int\(interval\(1,4\)\)\)"),
+        ("seed=1", "nothing to choose"),
+    ],
+)
+def test_a_space_without_values_is_refused(text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        space.read({}, [text])
+
+
+def test_both_ends_are_checked_before_the_first_trial():
+    config.register()
+    typed = ["sweep=optuna", "experiment=example", "model.width=int(interval(-3,8))", "optimizer.lr=interval(0.1,1)"]
+
+    def check(cfg):
+        if cfg.model.width < 1:
+            raise ConfigError(f"model.width={cfg.model.width}: too small")
+
+    assert explain_sweep(typed, config.CONFIGS, check) == ["model.width=-3: too small"]
+    GlobalHydra.instance().clear()
+
+
+# ---------------------------------------------------------------- table and report
+def make(folder: Path, number: int, metric: float | None, **values: object) -> None:
+    trial = folder / str(number)
+    trial.mkdir(parents=True)
+    cfg = cli.compose(["experiment=example"])
+    config_text = yaml.safe_dump({"checkpoint": {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}})
+    (trial / "config.yaml").write_text(config_text)
+    (trial / "overrides.txt").write_text("seed=9\n\n" + "".join(f"{key}={value}\n" for key, value in values.items()))
+    if metric is not None:
+        found = f'{{"stop_reason": "finished", "global_step": 8, "best_score": {metric}, "metrics": {{}}}}'
+        (trial / "summary.json").write_text(found)
+
+
+@pytest.fixture
+def grid(tmp_path):
+    folder = tmp_path / "<b>grid"
+    for number, (lr, seed, metric) in enumerate(
+        [("1e-3", 0, 0.8), ("1e-3", 1, 0.81), ("1e-2", 0, 0.9), ("1e-2", 1, 0.92)]
+    ):
+        make(folder, number, metric, **{"optimizer.lr": lr, "seed": seed, "run.name": "grid", "run.notes": "<i>"})
+    make(folder, 10, None, **{"optimizer.lr": "1e-2", "seed": 2})
+    return folder
+
+
+def test_trials_are_ranked_by_their_metric_and_those_without_one_come_last(grid):
+    found = trials.read(grid)
+    assert found is not None
+    assert [trial.number for trial in found.trials] == [3, 2, 1, 0, 10]
+    assert found.keys == ("optimizer.lr", "seed")
+    rows = trials.table(found)
+    assert rows[0] == ["rank", "trial", "val/accuracy", "optimizer.lr", "seed", "step", "state"]
+    assert rows[1] == ["1", "3", "0.92", "1e-2", "1", "8", "finished"]
+    assert rows[-1] == ["–", "10", "–", "1e-2", "2", "–", "failed"]
+
+
+def test_importance_is_the_share_of_the_variance(grid):
+    shares = trials.importance(trials.read(grid))
+    assert list(shares) == ["optimizer.lr", "seed"]
+    assert shares["optimizer.lr"] == pytest.approx(0.0110250 / 0.0112750, rel=1e-6)
+    assert shares["seed"] == pytest.approx(0.000225 / 0.0112750, rel=1e-6)
+
+
+def test_the_report_escapes_what_it_shows_and_loads_nothing(grid):
+    sweep = trials.read(grid)
+    page = report.html(sweep, trials.importance(sweep))
+    assert "<b>" not in page
+    assert "&lt;b&gt;grid" in page
+    assert not re.search(r"(?:src|href)=|https?://|url\(", page)
+    assert page.count("<circle") == 2 * 4
+
+
+def test_the_end_of_a_sweep_prints_the_table(grid, capsys):
+    with conclude.concluding():
+        conclude._begun.append(grid)
+    printed = capsys.readouterr().err
+    assert "4 of 5 trials finished; val/accuracy, highest first" in printed
+    assert "importance: optimizer.lr 98%, seed 2%" in printed
+    assert f"best: {grid / '3'}" in printed
+    assert [row["trial"] for row in ranks(grid)] == ["3", "2", "1", "0", "10"]
+
+
+# ---------------------------------------------------------------- whole sweeps
+@pytest.mark.slow
+def test_a_grid_ends_with_an_answer(tmp_path):
+    result = sweep("optimizer.lr=1e-3,1e-1", "seed=0,1", "run.name=grid", cwd=tmp_path)
+    assert "4 of 4 trials finished" in result.stderr
+    folder = tmp_path / "outputs" / "grid"
+    assert {row["optimizer.lr"] for row in ranks(folder)} == {"0.001", "0.1"}
+    best = [float(row["val/accuracy"]) for row in ranks(folder)]
+    assert best == sorted(best, reverse=True)
+    scores = [running.summary(folder / str(i))["best_score"] for i in range(4)]
+    assert best[0] == pytest.approx(max(scores), rel=1e-4)  # as it is shown
+    assert (folder / "report.html").is_file()
+
+
+def study_of(folder: Path):
+    from armature.sweeps import study
+
+    return study.open_study(study.journal(folder), name=folder.name, create=False)
+
+
+@pytest.mark.slow
+def test_a_killed_search_continues_and_several_processes_share_it(tmp_path):
+    pytest.importorskip("optuna")
+    folder = tmp_path / "outputs" / "search"
+    words = [
+        *SEARCH, "hydra.sweeper.trials=4", "hydra.sweeper.pruner=null", "+callbacks.stop_at.signals={SIGKILL:4}",
+        "+callbacks.stop_at._target_=armature.callbacks.stop_at.StopAt",
+    ]  # fmt: skip
+    assert sweep(*words, cwd=tmp_path, check=False).returncode == -signal.SIGKILL
+    assert [trial.state.name for trial in study_of(folder).trials] == ["RUNNING"]
+    values = study_of(folder).trials[0].params
+    workers = [
+        subprocess.Popen(
+            [*TRAIN, "-m", *SMALL, *words], cwd=tmp_path, env=running.environment(), stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    assert not any("Traceback" in worker.communicate(timeout=240)[1] for worker in workers)
+    for _ in range(6):  # each trial is killed once, and its process with it
+        if [trial.state.name for trial in study_of(folder).trials] == ["COMPLETE"] * 4:
+            break
+        sweep(*words, cwd=tmp_path, check=False)
+    study = study_of(folder)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 4
+    assert study.trials[0].params == values
+    for trial in study.trials:
+        assert trial.value == running.summary(folder / str(trial.number))["best_score"]
+        assert (folder / str(trial.number) / "overrides.txt").read_text().count("optimizer.lr=") == 2  # two starts
+    again = sweep(*words, cwd=tmp_path)
+    assert "4 of 4 trials finished" in again.stderr
+    assert len(study_of(folder).trials) == 4
+    other = sweep(*words, "optimizer.lr=interval(0.1,0.2)", "data.noise=0.3", cwd=tmp_path, check=False)
+    assert other.returncode == 2
+    assert "was begun with other" in other.stderr
+
+
+@pytest.mark.slow
+def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    words = [
+        "sweep=optuna",
+        "run.name=search",
+        "optimizer.lr=choice(1e-9)",
+        "optimizer.weight_decay=0.0",
+        "strategy=ddp",
+    ]
+    words += ["hydra.sweeper.pruner.name=ThresholdPruner", "+hydra.sweeper.pruner.lower=0.99", "hydra.sweeper.trials=1"]
+    words += ["+hydra.sweeper.pruner.n_warmup_steps=3"]
+    result = sweep(*words, "~hydra.sweeper.pruner.n_startup_trials", "trainer.devices=2", cwd=tmp_path)
+    (trial,) = study_of(tmp_path / "outputs" / "search").trials
+    assert trial.state == optuna.trial.TrialState.PRUNED, result.stderr[-3000:]
+    summary = running.summary(tmp_path / "outputs" / "search" / "0")
+    assert (summary["global_step"], summary["world_size"]) == (4, 2)
+    assert sorted(trial.intermediate_values) == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["hydra.sweeper.sampler.name=TPSampler"], "Did you mean 'TPESampler'?"),
+        (["+hydra.sweeper.pruner.patience=3"], "MedianPruner has no such argument"),
+        (["hydra.sweeper.trials=0"], "hydra.sweeper.trials=0: type a whole number"),
+        (["hydra/launcher=joblib"], "start the same command several times"),
+    ],
+)
+def test_settings_of_a_search_that_cannot_be_used_are_refused(words, expected, tmp_path):
+    pytest.importorskip("optuna")
+    if "hydra/launcher=joblib" in words:
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    result = sweep(*SEARCH, *words, cwd=tmp_path, check=False)
+    assert result.returncode == 2
+    assert expected in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_a_grid_under_launchers_of_hydra(launcher, tmp_path):
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    result = sweep("seed=0,1", "run.name=grid", f"hydra/launcher={launcher}", cwd=tmp_path)
+    assert "2 of 2 trials finished" in result.stderr
+
+
+# ---------------------------------------------------------------- Weights & Biases
+def test_the_command_of_a_wandb_agent_composes():
+    """The page's sweep file, with values in place as an agent puts them: KEY=VALUE without hyphens."""
+    page = (running.ROOT / "docs" / "sweeps.md").read_text()
+    (text,) = re.findall(r"```yaml\n# wandb-sweep.yaml\n(.*?)```", page, re.DOTALL)
+    sweep = yaml.safe_load(text)
+    values = {key: node["value"] if "value" in node else (node.get("values") or [node["min"]])[0]
+              for key, node in sweep["parameters"].items()}  # fmt: skip
+    words = []
+    for word in sweep["command"]:
+        given = [f"{key}={value}" for key, value in values.items()]
+        words += given if word == "${args_no_hyphens}" else [word.replace("${program}", sweep["program"])]
+    assert words[1:3] == ["python", "train.py"]
+    cfg = cli.compose(words[3:])
+    assert cfg.logger.wandb._target_.endswith("WandbLogger")
+    assert sweep["metric"]["name"] == "val/accuracy" == cfg.checkpoint.monitor
+    for key, value in values.items():
+        assert str(config.OmegaConf.select(cfg, key)) == str(value)

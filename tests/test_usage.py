@@ -1,0 +1,76 @@
+"""What the command line tells a user: `--help`, `--cfg job`, tab completion, and the project's name."""
+
+import subprocess
+import sys
+
+import pytest
+
+import armature
+from armature.config import CONFIGS
+from armature.errors import ConfigError
+from armature.validation import usage
+from tests import running
+
+TRAIN = [sys.executable, str(running.ROOT / "train.py")]
+
+
+def ask(*words: str, cwd, **environment: str) -> str:
+    result = subprocess.run(
+        [*TRAIN, *words], cwd=cwd, env=running.environment(**environment), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_every_group_has_a_sentence_and_its_files():
+    folders = {folder.name: folder for folder in CONFIGS.iterdir() if folder.is_dir()}
+    assert set(usage.GROUPS) == set(folders)
+    lines = usage.text(CONFIGS).splitlines()
+    assert len(lines) < 100
+    assert max(map(len, lines)) <= 120
+    words = set(" ".join(lines).split())
+    for name, folder in folders.items():
+        shipped = {path.stem for path in folder.glob("*.yaml")}
+        assert {name, *shipped} <= words
+
+
+def test_a_group_of_a_users_own_is_listed_as_well(tmp_path):
+    (tmp_path / "augmentation").mkdir()
+    (tmp_path / "augmentation" / "strong.yaml").write_text("x: 1\n")
+    assert "  augmentation\n               strong\n" in usage.text(tmp_path)
+
+
+def test_help_is_ours(tmp_path):
+    printed = ask("--help", cwd=tmp_path)
+    assert printed.rstrip("\n") == usage.text(CONFIGS)
+    assert "Hydra" in ask("--hydra-help", cwd=tmp_path)
+
+
+def test_cfg_job_prints_the_values_of_the_command(tmp_path):
+    assert "max_steps: 7" in ask("trainer.max_steps=7", "--cfg", "job", "--package", "trainer", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("strategy=pi", {"strategy=pipeline"}),
+        ("trainer.max_s", {"trainer.max_steps="}),
+        ("optimizer=adamw optimizer.w", {"optimizer.weight_decay="}),
+    ],
+)
+def test_tab_completes_options_and_keys(line, expected, tmp_path):
+    line = f"python train.py {line}"
+    found = ask("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert expected <= set(found.split())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_tab_completion_is_installed_by_one_line(shell, tmp_path):
+    assert "-sc query=" in ask("-sc", f"install={shell}", cwd=tmp_path)
+
+
+def test_the_projects_name_reaches_the_loggers():
+    cfg = armature.compose("logger=wandb", "logger.wandb.offline=true", "project.name=whales")
+    assert cfg.logger.wandb.project == "whales"
+    with pytest.raises(ConfigError, match=r"project.name=my project: must be letters"):
+        armature.compose("project.name=my project")
