@@ -34,6 +34,7 @@ SCALER = "torch.amp.grad_scaler:GradScaler"
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- torch: communication
     ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
+    ("lightning.pytorch.utilities.combined_loader:CombinedLoader", "_mode", None, "data/adapter.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),

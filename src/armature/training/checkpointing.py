@@ -98,6 +98,16 @@ class Checkpointing(Checkpoint):
             return None
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
+    @property
+    def best_model_path(self) -> str:
+        """`best`, under the name that callbacks and modules read from `trainer.checkpoint_callback`; or ""."""
+        return str(self.best or "")
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The score of `best`, under ModelCheckpoint's name."""
+        return (min if self.mode == "min" else max)(self.scores.values(), default=None)
+
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
 
