@@ -117,10 +117,10 @@ SURFACE = [
     regression("unfreezes", "surface.Unfreezes", also=FIND_UNUSED),
     regression("alternates", "surface.Alternates", also=FIND_UNUSED),
     regression("logs_everywhere", "surface.LogsEverywhere", apart=("val_batch",)),
-    regression("collections", "surface.Collections", sample=SINGLE),
+    regression("collections", "surface.Collections"),
     regression("tracked", "surface.Tracked"),
     regression("local_values", "surface.LocalValues", apart=("one_rank",)),
-    regression("printer", "surface.Printer", sample=SINGLE),
+    regression("printer", "surface.Printer"),
     regression("stops_itself", "surface.StopsItself"),
     regression("stops_after_validation", "surface.StopsAfterValidation"),
     regression(
