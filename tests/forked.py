@@ -18,16 +18,23 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
+    "antlr4.LL1Analyzer",
+    "hydra._internal.core_plugins",
     "lightning.pytorch",
+    "rich._emoji_codes",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
+    "torch.utils.serialization",
+    "armature.launch",
+    "armature.launcher.supervise",
     "armature.worker",
     "armature.cli",
     "armature.validation.checks",
@@ -51,17 +58,22 @@ class Ended:
 
 
 class Forks:
-    """A context manager: `forks.train("run.name=a", ranks=2)`."""
+    """A context manager: `forks.train("run.name=a", ranks=2)`.
 
-    def __init__(self, cwd: Path) -> None:
-        self.cwd = cwd
+    Args:
+        cwd: where the commands run.
+        imports: further modules that all of them need.
+    """
+
+    def __init__(self, cwd: Path, imports: Sequence[str] = ()) -> None:
+        self.cwd, self.imports = cwd, imports
 
     def __enter__(self) -> "Forks":
         from tests import running
 
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked"],
+            [sys.executable, "-m", "tests.forked", *self.imports],
             cwd=self.cwd,
             env=running.environment(PYTHONPATH=path),
             stdin=subprocess.PIPE,
@@ -123,14 +135,27 @@ def shared() -> Forks:
 def serve() -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in IMPORTED:
+    for name in (*IMPORTED, *sys.argv[1:]):
         __import__(name)
+    _parse_once()
     with contextlib.suppress(ModuleNotFoundError):
         __import__("wandb")
     gc.freeze()  # what is imported is not garbage of any fork
+    gc.get_freeze_count = lambda: 1  # counting them takes each fork 0.1 s
     for line in requests:
         answers.write(json.dumps(_run(**json.loads(line))) + "\n")
         answers.flush()
+
+
+def _parse_once() -> None:
+    """Compose and check the default configuration: what its files and the classes' sources say is then known."""
+    from armature import cli, hardware
+    from armature.validation import checks
+    from tests import parsing
+
+    parsing.remember()
+    checks.check(cli.compose(["trainer.accelerator=cpu", "logger=none"]), prepare=False, open_data=False)
+    hardware.gpu_count()
 
 
 def _run(

@@ -42,6 +42,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "parallel/context.py",
     ),
     ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/context.py"),
+    ("lightning.pytorch.utilities.combined_loader:CombinedLoader", "_mode", None, "data/adapter.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),

@@ -62,10 +62,12 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         print(usage.text(config_dir))
         return
     default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
+    folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
+    one_mode = not (arguments.config_name or arguments.config_path or any(map(_sets_mode, folders)))
     if problems := foreign_keys.ineffective(arguments.overrides):
         refuse(problems)
     try:
-        with _skip_get_mode() if default_config and not _sets_mode(config_dir) else nullcontext():
+        with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config
             if sweep and check is not None and (problems := explain_sweep(arguments.overrides, config_dir, check)):
                 refuse(problems)

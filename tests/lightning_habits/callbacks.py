@@ -126,3 +126,122 @@ class CopiesModule(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         twin = copy.deepcopy(pl_module.net)
         assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in pl_module.net.parameters())
+
+
+class OnlineEvaluator(Callback):
+    """A probe with an optimizer of its own, as lightning-bolts' SSLOnlineEvaluator."""
+
+    def on_fit_start(self, trainer, pl_module):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.probe = nn.Linear(8, 1).to(pl_module.device)
+        self.optimizer = torch.optim.Adam(self.probe.parameters(), lr=1e-2)
+        if getattr(self, "restored", None):
+            self.probe.load_state_dict(self.restored["probe"])
+            self.optimizer.load_state_dict(self.restored["optimizer"])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.probe(x), y)
+        loss.backward()
+        for p in self.probe.parameters():
+            p.grad = trainer.strategy.reduce(p.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        pl_module.log("probe_loss", loss.detach(), sync_dist=True)
+
+    def state_dict(self):
+        return {"probe": self.probe.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict):
+        self.restored = state_dict
+
+
+class AttachesProbe(Callback):
+    """Gives the module another layer in setup, which its optimizer then has."""
+
+    def setup(self, trainer, pl_module, stage):
+        if not hasattr(pl_module, "probe"):
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                pl_module.probe = nn.Linear(8, 1)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        assert pl_module.probe.weight.grad is None or torch.isfinite(pl_module.probe.weight.grad).all()
+
+
+class TrainsProbe(Regressor):
+    def forward(self, x):
+        return self.net(x) + self.probe(x)
+
+
+class LogsAll(Callback):
+    """Logs in many hooks, and draws random numbers of its own."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.log("from_callback/epoch", float(trainer.current_epoch))
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        pl_module.log("from_callback/rate", optimizer.param_groups[0]["lr"])
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("from_callback/val", float(torch.rand(3).mean() * 0 + 1))
+        torch.rand(5)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 0:
+            self.outputs = outputs
+
+
+class StepsPerSecond(Callback):
+    """Reads the clock, and keeps best values by callback_metrics."""
+
+    def __init__(self):
+        self.best = float("inf")
+
+    def on_validation_end(self, trainer, pl_module):
+        self.best = min(self.best, float(trainer.callback_metrics["val/loss"]))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("best", self.best)
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict):
+        self.best = state_dict["best"]
+
+
+class ChangesLoss(Callback):
+    """Sets an attribute of the module by the epoch: a curriculum."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.weight_of_loss = 1.0 / (1 + trainer.current_epoch)
+
+
+class Weighted(Regressor):
+    weight_of_loss = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return self.weight_of_loss * super().training_step(batch, batch_idx)
+
+
+class GradientAccumulator(Callback):
+    """Adds noise to gradients after each backward, and clips weights after each step: by callbacks alone."""
+
+    def on_after_backward(self, trainer, pl_module):
+        for p in pl_module.parameters():
+            if p.grad is not None:
+                p.grad.add_(0.001 * p.grad.sign())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for p in pl_module.parameters():
+                p.mul_(0.999)
+
+
+def throughput() -> Callback:
+    """Lightning's ThroughputMonitor, which takes a function."""
+    from lightning.pytorch.callbacks import ThroughputMonitor
+
+    return ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)

@@ -1,5 +1,7 @@
 """`--all-habits` runs every cell; without it a sample runs."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.forked import Forks
@@ -12,5 +14,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("habits")) as forks:
+    modules = [f"tests.lightning_habits.{file.stem}" for file in sorted(Path(__file__).parent.glob("[!_]*.py"))]
+    imports = [module for module in modules if not module.endswith(("conftest", "test_habits"))]
+    with Forks(tmp_path_factory.mktemp("habits"), imports) as forks:
         yield Runs(forks)

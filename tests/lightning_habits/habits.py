@@ -1,25 +1,11 @@
 """The list of habits. `python -m tests.lightning_habits.habits` prints it."""
 
+from tests.lightning_habits.cells import ALL, CALLBACKS, FIND_UNUSED, NO_CLIP, SINGLE, STOCK, callback, regression
+from tests.lightning_habits.more import MORE
 from tests.lightning_habits.runs import Habit
 
-SINGLE = ("single",)
-ALL = ("single", "ddp2", "fsdp2")
 AFTER_BATCHNORM = ("running_mean", "val/loss", "val/acc", "val/acc_best")  # biases before BatchNorm, under Adam
-FIND_UNUSED = {"ddp2": ("strategy.find_unused_parameters=true",)}
 NEEDS_WHOLE = {"Adafactor": {"fsdp2": "needs the whole model on every rank"}}
-NO_CLIP = "trainer.gradient_clip_val=null"
-CALLBACKS = "tests.lightning_habits.callbacks"
-STOCK = "lightning.pytorch.callbacks"
-
-
-def callback(target: str, **arguments: object) -> str:
-    given = "".join(f",{key}:{value}" for key, value in arguments.items())
-    return f"+callbacks.{target.rpartition('.')[2].lower()}={{_target_:{target}{given}}}"
-
-
-def regression(name: str, task: str = "regression.Regressor", *overrides: str, **settings) -> Habit:
-    return Habit(name=name, task=task, overrides=overrides, **{"data": "regression", **settings})
-
 
 ADVERSARIAL = [
     Habit(name="gan", task="generative.GAN", data="images", overrides=(NO_CLIP,), sample=ALL),
@@ -316,6 +302,7 @@ HABITS = [
     *STATE,
     *CALLED,
     *DATA,
+    *MORE,
 ]
 
 if __name__ == "__main__":

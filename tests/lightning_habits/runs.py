@@ -138,10 +138,11 @@ def differences(
     if weights.keys() != expected.keys():
         return [*found, f"weights {sorted(weights.keys() ^ expected.keys())}"]
     for name, value in expected.items():
-        difference = weights[name].double() - value.double()
+        own, value = (v if v.is_complex() else v.double() for v in (weights[name], value))
+        difference = own - value
         if name in without_gradient:
             difference[without_gradient[name]] = 0
-        relative = float(difference.norm()) / max(float(value.double().norm()), 1e-12)
+        relative = float(difference.norm()) / max(float(value.norm()), 1e-12)
         if relative > bound and not name.endswith(apart):
             found.append(f"{name} by {relative:.1e}")
     return found

@@ -147,3 +147,94 @@ class SavesWeightsOnly(Regressor):
     def on_train_epoch_end(self):
         name = f"epoch{self.current_epoch}.ckpt"
         self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / name, weights_only=True)
+
+
+class OwnStateDict(Regressor):
+    """A frozen part is left out by an override of state_dict, with strict_loading off: Lightning's recipe for LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.strict_loading = False
+        self.frozen = torch.nn.Linear(8, 8)
+        with torch.no_grad():
+            self.frozen.weight.copy_(torch.eye(8))
+            self.frozen.bias.fill_(0.1)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.net(self.frozen(x))
+
+    def state_dict(self, *args, **kwargs):
+        return {k: v for k, v in super().state_dict(*args, **kwargs).items() if "frozen" not in k}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+
+
+class OwnLoading(Regressor):
+    """load_state_dict is replaced, and renames keys of older checkpoints."""
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        state_dict = {k.replace("old_net.", "net."): v for k, v in state_dict.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class LoadHooks(Regressor):
+    """torch's own hooks around state dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.register_load_state_dict_pre_hook(self.before)
+        self.net.register_state_dict_post_hook(self.after)
+
+    def before(self, module, state_dict, prefix, *args):
+        for name in [name for name in state_dict if name.startswith(f"{prefix}old.")]:
+            state_dict[name.replace("old.", "")] = state_dict.pop(name)
+
+    @staticmethod
+    def after(module, state_dict, prefix, local_metadata):
+        return None
+
+
+class SavesOptimizers(Regressor):
+    """Reads and marks optimizer states in the checkpoint's hooks."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["rates"] = [group["lr"] for group in self.optimizers().param_groups]
+        checkpoint["version"] = "1.0"
+        checkpoint["time"] = 0.0
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["rates"] == [0.05]
+        assert checkpoint["version"] == "1.0"
+        assert len(checkpoint["optimizer_states"]) == 1
+
+
+class LoadsPretrained(Regressor):
+    """Weights of a file are loaded in __init__, as fine-tuning does."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            other = Regressor()
+        self.load_state_dict(other.state_dict())
+
+
+class PerRank(Regressor):
+    """What a rank has seen, in a tensor of its own: each rank's is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(8)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        return super().training_step((x - self.seen, y), batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["seen"]

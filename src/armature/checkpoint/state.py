@@ -31,6 +31,7 @@ RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
 # they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
+ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -89,6 +90,16 @@ def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str,
         {"names": of_group} | {k: v for k, v in group.items() if k != "params" and k not in RUNTIME_OPTIONS}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
+
+
+def add_groups(optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[dict[str, Any]]) -> None:
+    """Add the groups that a hook had added while the run trained, unless a hook has already added them again."""
+    own = {param for group in optimizer.param_groups for param in group["params"]}
+    for group in (group for group in saved if group.get(ADDED)):
+        params = [param for param, name in names.items() if name in group["names"] and param not in own]
+        if params:
+            settings = {key: value for key, value in group.items() if key not in ("names", ADDED)}
+            optimizer.add_param_group({"params": params, **settings})
 
 
 def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -252,6 +263,7 @@ def load_optimizers(
     state = {name: value for name, value in (extra or {}).items() if name in saved}
     restored = [(i, *pair) for i, pair in enumerate(zip(optimizers, groups, strict=False)) if pair[1] is not None]
     for index, optimizer, _ in restored:
+        add_groups(optimizer, names, groups[index] or [])
         create_state(optimizer)
         own = optimizer_state(optimizer, names, index=index)
         _check_optimizer(checkpoint, saved, own, index=index)

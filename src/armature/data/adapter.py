@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from hydra.utils import get_object, instantiate
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset, Subset
@@ -197,7 +198,9 @@ class PlainData(DataModule):
         if not is_overridden(name, self.module):
             return None
         with self._alone():
-            return getattr(self.module, name)()
+            loaders = getattr(self.module, name)()
+        one_after_another = split != "train" and isinstance(loaders, CombinedLoader) and loaders._mode == "sequential"
+        return loaders.iterables if one_after_another else loaders
 
     def _read_training(self) -> None:
         name = type(self.module).__name__

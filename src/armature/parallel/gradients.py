@@ -92,7 +92,7 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all ranks counts it once."""
     if not pieces:
         return torch.zeros(0, dtype=torch.float32, device=device)
-    own = [piece for piece, _ in pieces]
+    own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece, _ in pieces]
     each = torch._foreach_norm(own, 2, dtype=torch.promote_types(own[0].dtype, torch.float32))
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]

@@ -22,13 +22,13 @@ def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
     meta_names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
     if buffers := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise ValueError(f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward instead.")
+    if not meta_names:
+        module.to(device)
+        return meta_names
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps parameters the same objects, and so tied
     try:
-        if meta_names:
-            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-        else:
-            module.to(device)
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     return meta_names

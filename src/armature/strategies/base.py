@@ -67,7 +67,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights = None, TargetWeights()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
-        self.first_flags: dict[str, bool] = {}
+        self.first_flags, self.first_groups = {}, {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -111,7 +111,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 )
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
-        self.first_flags = state.flags(self.module)
+        self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
+        self.first_groups = {
+            i: {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
+            for i, optimizer in enumerate(self.optimizers)
+        }
         if trainer.state.fn == TrainerFn.FITTING:
             randomness.begin(seed=self.seed, stream=self.rng_stream)
 

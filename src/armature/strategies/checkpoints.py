@@ -47,6 +47,7 @@ class CheckpointMixin(LayoutMixin):
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores before its first draw.
         first_flags: `state.flags` of the module when it was set up.
+        first_groups: the names of each optimizer's parameters when it was set up, by its index.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank holds the whole model.
         base: what a checkpoint's manifest says of the folder that frozen weights came from (`finetune.base.record`).
             The checkpoint then leaves these weights out. None: it holds all weights.
@@ -57,6 +58,7 @@ class CheckpointMixin(LayoutMixin):
     seed: int
     random_state: RankRandomState
     first_flags: dict[str, bool]
+    first_groups: dict[int, set[str]]
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
     base: Mapping[str, str] | None = None
@@ -97,7 +99,11 @@ class CheckpointMixin(LayoutMixin):
             return {"whole": optimizer.state_dict()}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)
-        return {"tensors": tensors, "groups": state.param_groups(optimizer, state.group_names(optimizer, names))}
+        groups, first = state.param_groups(optimizer, state.group_names(optimizer, names)), self.first_groups.get(index)
+        for group in groups if first is not None else ():
+            if not first.intersection(group["names"]):
+                group[state.ADDED] = True
+        return {"tensors": tensors, "groups": groups}
 
     @override
     def save_checkpoint(

@@ -99,9 +99,14 @@ class Checkpointing(Checkpoint):
         return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
 
     @property
-    def best_score(self) -> float | None:
-        """The best value of `monitor` among the checkpoints that exist, or None."""
-        return (min if self.mode == "min" else max)(self.scores.values()) if self.scores else None
+    def best_model_path(self) -> str:
+        """`best`, under the name that callbacks and modules read from `trainer.checkpoint_callback`; or ""."""
+        return str(self.best or "")
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The score of `best`, under ModelCheckpoint's name."""
+        return (min if self.mode == "min" else max)(self.scores.values(), default=None)
 
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.

@@ -88,6 +88,10 @@ class Bar(Display, ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
+    @property
+    def is_enabled(self) -> bool:  # LightningModule.print asks
+        return self._enabled
+
     def disable(self) -> None:  # Lightning calls it on every rank but 0
         self._enabled = False
 

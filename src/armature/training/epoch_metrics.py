@@ -177,6 +177,9 @@ def _restore(metric: Any, facts: dict[str, Any]) -> None:
         metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])
 
 
+_COUNTERS = ("_num_vals_seen",)  # of torchmetrics' running means: the place of the next value in the window
+
+
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
     return ((name, m) for name, m in module.named_modules() if isinstance(m, Metric))
 
@@ -184,6 +187,7 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
 def _state_of(metric: Metric) -> dict[str, Any]:
     """Return the states, and further tensors that some metrics keep, such as MinMaxMetric's extremes."""
     others = {key: value for key, value in vars(metric).items() if isinstance(value, Tensor) and key[0] != "_"}
+    others |= {key: vars(metric)[key] for key in _COUNTERS if key in vars(metric)}
     return others | metric.metric_state
 
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.data.prefetch import TRANSFER_HOOKS
+from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
 from armature.training.timings import DataWait
@@ -150,7 +151,8 @@ class EpochLoop(_TrainingEpochLoop):
             output = call_strategy(trainer, "training_step", *arguments.values())
             strategy.post_training_step()
             if output is None and trainer.world_size > 1:
-                raise RuntimeError(
+                error = RuntimeError if StrategyMixin.find(trainer) is None else ConfigError
+                raise error(
                     "Skipping the `training_step` by returning None in distributed training is not supported. Return a "
                     "loss on every rank: 0 times the loss trains on nothing."
                 )

@@ -153,7 +153,7 @@ class StepLog(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if pl_module.automatic_optimization:
-            self._lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it
+            self._lr = _first_rate([optimizer])  # before the scheduler changes it
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -175,7 +175,7 @@ class StepLog(Callback):
             return
         self.samples_seen = _samples_seen(trainer)
         if not pl_module.automatic_optimization:  # any number of optimizers may have stepped, or none
-            self._lr = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0
+            self._lr = _first_rate(trainer.optimizers)
         self.csv.step = step = completed_batches(trainer)
         row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
         if self._loss is not None:
@@ -325,3 +325,9 @@ class StepLog(Callback):
 def _samples_seen(trainer: Trainer) -> int:
     """Position in the stream of training samples, which the data module owns."""
     return trainer.datamodule.samples_seen  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _first_rate(optimizers: list[Optimizer]) -> float:
+    """Return the learning rate of the first group; 0.0 if a module's configure_optimizers returns None."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return groups[0]["lr"] if groups else 0.0

@@ -164,7 +164,8 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature:
     if isinstance(node, ast.FunctionDef):
         return _function_signature(node, skip_self=False)
-    init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    made = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    init = made.get("__init__") or made.get("__new__")
     if init is not None:
         signature = _function_signature(init, skip_self=True)
         return _with_bases(module, node, signature) if signature.open else signature

@@ -1,0 +1,216 @@
+"""More habits: manual optimization, layers, methods of papers, batches, hooks, checkpoints, callbacks."""
+
+from tests.lightning_habits.cells import ALL, CALLBACKS, FIND_UNUSED, NO_CLIP, SINGLE, STOCK, callback, regression
+from tests.lightning_habits.runs import Habit
+
+OPTIMIZER_INIT = "+task.optimizer_init={class_path:torch.optim.SGD,init_args:{lr:0.05,momentum:0.9}}"
+SCHEDULER_INIT = (
+    "+task.lr_scheduler_init={class_path:torch.optim.lr_scheduler.StepLR,init_args:{step_size:1,gamma:0.5}}"
+)
+
+MANUAL = [
+    regression("manual_frequencies", "manual.Frequencies", NO_CLIP),
+    regression("manual_frequency_key", "manual.Frequency", NO_CLIP),
+    regression("manual_toggle_model", "manual.Toggles", NO_CLIP),
+    regression("manual_toggled_optimizer", "manual.TogglesByContext", NO_CLIP),
+    regression("manual_sync_late", "manual.SyncsLate", NO_CLIP),
+    regression("manual_backward_twice", "manual.BackwardTwice", NO_CLIP),
+    regression("manual_plain_optimizer", "manual.PlainOptimizers", NO_CLIP),
+    regression("no_optimizer", "manual.NoOptimizer", NO_CLIP),
+    regression("no_optimizer_automatic", "manual.NoneAutomatic", sample=SINGLE),
+    regression("manual_by_property", "manual.ByProperty", NO_CLIP),
+    regression("manual_bf16", "manual.ManualBF16", NO_CLIP, "trainer.precision=bf16-mixed"),
+    regression("multitask", "manual.Multitask", NO_CLIP),
+    regression("steps_at_the_end", "manual.StepsAtTheEnd", NO_CLIP),
+    regression("actor_critic", "manual.Actor", NO_CLIP),
+]
+LAYERS = [
+    regression("old_weight_norm", "layers.OldWeightNorm", sample=SINGLE),
+    regression("new_weight_norm", "layers.NewWeightNorm"),
+    regression("parametrized", "layers.Parametrized"),
+    regression("forward_hooks", "layers.Hooked"),
+    regression("gradient_hooks", "layers.GradientHooks"),
+    regression("parameter_hooks", "layers.ParameterHooks"),
+    regression("shared_block", "layers.Shared"),
+    regression("late_buffers", "layers.LateBuffers"),
+    regression("growing_buffer", "layers.GrowingBuffer"),
+    regression("growing_buffer_loads", "layers.GrowingBufferLoads"),
+    regression("sparse", "layers.Sparse", NO_CLIP),
+    regression("embeddings", "layers.Embeddings"),
+    regression("max_norm", "layers.MaxNorm"),
+    regression("averaged_model", "layers.Averaged"),
+    regression("swaps_weights", "layers.SwapsWeights"),
+    regression("hidden_teacher", "layers.HiddenTeacher"),
+    regression("compiled", "layers.Compiled"),
+    regression("compiled_wrapper", "layers.CompiledWrapper"),
+    regression("transformer_encoder", "layers.Transformer"),
+    regression("channels_last", "layers.ChannelsLast"),
+    regression("complex_weights", "layers.ComplexWeights", sample=SINGLE),
+    regression("routed", "layers.Routed"),
+    regression("torch_extra_state", "layers.ExtraStates"),
+    regression("norms", "layers.BatchNorms"),
+]
+METHODS = [
+    Habit(name="dino", task="methods.DINO", data="views"),
+    Habit(name="clip", task="methods.CLIP", data="views"),
+    Habit(name="clip_in_place", task="methods.CLIPInPlace", data="views"),
+    Habit(name="vq_vae", task="methods.VQVAE", data="images"),
+    regression("dqn", "methods.DQN"),
+    Habit(name="diffusion", task="methods.Diffusion", data="images", random=True),
+    regression("inner_loop", "methods.InnerLoop"),
+    regression("per_sample", "methods.PerSample"),
+    regression("physics", "methods.Physics"),
+    regression("flow", "methods.Flow"),
+    regression("distilled", "methods.Distilled"),
+    Habit(name="centers", task="methods.Centers", data="images"),
+    Habit(name="detector", task="methods.Detector", data="batches.Detections"),
+    Habit(name="recurrent", task="methods.Recurrent", data="sequences", overrides=(NO_CLIP,)),
+]
+BATCHES = [
+    regression("named_tuples", "batches.FromFields", data="batches.NamedTuples"),
+    regression("typed_tuples", "batches.FromFields", data="batches.TypedTuples"),
+    regression("dicts_with_none", "batches.FromDict", data="batches.Dicts"),
+    regression("own_batch_class", "batches.FromFields", data="batches.OwnBatches"),
+    regression("arrays", "batches.FromArrays", data="batches.ArrayData"),
+    regression("joined", data="batches.Joined"),
+    regression("stacked", data="batches.Stacked"),
+    regression("getitems", data="batches.BatchGetter"),
+    regression("augmented_globally", data="batches.Augmented"),
+    regression("augmented_by_workers", data="batches.AugmentedByWorkers"),
+    regression("seeded_loader", data="batches.SeededLoader"),
+    regression("sharded_stream", data="batches.ShardedStream"),
+    regression("sharded_by_workers", data="batches.ShardedByWorkers"),
+    regression("chained", data="batches.Chained"),
+    regression("named_validations", "regression.TwoLoaders", data="batches.NamedValidations"),
+    regression("combined_validation", "regression.TwoLoaders", data="batches.CombinedValidation"),
+    regression(
+        "paired_validation",
+        "batches.ReadsPairs",
+        data="batches.PairedValidation",
+        refused=dict.fromkeys(ALL, "returns a CombinedLoader"),
+    ),
+    regression(
+        "combined_training", data="batches.CombinedTraining", refused=dict.fromkeys(ALL, "returns a CombinedLoader")
+    ),
+    regression("list_training", data="batches.ListTraining", refused=dict.fromkeys(ALL, "returns a list")),
+    regression("no_validation", data="batches.NoValidation"),
+    regression("prepared", data="batches.Prepared"),
+    regression("data_transfers", data="batches.Transfers"),
+    regression("last_is_small", data="batches.LastIsSmall"),
+    regression("module_transfers", "batches.ModuleTransfers", random=True),
+    regression("takes_iterator", "batches.Iterator"),
+    regression("keyword_steps", "batches.Keyword"),
+    regression("loaders_only", data="batches.OfModule"),
+]
+SURFACE = [
+    regression("own_schedule", "surface.OwnSchedule"),
+    regression("timm_schedule", "surface.Timm"),
+    regression("chained_schedules", "surface.ChainedSchedules"),
+    regression("two_lambdas", "surface.TwoLambdas"),
+    regression("optimizer_callable", "surface.ByClass", sample=SINGLE),
+    regression("optimizer_init", "surface.ByInit", OPTIMIZER_INIT, SCHEDULER_INIT),
+    regression("own_zero_grad", "surface.OwnZeroGrad"),
+    regression("own_clipping", "surface.OwnClipping"),
+    regression("own_clipping_by_value", "surface.OwnClippingByValue"),
+    regression("skips_nan", "surface.SkipsNaN"),
+    regression("adds_group", "surface.AddsGroup", sample=SINGLE),
+    regression("unfreezes", "surface.Unfreezes", also=FIND_UNUSED),
+    regression("alternates", "surface.Alternates", also=FIND_UNUSED),
+    regression("logs_everywhere", "surface.LogsEverywhere", apart=("val_batch",)),
+    regression("collections", "surface.Collections"),
+    regression("tracked", "surface.Tracked"),
+    regression("local_values", "surface.LocalValues", apart=("one_rank",)),
+    regression("printer", "surface.Printer"),
+    regression("stops_itself", "surface.StopsItself"),
+    regression("stops_after_validation", "surface.StopsAfterValidation"),
+    regression(
+        "returns_none", "surface.ReturnsNone", refused=dict.fromkeys(("ddp2", "fsdp2"), "Return a loss on every rank")
+    ),
+    regression("skips_first", "surface.SkipsFirst"),
+    regression("two_models", "surface.TwoModels", also=FIND_UNUSED),
+    regression("late_model", "surface.LateModel"),
+    regression("checks_setup", "surface.ChecksSetup"),
+    regression("eval_in_training", "surface.EvalInTraining"),
+    regression("stateful", "surface.Stateful"),
+]
+KEPT = [
+    regression("own_state_dict", "state.OwnStateDict"),
+    regression("own_loading", "state.OwnLoading"),
+    regression("load_hooks", "state.LoadHooks"),
+    regression("reads_optimizers", "state.SavesOptimizers"),
+    regression("loads_pretrained", "state.LoadsPretrained"),
+    regression("per_rank", "state.PerRank", random=True),
+]
+CALLED = [
+    regression("online_evaluator", "regression.Regressor", callback(f"{CALLBACKS}.OnlineEvaluator")),
+    regression("attached_probe", "callbacks.TrainsProbe", callback(f"{CALLBACKS}.AttachesProbe")),
+    regression("callback_logs", "regression.Regressor", callback(f"{CALLBACKS}.LogsAll")),
+    regression("callback_best", "regression.Regressor", callback(f"{CALLBACKS}.StepsPerSecond")),
+    regression("changes_loss", "callbacks.Weighted", callback(f"{CALLBACKS}.ChangesLoss")),
+    regression("changes_in_hooks", "regression.Regressor", callback(f"{CALLBACKS}.GradientAccumulator")),
+    regression("device_stats", "regression.Regressor", callback(f"{STOCK}.DeviceStatsMonitor", cpu_stats="true")),
+    regression(
+        "timer_short", "regression.Regressor", callback(f"{STOCK}.Timer", duration="'00:00:10:00'", interval="epoch")
+    ),
+    regression("rich_model_summary", "regression.Regressor", callback(f"{STOCK}.RichModelSummary")),
+    regression("on_exception", "regression.Regressor", callback(f"{STOCK}.OnExceptionCheckpoint", dirpath="outputs")),
+    regression(
+        "lambda_callback", "regression.Regressor",
+        "+callbacks.lambdas={_target_:lightning.pytorch.callbacks.LambdaCallback}",
+    ),
+    regression(
+        "lr_monitor_epochs", "surface.TwoLambdas",
+        callback(f"{STOCK}.LearningRateMonitor", logging_interval="epoch", log_weight_decay="true"),
+    ),
+    regression(
+        "checkpoint_by_steps", "regression.Regressor",
+        callback(f"{STOCK}.ModelCheckpoint", monitor="train/loss", every_n_train_steps=4, save_top_k=2),
+    ),
+    regression(
+        "checkpoint_named", "regression.Regressor",
+        callback(
+            f"{STOCK}.ModelCheckpoint", monitor="val/loss", filename="'{epoch}-{val/loss:.2f}'",
+            save_last="true", save_on_train_epoch_end="true", save_weights_only="true",
+        ),
+    ),
+    regression(
+        "checkpoint_by_time", "regression.Regressor",
+        "+callbacks.timed={_target_:lightning.pytorch.callbacks.ModelCheckpoint,"
+        "train_time_interval:{_target_:datetime.timedelta,minutes:30}}",
+        "launch.allowed_packages=[armature,torch.nn,torch.optim,torchmetrics,lightning.pytorch,tests,builtins,datetime]",
+    ),
+    regression(
+        "early_stopping_threshold", "regression.Regressor",
+        callback(
+            f"{STOCK}.EarlyStopping", monitor="train/loss", stopping_threshold=0.4, check_on_train_epoch_end="true"
+        ),
+        "trainer.max_epochs=4",
+    ),
+    regression(
+        "early_stopping_missing", "regression.Regressor",
+        callback(f"{STOCK}.EarlyStopping", monitor="nothing", strict="false"),
+    ),
+    regression(
+        "throughput", "regression.Regressor",
+        "+callbacks.throughput={_target_:tests.lightning_habits.callbacks.throughput}",
+    ),
+]  # fmt: skip
+LIMITS = [
+    regression("limited_train", "regression.Regressor", "trainer.limit_train_batches=5"),
+    regression("limited_share", "regression.Regressor", "trainer.limit_train_batches=0.7"),
+    regression("no_val_batches", "regression.TrainOnly", "trainer.limit_val_batches=0"),
+    regression("one_epoch", "regression.Regressor", "trainer.max_epochs=1", stop=3),
+    regression("stop_at_end_of_epoch", "regression.Regressor", stop=12),
+    regression("stop_after_first", "regression.OneCycle", stop=1),
+    regression("stop_before_last", "regression.OneCycle", stop=17),
+    regression("true_bf16", "regression.Regressor", "trainer.precision=bf16-true", random=True),
+    regression("deterministic", "regression.Regressor", "trainer.deterministic=true"),
+    regression("accumulated_plateau", "regression.StepPlateau", "data.micro_batch_size=2", apart=("step_loss",)),
+    regression("accumulated_iterator", "batches.Iterator", "data.micro_batch_size=2"),
+    regression("accumulated_skips", "regression.SkipsTheRest", "data.micro_batch_size=2"),
+    regression("accumulated_warmup", "regression.OwnWarmup", "data.micro_batch_size=2"),
+    regression("accumulated_lists", "regression.CollectsTrainOutputs", "data.micro_batch_size=2"),
+    Habit(name="accumulated_metrics", task="vision.ListStates", data="images", overrides=("data.micro_batch_size=2",),
+          apart=("train/mean_step",)),
+]  # fmt: skip
+MORE = [*MANUAL, *LAYERS, *METHODS, *BATCHES, *SURFACE, *KEPT, *CALLED, *LIMITS]
