@@ -4,8 +4,8 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-# built in test_chat_data, test_people_data and test_preference_data
-ELSEWHERE = {"chat", "hf", "image_folder", "mixture", "preference", "table", "tokens"}
+# built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
+ELSEWHERE = {"chat", "hf", "image_folder", "labeled_text", "mixture", "preference", "table", "tokens"}
 FILES = (Path(__file__).parents[2] / "configs" / "data").glob("*.yaml")
 CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 

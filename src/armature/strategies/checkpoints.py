@@ -100,8 +100,8 @@ class CheckpointMixin(LayoutMixin):
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)
         groups, first = state.param_groups(optimizer, state.group_names(optimizer, names)), self.first_groups.get(index)
-        for group in groups if first is not None else ():
-            if not first.intersection(group["names"]):
+        for group in groups:
+            if first is not None and not first.intersection(group["names"]):
                 group[state.ADDED] = True
         return {"tensors": tensors, "groups": groups}
 

@@ -151,8 +151,7 @@ class EpochLoop(_TrainingEpochLoop):
             output = call_strategy(trainer, "training_step", *arguments.values())
             strategy.post_training_step()
             if output is None and trainer.world_size > 1:
-                error = RuntimeError if StrategyMixin.find(trainer) is None else ConfigError
-                raise error(
+                raise (RuntimeError if StrategyMixin.find(trainer) is None else ConfigError)(
                     "Skipping the `training_step` by returning None in distributed training is not supported. Return a "
                     "loss on every rank: 0 times the loss trains on nothing."
                 )
