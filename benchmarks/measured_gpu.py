@@ -110,8 +110,9 @@ def row(name: str, predicted: dict[str, Any], *, peak: float, rate: float) -> st
 
 
 def table(rows: Sequence[str], *, where: str) -> str:
+    larger = " (llama3_1b: 2,048 tokens, micro-batch 4)" * any("llama3_1b" in row for row in rows)
     head = [
-        f"gpt2_124m, 1,024 tokens, micro-batch 8 (llama3_1b: 2,048 tokens, micro-batch 4), bf16-mixed, on {where}:",
+        f"gpt2_124m, 1,024 tokens, micro-batch 8{larger}, bf16-mixed, on {where}:",
         "",
         "| layout | peak GiB, predicted | measured | tokens/s, predicted | measured |",
         "| --- | --- | --- | --- | --- |",
