@@ -68,10 +68,10 @@ def texts(tmp_path_factory):
     return path
 
 
-def train(root: Path, base: Path, texts: Path, *more: str, code: int = 0) -> str:
+def train(root: Path, base: Path, texts: Path, *more: str, code: int = 0, classes: int | None = 3) -> str:
     return command(
-        running.ROOT / "train.py", "experiment=finetune_classifier", f"model.pretrained={base}", "model.classes=3",
-        f"data.path={texts}", "data.context=32", "data.global_batch_size=8", "data.micro_batch_size=4",
+        running.ROOT / "train.py", "experiment=finetune_classifier", f"model.pretrained={base}",
+        *([f"model.classes={classes}"] if classes else []), f"data.path={texts}", "data.context=32", "data.global_batch_size=8", "data.micro_batch_size=4",
         "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "optimizer.lr=1e-3",
         "trainer.log_every_n_steps=1", "trainer.val_every_n_steps=null", "scheduler=constant", "scheduler.warmup=0",
         f"run.root={root}", "logger=none", "launch.max_restarts=0", *more, code=code,
@@ -125,7 +125,11 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp
     assert "transformers has no plan for it. Type strategy=fsdp" in found
     found = said("bert-words", "task.adapter={_target_: armature.finetune.lora.Lora, rank: 4}")
     assert "begin at random, and would stay so. Type task.adapter.train=[bert.pooler.dense,classifier]" in found
-    assert "trains on labeled texts, but model=CausalLM takes tokens" in said("bert", "model=huggingface")
+    assert "there is no key 'model.classes' here, but model=example, model=text_classifier" in said(
+        "bert", "model=huggingface"
+    )
+    found = train(tmp_path, folders / "llama", texts, "run.name=refused", "model=huggingface", code=2, classes=None)
+    assert "trains on labeled texts, but model=CausalLM takes tokens" in found
     assert not (tmp_path / "refused").exists()
     config = folder.config(folders / "bert")
     strange = tmp_path / "strange"
@@ -134,7 +138,7 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp
         if file.name != folder.CONFIG:
             (strange / file.name).symlink_to(file)
     (strange / folder.CONFIG).write_text(json.dumps(config | {"model_type": "vit"}))
-    found = train(tmp_path, strange, texts, "run.name=refused", code=2)
+    found = train(tmp_path, strange, texts, "run.name=refused", "trainer.max_steps=1", code=2)
     assert "transformers has no classifier of texts of model_type=vit" in found
 
 
