@@ -8,10 +8,14 @@ ARGS ?=
 EXTRAS ?=
 
 # Without an NVIDIA GPU torch's CPU build is enough. PyPI's wheels for Linux bring gigabytes of CUDA libraries, so PyTorch's
-# own index is asked there, unless pip finds a CPU build without it. TORCH_CPU_INDEX= asks no other index.
-TORCH := $(if $(wildcard /dev/nvidia0),torch,torch==2.13.0)
+# own index is asked there, unless pip finds a CPU build without it. TORCH_CPU_INDEX= asks no other index. GPU=1: on a login
+# node without a GPU, whose environment jobs on GPUs use.
+GPU ?= $(wildcard /dev/nvidia[0-9]* /dev/dxg)
+TORCH := $(if $(GPU),torch,torch==2.13.0)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH_NEEDS_INDEX := $(if $(wildcard /dev/nvidia0),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
+TORCH_NEEDS_INDEX := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
+# with that index nothing but the CPU build will do: where it cannot be reached, pip fails and names it
+TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
 PIP_INSTALL = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
@@ -22,18 +26,18 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
-	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH)"
+	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt requirements-data.txt requirements-deepspeed.txt requirements-sweep.txt requirements-wandb.txt $(VENV)/.installed
-	$(BIN)/$(PIP_INSTALL) --requirement requirements-dev.txt "$(TORCH)"
+	$(BIN)/$(PIP_INSTALL) --requirement requirements-dev.txt "$(TORCH_BUILD)"
 	@touch $@
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
-	@$(if $(EXTRAS),$(BIN)/$(PIP_INSTALL) $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH)",true)
+	@$(if $(EXTRAS),$(BIN)/$(PIP_INSTALL) $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH_BUILD)",true)
 
 setup-finetune: ## The same as make setup EXTRAS=finetune
 	@$(MAKE) setup EXTRAS=finetune
@@ -73,7 +77,7 @@ resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and co
 	@echo '*' > .venv-extras/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
-	.venv-extras/bin/$(PIP_INSTALL) --requirement requirements-extras.txt "$(TORCH)"
+	.venv-extras/bin/$(PIP_INSTALL) --requirement requirements-extras.txt "$(TORCH_BUILD)"
 	.venv-extras/bin/$(PIP_INSTALL) --no-deps --requirement requirements-timm.txt
 	@touch $@
 

@@ -22,7 +22,10 @@ def main() -> None:
     args = parser.parse_args()
     typed = [word.removeprefix("out=") for word in args.runs if word.startswith("out=")]
     out = Path(typed[-1] if typed else args.out)
-    paths = [Path(word) for word in args.runs if not word.startswith("out=")]
+    named = [Path(word) for word in args.runs if not word.startswith("out=")]
+    folders = {path.parent for path in named if path.is_dir()}
+    # a sweep's outputs/rates/* also names its trials.csv and report.html
+    paths = [path for path in named if not (path.is_file() and path.parent in folders)]
     problems = history.not_runs(paths)
     if len(paths) < 2:
         problems.append(f"{len(paths)} run: name at least two, as in scripts/compare.py outputs/a outputs/b.")

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from armature import cli, files
+from armature.launcher import lock, run_state
 from armature.pages import history, report
 
 
@@ -21,7 +22,7 @@ def main() -> None:
     if problems := history.not_runs(args.runs):
         cli.refuse(problems)
     for path in args.runs:
-        files.replace(path / report.NAME, report.make(path))
+        files.replace(path / report.NAME, report.make(path, running=run_state.is_held(path / lock.NAME)))
         print(path / report.NAME)
 
 

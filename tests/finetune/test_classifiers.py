@@ -71,7 +71,8 @@ def texts(tmp_path_factory):
 def train(root: Path, base: Path, texts: Path, *more: str, code: int = 0, classes: int | None = 3) -> str:
     return command(
         running.ROOT / "train.py", "experiment=finetune_classifier", f"model.pretrained={base}",
-        *([f"model.classes={classes}"] if classes else []), f"data.path={texts}", "data.context=32", "data.global_batch_size=8", "data.micro_batch_size=4",
+        *([f"model.classes={classes}"] if classes else []), f"data.path={texts}", "data.context=32",
+        "data.global_batch_size=8", "data.micro_batch_size=4",
         "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "optimizer.lr=1e-3",
         "trainer.log_every_n_steps=1", "trainer.val_every_n_steps=null", "scheduler=constant", "scheduler.warmup=0",
         f"run.root={root}", "logger=none", "launch.max_restarts=0", *more, code=code,

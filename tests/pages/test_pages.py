@@ -110,6 +110,16 @@ def test_a_damaged_file_costs_its_part_of_the_page_only(tmp_path, name, damage):
         assert 'aria-label="loss"' in page
 
 
+def test_what_is_no_number_spoils_no_other_number(tmp_path):
+    path = write(tmp_path / "mine")
+    (path / "metrics.csv").write_text("step,val/loss\n1,0.5\n2,nan\n")
+    (path / "config.yaml").write_text("run: {name: mine}\ncheckpoint: {monitor: val/loss, mode: min}\n")
+    (path / "summary.json").write_text('{"global_step": "x", "tokens_per_second": "fast"}')
+    page = report.make(path)
+    assert "best val/loss" in page
+    assert ">nan<" not in page
+
+
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {name: new}\n")
     page = report.make(tmp_path, running=True, newest={"step": 1, "lr": 0.1, "train/loss": 3.25})

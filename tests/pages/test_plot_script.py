@@ -65,6 +65,12 @@ def test_compare_prints_a_table_and_writes_a_page(run, tmp_path):
     assert "<h1>2 runs</h1>" in (tmp_path / "both.html").read_text()
 
 
+def test_compare_takes_all_files_beside_the_trials_of_a_sweep(run, tmp_path):
+    (tmp_path / "trials.csv").write_text("trial\n")
+    code, said = run(compare, "a", "b", "trials.csv", "out=both.html")
+    assert (code, "2 runs" in (tmp_path / "both.html").read_text()) == (0, True), said
+
+
 def test_all_mistakes_of_compare_are_named_together(run):
     code, said = run(compare, "none", "out=x.txt")
     assert code == 2

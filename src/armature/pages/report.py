@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 import time
 import zlib
@@ -46,7 +47,7 @@ def _head(run: History, *, running: bool) -> Iterator[str]:
         reason = str(run.summary.get("stop_reason"))
         state, kind = (reason, "finished") if reason == "finished" else (f"stopped ({reason})", "stopped")
     else:
-        state, kind = ("running", "") if running else ("not finished", "failed")
+        state, kind = ("running when this was written", "") if running else ("not finished", "failed")
     made = time.strftime("%Y-%m-%d %H:%M")
     yield f'<h1>{escape(run.name)}</h1><p><span class="state {kind}">{escape(state)}</span> '
     yield f'<span class="quiet">as of {made} · {escape(str(run.path))}</span></p>'
@@ -59,14 +60,15 @@ def _head(run: History, *, running: bool) -> Iterator[str]:
 def _tiles(run: History) -> str:
     steps, _ = run.curve("step")
     planned = run.summary.get("planned_steps") or _newest_start(run).get("planned_steps")
-    step = run.summary.get("global_step") or (int(steps[-1]) if steps else 0)
+    step = run.summary.get("global_step")
+    if not isinstance(step, int):
+        step = int(max(filter(math.isfinite, steps), default=0))
     found = [("optimizer step", f"{step:,} of {planned:,}" if isinstance(planned, int) and planned else f"{step:,}")]
     _, losses = run.curve("train/loss")
     if losses:
         found.append(("newest train/loss", number(losses[-1])))
     monitor, mode = run.config.get("checkpoint.monitor"), run.config.get("checkpoint.mode")
-    _, scores = run.curve(str(monitor))
-    if scores:
+    if scores := [score for score in run.curve(str(monitor))[1] if math.isfinite(score)]:
         found.append((f"best {monitor}", number(max(scores) if mode == "max" else min(scores))))
     final = run.summary.get("metrics")
     for name, value in (final if isinstance(final, dict) else {}).items():
@@ -75,7 +77,8 @@ def _tiles(run: History) -> str:
     for key, name in (("tokens_per_second", "tokens per second"), ("samples_per_second", "samples per second")):
         _, rates = run.curve(key)
         if rates:
-            found.append((name, f"{run.summary.get(key) or sorted(rates)[len(rates) // 2]:,.0f}"))
+            rate = run.summary.get(key)
+            found.append((name, f"{rate if isinstance(rate, int | float) else sorted(rates)[len(rates) // 2]:,.0f}"))
             break
     if isinstance(seconds := run.summary.get("seconds"), int | float):
         found.append(("newest start took", duration(seconds)))
