@@ -153,7 +153,7 @@ def test_every_experiment_opens_with_its_command(path):
 @pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
-    axes = ["3d", "context", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
+    axes = ["3d", "context", "expert", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
     (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem

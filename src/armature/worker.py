@@ -237,7 +237,7 @@ def fit_and_test(run: Run) -> None:
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
-        best=run.checkpointing.best, best_score=run.checkpointing.best_model_score, seconds=time.monotonic() - started,
+        best=run.checkpointing.best, best_score=run.checkpointing.best_score, seconds=time.monotonic() - started,
         preview=preview, baselines=getattr(run.data, "baselines", list)(),
     )  # fmt: skip
 

@@ -210,6 +210,11 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
         ({"shard": 2, "expert": 2, "cpu_offload": True}, {"model": {"experts": 8}}, "Type strategy.cpu_offload=false"),
         ({"shard": 2, "expert": 2, "compile": "block"}, {"model": {"experts": 8}}, "Type strategy.compile=none"),
         ({"shard": 2, "float8": "emulate"}, {"model": {"experts": 8}}, "experts are none. Type strategy.float8=false"),
+        (
+            {"shard": 6, "expert": 2},
+            {"model": {"experts": 8, "width": 16, "expert_hidden": 12}, "world_size": 6},
+            "which do not divide model.width=16. Type model.experts=12",
+        ),
         ({"shard": 2, "expert": 0}, {"model": {"experts": 8}}, "strategy.expert=0: must be a whole number"),
     ],
 )  # fmt: skip

@@ -76,7 +76,7 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     for name in [name for name in held if name in wanted]:
         if (parts := _parts(model, name, held[name])) is not None:
             del targets[model.pretrained_name(name)]  # pyright: ignore[reportCallIssue]
-            _read_stack(folder, found.files, parts, held[name], alone=alone)
+            _read_stack(folder, found.files, parts, held[name])
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
     _load(folder, found.files, own, alone=alone)
@@ -94,10 +94,13 @@ def _parts(model: nn.Module, name: str, param: Tensor) -> list[str] | None:
     return None if stacked is None else stacked(name, param.shape[0])
 
 
-def _read_stack(folder: Path, files_of_index: list[str], parts: list[str], param: Tensor, *, alone: bool) -> None:
-    """Fill a stack of matrices. Each rank reads all of it and keeps its part; one stack is in memory at a time."""
+def _read_stack(folder: Path, files_of_index: list[str], parts: list[str], param: Tensor) -> None:
+    """Fill a stack of matrices. Each rank reads all of it and keeps its part; one stack is in memory at a time.
+
+    It reads for itself: the stages of a pipeline may hold different numbers of stacks.
+    """
     whole = torch.empty(param.shape, dtype=param.dtype)
-    _load(folder, files_of_index, dict(zip(parts, whole.unbind(0), strict=True)), alone=alone)
+    _load(folder, files_of_index, dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
     initialization.place(whole, param)
 
 

@@ -122,8 +122,11 @@ def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dic
         group.update({k: v for k, v in known.items() if k in group and k != "names"})
 
 
-def create_state(optimizer: Optimizer) -> None:
-    """Create the state tensors of an optimizer that has not stepped yet, to load into."""
+def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> None:
+    """Create the state tensors of an optimizer that has not stepped yet, to load into.
+
+    Weights that are `held` get state although they are frozen now: they were trained before.
+    """
     if optimizer.state:
         return
     # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements
@@ -131,7 +134,7 @@ def create_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for param in group["params"]:
-            param.grad = torch.zeros_like(param) if param.requires_grad else None
+            param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -262,9 +265,10 @@ def load_optimizers(
     saved, names = storage.read_metadata(checkpoint).state_dict_metadata, parameter_names(module)
     state = {name: value for name, value in (extra or {}).items() if name in saved}
     restored = [(i, *pair) for i, pair in enumerate(zip(optimizers, groups, strict=False)) if pair[1] is not None]
+    with_state = {name.rpartition(".")[0] for name in saved if name.startswith(f"{OPTIMIZER}.")}
     for index, optimizer, _ in restored:
         add_groups(optimizer, names, groups[index] or [])
-        create_state(optimizer)
+        create_state(optimizer, held={p for p, name in names.items() if f"{OPTIMIZER}.{index}.{name}" in with_state})
         own = optimizer_state(optimizer, names, index=index)
         _check_optimizer(checkpoint, saved, own, index=index)
         state |= {name: value for name, value in own.items() if name in saved}

@@ -195,7 +195,7 @@ class LabeledTextData(LabeledData):
                         raise ConfigError(f"{where}: a {type(row).__name__}, not an object with {self.text!r}.")
                     yield where, row
             elif file.path.suffix in (".csv", ".parquet"):
-                columns = table.read(file.path)
+                columns = table.read(file.path, kind=object)  # str gives each cell the size of the longest
                 for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
                     yield f"data.path: {file.path}, data row {number}", dict(zip(columns, values, strict=True))
             else:

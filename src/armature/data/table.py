@@ -163,7 +163,7 @@ class TableData(LabeledData):
         return torch.tensor(numbers)[targets]
 
 
-def read(file: Path) -> dict[str, np.ndarray]:
+def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
     """Return the columns of a file by name. Raises ConfigError."""
     if file.suffix == ".parquet":
         parquet = extras.load("pyarrow.parquet", needed_by=f"data.path={file}")
@@ -185,7 +185,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
         raise ConfigError(f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them.")
     if uneven := next((i for i, row in enumerate(lines, start=2) if len(row) != len(header)), None):
         raise ConfigError(f"data.path={file}: row {uneven} has not as many cells as the header ({len(header)}).")
-    return {name: np.array([row[i] for row in lines], dtype=str) for i, name in enumerate(header)}
+    return {name: np.array([row[i] for row in lines], dtype=kind) for i, name in enumerate(header)}
 
 
 def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:

@@ -102,7 +102,7 @@ def _frozen_problems(model: Any, new: list[str], cfg: DictConfig) -> list[str]:
 def _position_problems(model: Any) -> list[str]:
     """Return a problem if a table of positions is shorter than the context: of RoBERTa, its first rows are not used."""
     for name, module in model.inner.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding):
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
             if model.context > (longest := module.num_embeddings - unused):
                 return [

@@ -100,9 +100,9 @@ class CheckpointMixin(LayoutMixin):
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)
         groups, first = state.param_groups(optimizer, state.group_names(optimizer, names)), self.first_groups.get(index)
-        for group in groups:
-            if first is not None and not first.intersection(group["names"]):
-                group[state.ADDED] = True
+        added = (group for group in groups if first is not None and not first.intersection(group["names"]))
+        for number, group in enumerate(added, start=1):
+            group[state.ADDED] = number  # equal groups without a number would be merged into one
         return {"tensors": tensors, "groups": groups}
 
     @override
@@ -152,7 +152,7 @@ class CheckpointMixin(LayoutMixin):
         meta |= {
             "param_groups": groups,
             "random": self.random_state.gather(self.layout),
-            "flags": self._changed_flags(),
+            "flags": {k: v for own in process_group.all_gather_object(self._changed_flags()) for k, v in own.items()},
         }
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}

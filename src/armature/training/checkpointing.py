@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
@@ -104,9 +105,14 @@ class Checkpointing(Checkpoint):
         return str(self.best or "")
 
     @property
-    def best_model_score(self) -> float | None:
-        """The score of `best`, under ModelCheckpoint's name."""
+    def best_score(self) -> float | None:
+        """The score of `best`."""
         return (min if self.mode == "min" else max)(self.scores.values(), default=None)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """`best_score`, as ModelCheckpoint has it."""
+        return None if self.best_score is None else torch.tensor(self.best_score)
 
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.

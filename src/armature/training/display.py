@@ -34,7 +34,7 @@ class Display(Callback):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._enabled:
-            self.console.print(*args, markup=False)
+            self.console.print(*args, markup=False, **{key: kwargs[key] for key in ("sep", "end") if key in kwargs})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enabled = trainer.is_global_zero

@@ -30,9 +30,10 @@ class ExpertLoad:
         loads = [model.load_LE.float() for model in self.mixtures if model.load_LE is not None]
         if not stepped or not loads:
             return {}
-        load_LE = torch.cat(loads)
-        of_mixtures_LE = load_LE.where(load_LE.sum(1, keepdim=True) > 0, torch.inf)  # dense blocks have no tokens
-        return {"experts/load_max": load_LE.max(), "experts/load_min": of_mixtures_LE.min()}
+        # dense blocks have no tokens; two mixtures may have different numbers of experts
+        lowest = [load_LE.where(load_LE.sum(1, keepdim=True) > 0, torch.inf).min() for load_LE in loads]
+        highest = torch.stack([load_LE.max() for load_LE in loads]).max()
+        return {"experts/load_max": highest, "experts/load_min": torch.stack(lowest).min()}
 
     def measured(self, trainer: Trainer, window: Window) -> dict[str, float]:
         return {}

@@ -63,6 +63,8 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
+        if self.step < self.held.get("step", 0):
+            return  # in on_fit_start of a resumed run, before `resume_from`: its first start has logged it
         if values and self.step > self.held.get("step", 0):  # StepLog writes that row later, with several others
             self._early.setdefault(self.step, {}).update(values)
         elif values:

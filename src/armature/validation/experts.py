@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.expert={expert} does not divide model.{plan.expert_count}={count}. Type "
             f"strategy.expert={max(fits)}, or model.{plan.expert_count}={-(-count // expert) * expert}."
         )
+    found += _uneven(cfg, layout, expert=expert, count=count)
     if layout.axes["tensor"] > 1 and not shards_sequence(cfg, layout):
         found.append(
             f"strategy.tensor={layout.axes['tensor']} with strategy.sequence_parallel={options['sequence_parallel']}: "
@@ -61,3 +63,19 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "Type strategy.float8=false."
         )
     return found
+
+
+def _uneven(cfg: Mapping[str, Any], layout: Layout, *, expert: int, count: Any) -> list[str]:
+    """Where experts are not whole on their ranks, FSDP2 cuts their matrices, in equal parts only."""
+    ranks = math.prod(size for axis, size in layout.axes.items() if axis not in ("pipe", "replicate"))
+    meshed = expert > 1 or layout.axes["tensor"] > 1
+    if not meshed or ranks % expert or not isinstance(count, int) or count % expert or count % ranks == 0:
+        return []
+    assert layout.plan is not None
+    rest, fitting = ranks // expert, -(-count // ranks) * ranks
+    return [
+        f"strategy.expert={expert} on {ranks} ranks cuts each expert over {rest} of them, which do not divide "
+        f"model.{key}={cfg['model'][key]}. Type model.{layout.plan.expert_count}={fitting}, or another trainer.devices."
+        for key in ("expert_hidden", "width")
+        if isinstance(cfg["model"].get(key), int) and cfg["model"][key] % rest
+    ]

@@ -195,9 +195,9 @@ class SequenceClassifier(PretrainedModel):
 
     @override
     def may_be_left(self, name: str) -> bool:
-        """As the head that predicts words. The files of a model without any head lack the prefix."""
+        """As the head that predicts words, or a pooler. The files of a model without any head lack the prefix."""
         own = {self.inner.base_model_prefix, *(child for child, _ in self.inner.base_model.named_children())}
-        return name.partition(".")[0] not in own
+        return name.partition(".")[0] not in own or ".pooler." in name
 
     @override
     def begins_anew(self, name: str) -> bool:

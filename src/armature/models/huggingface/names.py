@@ -55,7 +55,8 @@ def original(model: Any, name: str) -> str:
     from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports]
     from transformers.core_model_loading import WeightRenaming, rename_source_key  # pyright: ignore[reportMissingImports]
 
-    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    mapping = get_model_conversion_mapping(model, add_legacy=False)  # else LayerNorm.weight is written as .gamma
+    rules = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     return rename_source_key(name, [rule.reverse_transform() for rule in reversed(rules)], [], reverse=True)[0]
 
 

@@ -46,6 +46,10 @@ def grouped_product(x_MI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
     """Return (M, O): rows up to `end_E[e]`, from the expert before, times the transposed matrix of expert e."""
     x_MI, weight_EOI = to_compute_dtype(x_MI), to_compute_dtype(weight_EOI)  # autocast does not know grouped_mm
     if takes_groups(x_MI):
+        if x_MI.device.type == "cuda" and torch.cuda.get_device_properties(x_MI.device).major >= 10:
+            # Blackwell leaves garbage in the gradients of experts without rows (pytorch#172439), which `where` drops
+            rows_E = end_E.diff(prepend=end_E.new_zeros(1))
+            weight_EOI = weight_EOI.where(rows_E[:, None, None] > 0, 0)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=end_E)
     lengths = end_E.diff(prepend=end_E.new_zeros(1)).tolist()
     rows = zip(x_MI.split(lengths), weight_EOI, strict=True)
@@ -93,8 +97,8 @@ class Mixture(nn.Module):
         self.router = Router(width, experts, bias=False)
         self.experts = Experts(width, experts=experts, hidden=hidden)
         self.shared = None if shared_hidden is None else FeedForward(width, hidden=shared_hidden)
-        # a real tensor, also while the parameters are on the meta device
-        self.register_buffer("bias", torch.zeros(experts, device="cpu") if balance_rate else None)
+        # a real tensor, also while parameters are on the meta device; fp32, also where the default type is bf16
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32, device="cpu") if balance_rate else None)
         self.counts: list[Tensor] = []
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -107,7 +111,7 @@ class Mixture(nn.Module):
             weight_NA = weight_NA / weight_NA.sum(1, keepdim=True)
         expert_M = chosen_NA.flatten()
         count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(0, expert_M, torch.ones_like(expert_M))
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and self.router.weight.requires_grad:
             self.counts.append(count_E)
         order_M = expert_M.argsort(stable=True)
         rows_MD = permute(x_BTD.flatten(0, 1).repeat_interleave(self.active, 0), order_M)

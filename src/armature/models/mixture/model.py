@@ -85,7 +85,8 @@ class MixtureDecoder(Decoder):
         """Level the load of the next step, given that of the newest one on all ranks (layers, experts)."""
         for index, mixture in self.mixtures().items():
             mixture.rebalance(load_LE[index])
-        self.load_LE = self.experts * load_LE.double() / load_LE.sum(1, keepdim=True).clamp(min=1)
+        exact = torch.float32 if load_LE.device.type == "mps" else torch.float64  # which MPS does not have
+        self.load_LE = self.experts * load_LE.to(exact) / load_LE.sum(1, keepdim=True).clamp(min=1)
 
     @contextmanager
     def first_pass_uncounted(self, passes: int) -> Iterator[None]:
