@@ -18,14 +18,14 @@ def end(tmp_path):
     answers = {
         "srun": 'eval "$MEANWHILE"; exit "$CODE"',
         "scontrol": '[ "$1" = show ] && echo "JobId=7 JobState=RUNNING " || echo "$*" >>requeued',
-        "python": "printf 'name: run\\nroot: outputs\\n'",
+        "python": """case " $* " in *" -m "* | *,*) exit 1 ;; esac; printf "name: $NAME\\nroot: outputs\\n\"""",
     }
     for name, answer in answers.items():
         (programs / name).write_text(f"#!/bin/sh\n{answer}\n")
         (programs / name).chmod(0o755)
     (tmp_path / "train.py").touch()
 
-    def run(code: int, meanwhile: str = "") -> tuple[bool, str]:
+    def run(code: int, meanwhile: str = "", *typed: str, name: str = "run") -> tuple[bool, str]:
         script = tmp_path / "script"  # Slurm writes it anew for each start
         script.write_text(SCRIPT.read_text())
         os.utime(script, (0, 0))
@@ -39,10 +39,11 @@ def end(tmp_path):
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "1",
             "CODE": str(code),
+            "NAME": name,
             "MEANWHILE": meanwhile,
         }
         environment.pop("SLURM_ARRAY_TASK_ID", None)
-        command = ["bash", str(script)]
+        command = ["bash", str(script), *typed]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert result.returncode == (0 if (tmp_path / "requeued").exists() else code % 200)
         return (tmp_path / "requeued").exists(), result.stderr
@@ -91,3 +92,37 @@ def test_a_checkpoint_between_begins_the_count_anew(end):
 @pytest.mark.parametrize("code", [137, 201])  # 201: one of the tasks failed with 1
 def test_a_failed_run_is_not_requeued(code, end):
     assert not end(code, SAVED)[0]
+
+
+SWEEP = ("-m", "seed=0,1", "run.name=run")
+
+
+def of_trial(command: str) -> str:
+    return command.replace("outputs/run", "outputs/run/1")
+
+
+def test_a_sweep_is_requeued_if_any_trial_made_progress(end, tmp_path):
+    assert [end(138, of_trial(SAVED), *SWEEP)[0] for _ in range(5)] == [True] * 5
+    assert (tmp_path / "outputs" / "run" / "logs" / "requeues").is_file()
+    requeued, told = end(138, "", *SWEEP)
+    assert not requeued
+    assert "Raise --time" in told
+
+
+def test_so_is_one_whose_trials_got_further_with_their_checkpoints_elsewhere(end):
+    first = stopped_at(4).replace("outputs/run", "outputs/run/0")
+    assert end(138, first, *SWEEP)[0]
+    assert [end(138, of_trial(stopped_at(step)), *SWEEP)[0] for step in (4, 8, 8)] == [True, True, False]
+
+
+def test_a_sweep_without_a_name_is_not_requeued(end, tmp_path):
+    requeued, told = end(138, of_trial(SAVED), "--multirun", "seed=0", name="null")
+    assert not requeued
+    assert "Not requeued: a sweep without run.name starts anew" in told
+    assert not (tmp_path / "outputs" / "null").exists()
+
+
+def test_a_run_whose_directory_is_unknown_is_not_requeued(end):
+    requeued, told = end(138, SAVED, "seed=0,1")  # python fails
+    assert not requeued
+    assert "could not be read" in told

@@ -22,7 +22,7 @@ def join(cfg: DictConfig) -> None:
     from the configuration is refused, since its ranks would wait for ever.
     """
     environ = os.environ
-    if environment.is_joined() or "SLURM_STEP_ID" not in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    if environment.is_joined() or tasks() < 2:
         return
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
     if "," in per_node:
@@ -30,8 +30,8 @@ def join(cfg: DictConfig) -> None:
             f"srun started {per_node} tasks on the nodes: every node must have the same number. "
             f"Type --nodes={cfg.trainer.num_nodes} --ntasks-per-node={cfg.trainer.devices}."
         )
-    tasks, nodes = int(per_node.split("(")[0]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
-    if tasks == 1 and cfg.trainer.devices > 1:
+    on_node, nodes = int(per_node.split("(")[0]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if on_node == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
             raise ConfigError(
                 f"trainer.num_nodes={cfg.trainer.num_nodes}, but srun started one task on each of {nodes} nodes. "
@@ -41,9 +41,14 @@ def join(cfg: DictConfig) -> None:
         return
     environment.set_rank(
         rank=environ["SLURM_PROCID"], world_size=environ["SLURM_STEP_NUM_TASKS"],
-        local_rank=environ["SLURM_LOCALID"], local_world_size=str(tasks), node_rank=environ["SLURM_NODEID"],
+        local_rank=environ["SLURM_LOCALID"], local_world_size=str(on_node), node_rank=environ["SLURM_NODEID"],
         main_address=_first_host, main_port=_port(),
     )  # fmt: skip
+
+
+def tasks() -> int:
+    """Return how many tasks `srun` started; 1 outside of a step."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_STEP_ID" in os.environ else 1
 
 
 def job() -> tuple[str, int]:

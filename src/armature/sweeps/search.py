@@ -5,7 +5,8 @@ outputs/<run.name>/
   .locks/         one file per trial, locked by the process that runs it; the kernel unlocks those of a dead process
   0/  1/  …       one run directory per trial
 
-A trial that is running in the study and locked by nobody was interrupted: the next start resumes it.
+A trial that is running in the study and locked by nobody was interrupted: the next start resumes it, or records it as
+failed if it was interrupted before it had values.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from armature.cli import EXIT_CONFIG
 from armature.errors import ConfigError, error_line
+from armature.launcher import environment, lock, run_state, slurm
 from armature.sweeps import space
 from armature.sweeps.study import journal, load_optuna, open_study, plugin_of
 
 log = logging.getLogger(__name__)
 
 LOCKS = ".locks"
+HOPELESS = 5  # so many trials, all of them failed, end the search
 PRUNED = "pruned"  # attribute of a trial that its callback ended
 SAME_RESULT = ("run.", "launch.", "strategy", "logger", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
 
@@ -47,11 +50,18 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
         study = open_study(settings["storage"] or journal(folder), name=folder.name, mode=cfg.checkpoint.mode)
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
-    pruner = [_prune_override(settings, folder)] if settings["pruner"] else []
+    unresolved: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False)
+    pruner = [_prune_override(unresolved["storage"], folder)] if settings["pruner"] else []
     failed = None
     for number, values in _trials(study, folder, parameters, settings):
         overrides = [*fixed, *(f"{each.key}={values[each.key]}" for each in parameters), *pruner]
-        failed = _run_trial(study, number, overrides, launcher=launcher, monitor=cfg.checkpoint.monitor) or failed
+        try:
+            error = _run_trial(study, folder, number, overrides, launcher=launcher, monitor=cfg.checkpoint.monitor)
+        except SystemExit as end:
+            if end.code != EXIT_CONFIG or _is_in_vain(study, least=min(HOPELESS, settings["trials"])):
+                raise  # for a signal, or because no values work
+            continue
+        failed = error or failed
     if failed is not None:
         raise failed
 
@@ -61,41 +71,60 @@ def is_hopeless(run_dir: Path, step: int, value: float, *, study: str, storage: 
     opened = open_study(storage or journal(run_dir.parent), name=study, create=False)
     number = int(run_dir.name)
     frozen = opened.trials[number]
-    opened.pruner = plugin_of("pruner", opened.user_attrs["pruner"])
     trial = load_optuna().Trial(opened, frozen._trial_id)
     if step not in frozen.intermediate_values:  # a resumed trial may repeat a validation
         trial.report(value, step)
+    if opened.user_attrs["pruner"] is None:  # another process of the search has turned it off
+        return False
+    opened.pruner = plugin_of("pruner", opened.user_attrs["pruner"])
     hopeless = trial.should_prune()
     if hopeless:
         trial.set_user_attr(PRUNED, step)
     return hopeless
 
 
-def _run_trial(study: Any, number: int, overrides: list[str], *, launcher: Any, monitor: str) -> Exception | None:
-    """Run one trial and tell Optuna its result. Return the error that ended it; a signal ends the sweep."""
+def _run_trial(
+    study: Any, folder: Path, number: int, overrides: list[str], *, launcher: Any, monitor: str
+) -> Exception | None:
+    """Run one trial and tell Optuna its result. Return the error that ended it.
+
+    Raises:
+        SystemExit: its values were refused, or a signal stopped it: then the next start resumes it.
+    """
     TrialState = load_optuna().trial.TrialState
     try:
         (job,) = launcher.launch([overrides], initial_job_idx=number)
         value = job.return_value
     except Exception as error:
         log.warning("trial %s failed: %s", number, error_line(error))
-        study.tell(number, state=TrialState.FAIL)
+        _record_failure(study, folder, number)
         return error
     except SystemExit as end:
-        if end.code != EXIT_CONFIG:  # stopped by a signal: the next start resumes it
-            raise
-        study.tell(number, state=TrialState.FAIL)  # these values cannot be combined, and the message said why
-        if not any(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False)):
-            raise
-        return None
+        if end.code == EXIT_CONFIG:
+            _record_failure(study, folder, number)
+        raise
     if study.trials[number].user_attrs.get(PRUNED) is not None:
-        study.tell(number, state=TrialState.PRUNED)
+        study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
     elif value is None:
-        study.tell(number, state=TrialState.FAIL)
+        _record_failure(study, folder, number)
         log.warning("trial %s has no %s (checkpoint.monitor), so it counts as failed.", number, monitor)
     else:
-        study.tell(number, value)
+        study.tell(number, value, skip_if_finished=True)
     return None
+
+
+def _record_failure(study: Any, folder: Path, number: int) -> None:
+    if run_state.is_held(folder / str(number) / lock.NAME):
+        log.warning("trial %s is left to the process that runs it.", number)
+        return
+    study.tell(number, state=load_optuna().trial.TrialState.FAIL, skip_if_finished=True)
+
+
+def _is_in_vain(study: Any, *, least: int) -> bool:
+    """Return whether all trials have failed, and there are at least so many."""
+    trials = study.get_trials(deepcopy=False)
+    failed = load_optuna().trial.TrialState.FAIL
+    return len(trials) >= least and all(trial.state == failed for trial in trials)
 
 
 def _trials(
@@ -104,37 +133,54 @@ def _trials(
     """Yield the interrupted trials and then new ones, each locked while the caller runs it."""
     TrialState = load_optuna().trial.TrialState
     study_lock = FileLock(folder / LOCKS / "study")
+    distributions = {each.key: each.distribution() for each in parameters}
     while True:
-        with study_lock:
+        with study_lock:  # no other process is between asking for a trial and giving it values
+            found = _interrupted(study, folder, [*distributions])
             trials = study.get_trials(deepcopy=False)
-            running = [trial for trial in trials if trial.state == TrialState.RUNNING]
-            found = next(((each, lock) for each in running if (lock := _claimed(folder, each.number))), None)
-            if found is None and len(trials) < settings["trials"]:
+            begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
+            if found is None and len(begun) < settings["trials"]:
                 study.sampler = _sampler(settings["sampler"], number=len(trials))
-                trial = study.ask({each.key: each.distribution() for each in parameters})
-                lock = _claimed(folder, trial.number)
-                assert lock is not None  # nobody else knows this trial yet
-                found = trial, lock
+                trial = study.ask(distributions)
+                claim = _claimed(folder, trial.number)
+                assert claim is not None  # nobody else knows this trial yet
+                found = trial, claim
         if found is None:
-            if running:
-                numbers = ", ".join(str(trial.number) for trial in running)
-                log.info("Other processes still run trial %s of %s.", numbers, folder)
+            if running := [str(trial.number) for trial in begun if trial.state == TrialState.RUNNING]:
+                log.info("Other processes still run trial %s of %s.", ", ".join(running), folder)
             return
-        trial, lock = found
+        trial, claim = found
         try:
             yield trial.number, trial.params
         finally:
-            lock.release()
+            claim.release()
+
+
+def _interrupted(study: Any, folder: Path, keys: list[str]) -> tuple[Any, FileLock] | None:
+    """Claim and return a trial that no process runs. One whose process ended before it had values counts as failed."""
+    TrialState = load_optuna().trial.TrialState
+    for seen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        claim = _claimed(folder, seen.number)
+        if claim is None:
+            continue
+        trial = study.get_trials(deepcopy=False)[seen.number]
+        if trial.state == TrialState.RUNNING:  # else its process told the result before it released the trial
+            if any(key not in trial.params for key in keys):
+                study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            elif not run_state.is_held(folder / str(trial.number) / lock.NAME):  # by a machine that does not see claims
+                return trial, claim
+        claim.release()
+    return None
 
 
 def _claimed(folder: Path, number: int) -> FileLock | None:
     """Return the trial's lock if no process holds it."""
-    lock = FileLock(folder / LOCKS / str(number))
+    claim = FileLock(folder / LOCKS / str(number))
     try:
-        lock.acquire(timeout=0)
+        claim.acquire(timeout=0)
     except Timeout:
         return None
-    return lock
+    return claim
 
 
 def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
@@ -143,8 +189,10 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
     return plugin_of("sampler", {**node, "seed": None if seed is None else seed + number} if "seed" in node else node)
 
 
-def _prune_override(settings: Mapping[str, Any], folder: Path) -> str:
-    where = f",storage:'{settings['storage']}'" if settings["storage"] else ""
+def _prune_override(storage: str | None, folder: Path) -> str:
+    """Return the override for a trial; each trial's files show it, so `storage` may refer to the environment."""
+    quote = '"' if "'" in (storage or "") else "'"  # a reference with escaped quotes is none to OmegaConf
+    where = f",storage:{quote}{storage}{quote}" if storage else ""
     target = "_target_:armature.callbacks.prune.Prune"
     return f"+callbacks.prune={{{target},monitor:'${{checkpoint.monitor}}',study:'{folder.name}'{where}}}"
 
@@ -157,6 +205,11 @@ def _check(settings: Mapping[str, Any], launcher: Any) -> None:
         problems.append(
             f"hydra/launcher: sweep=optuna runs one trial after the other and does not use {type(launcher).__name__}. "
             "Leave it out, and start the same command several times for several trials at once."
+        )
+    if (ranks := max(environment.world_size(), slurm.tasks())) > 1:
+        problems.append(
+            f"sweep=optuna was started as {ranks} ranks, and each of them would search for itself. Start it as one "
+            "task: strategy= and trainer.devices= start each trial's ranks."
         )
     for kind in ("sampler", "pruner"):
         if settings[kind]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError, error_line, hide
 
 JOURNAL = "study.journal"
+# packages that Optuna does not require, and imports only when one of these is used
+NEEDED = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
+USUAL = {"sampler": "TPESampler", "pruner": "MedianPruner"}
+_PASSWORD = re.compile(r"://[^/@]*:([^/@]+)@")
 
 
 def load_optuna() -> Any:
@@ -42,6 +48,7 @@ def open_study(where: str, *, name: str, mode: str = "min", pruner: Any = None, 
         ConfigError: a database that cannot be opened.
     """
     optuna = load_optuna()
+    hide(_PASSWORD.findall(where))
     storages = optuna.storages
     try:
         file = storages.journal.JournalFileBackend
@@ -65,6 +72,11 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ConfigError(f"{key}={name}: optuna.{kind}s has no such class.{hint} Options: {', '.join(known)}.")
+    package = NEEDED.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{key}={name} needs the package {package}. Type pip install {package}, or {key}={USUAL[kind]}."
+        )
     arguments = {each: value for each, value in node.items() if each != "name"}
     accepted = inspect.signature(getattr(module, name)).parameters
     if unknown := sorted(each for each in arguments if each not in accepted):

@@ -1,0 +1,211 @@
+"""The search of `sweep=optuna` in this process, with a launcher whose trials only return their metric."""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from armature import config, errors
+from armature.errors import ConfigError
+from armature.launcher import lock
+from armature.sweeps import search, study
+from hydra_plugins.armature_optuna import OptunaSweeper
+
+optuna = pytest.importorskip("optuna")
+SETTINGS = {"trials": 3, "sampler": {"name": "RandomSampler", "seed": 0}, "pruner": None, "storage": None}
+SETTINGS["params"] = {"optimizer.lr": "interval(0.1,0.5)"}
+
+
+class BasicLauncher:
+    """Named as Hydra's."""
+
+    def __init__(self, *results):
+        self.results, self.begun = [*results], []
+
+    def launch(self, job_overrides, initial_job_idx):
+        self.begun.append((initial_job_idx, job_overrides[0]))
+        result = self.results.pop(0) if self.results else 0.5
+        if isinstance(result, BaseException):
+            raise result
+        return [SimpleNamespace(return_value=result() if callable(result) else result)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "outputs" / "search"
+
+
+def begin(*results, typed=(), **settings) -> BasicLauncher:
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        cfg = compose("train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True)
+    launcher = BasicLauncher(*results)
+    sweeper: Any = OptunaSweeper(**{**SETTINGS, **settings})
+    sweeper.config, sweeper.launcher = cfg, launcher
+    sweeper.sweep([])
+    return launcher
+
+
+def opened(folder):
+    return study.open_study(study.journal(folder), name="search", create=False)
+
+
+def states(folder) -> list[str]:
+    return [trial.state.name for trial in opened(folder).trials]
+
+
+def hold(folder, number: int) -> None:
+    """Lock a run directory as a process of another machine does."""
+    run_dir = folder / str(number)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    holder = {"host": "elsewhere", "pid": 1, "machine": "m", "started": "1", "job": "", "restart": 0}
+    (run_dir / lock.NAME).write_text(json.dumps(holder))
+
+
+def test_a_trial_that_ended_before_it_had_values_fails_and_does_not_count(folder):
+    begin(0.5, trials=1)
+    opened(folder).ask()
+    launcher = begin(trials=3)
+    assert [number for number, _ in launcher.begun] == [2, 3]
+    assert states(folder) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert begin(trials=3).begun == []
+
+
+def test_an_interrupted_trial_is_resumed_with_its_values(folder):
+    with pytest.raises(KeyboardInterrupt):
+        begin(KeyboardInterrupt(), trials=2)
+    values = opened(folder).trials[0].params
+    launcher = begin(trials=2)
+    assert [number for number, _ in launcher.begun] == [0, 1]
+    assert f"optimizer.lr={values['optimizer.lr']}" in launcher.begun[0][1]
+
+
+def test_a_trial_that_its_process_finished_meanwhile_is_not_repeated(folder, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        begin(KeyboardInterrupt(), trials=1)
+    claimed = search._claimed
+
+    def claim_after_the_end(folder, number):
+        opened(folder).tell(number, 0.7, skip_if_finished=True)
+        return claimed(folder, number)
+
+    monkeypatch.setattr(search, "_claimed", claim_after_the_end)
+    assert begin(trials=1).begun == []
+    assert [trial.value for trial in opened(folder).trials] == [0.7]
+
+
+def test_a_result_of_a_trial_that_has_one_is_not_an_error(folder):
+    def told_by_another_process():
+        opened(folder).tell(0, 0.7)
+        return 0.6
+
+    begin(told_by_another_process, trials=1)
+    assert [trial.value for trial in opened(folder).trials] == [0.7]
+
+
+def test_a_trial_whose_run_directory_another_machine_holds_is_left_to_it(folder):
+    with pytest.raises(KeyboardInterrupt):
+        begin(KeyboardInterrupt(), trials=1)
+    hold(folder, 0)
+    assert begin(trials=1).begun == []
+
+    def refused_by_the_lock():
+        hold(folder, 1)
+        raise SystemExit(2)
+
+    begin(refused_by_the_lock, trials=2)
+    assert states(folder) == ["RUNNING", "RUNNING"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4"}, 4),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, 2),
+    ],
+)
+def test_a_search_that_is_started_as_ranks_is_refused(variables, ranks, folder, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"started as {ranks} ranks.*Start it as one task"):
+        begin()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "package", "usual"),
+    [
+        ("sampler", "GPSampler", "scipy", "TPESampler"),
+        ("sampler", "QMCSampler", "scipy", "TPESampler"),
+        ("sampler", "CmaEsSampler", "cmaes", "TPESampler"),
+        ("pruner", "WilcoxonPruner", "scipy", "MedianPruner"),
+    ],
+)
+def test_what_needs_a_missing_package_is_refused_before_the_search(kind, name, package, usual, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    remedy = f"Type pip install {package}, or hydra.sweeper.{kind}.name={usual}"
+    with pytest.raises(ConfigError, match=f"{name} needs the package {package}. {remedy}"):
+        begin(**{kind: {"name": name}})
+    assert not folder.exists()
+
+
+def test_a_storage_from_the_environment_stays_a_reference(folder, tmp_path, monkeypatch):
+    url = f"sqlite:///{tmp_path}/study.db"
+    monkeypatch.setenv("OPTUNA_URL", url)
+    reference = "${oc.env:OPTUNA_URL,'sqlite://'}"
+    launcher = begin(
+        typed=[f"hydra.sweeper.storage={reference}"], storage=url, trials=1, pruner={"name": "MedianPruner"}
+    )
+    ((_, overrides),) = launcher.begun
+    assert not any(url in each for each in overrides)
+    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        cfg = compose("train", overrides)
+    assert cfg.callbacks.prune.storage == url
+    assert (tmp_path / "study.db").is_file()
+
+
+def test_the_password_of_a_storage_is_not_shown(monkeypatch):
+    monkeypatch.setattr(errors, "_hidden", set())
+    with pytest.raises(ConfigError) as error:
+        study.open_study("nothing://me:hunter22@host/db", name="search")
+    assert "hunter22" not in errors.masked(str(error.value))
+
+
+def test_a_process_without_a_pruner_turns_pruning_off(folder):
+    asked = []
+
+    def trial():
+        search.is_hopeless(folder / "0", 1, 0.5, study="search", storage=None)
+        opened(folder).set_user_attr("pruner", None)
+        asked.append(search.is_hopeless(folder / "0", 2, 0.1, study="search", storage=None))
+        return 0.5
+
+    begin(trial, trials=1, pruner={"name": "ThresholdPruner", "lower": 0.3})
+    assert asked == [False]
+    assert [*opened(folder).trials[0].intermediate_values] == [1, 2]
+
+
+def test_values_that_cannot_be_combined_do_not_stop_the_search(folder):
+    begin(SystemExit(2), SystemExit(2), SystemExit(2), SystemExit(2), 0.5, trials=6)
+    assert states(folder) == ["FAIL"] * 4 + ["COMPLETE"] * 2
+
+
+@pytest.mark.parametrize(("trials", "failed"), [(20, 5), (2, 2)])
+def test_a_search_whose_trials_all_fail_ends(trials, failed, folder):
+    with pytest.raises(SystemExit) as end:
+        begin(*[SystemExit(2)] * 20, trials=trials)
+    assert end.value.code == 2
+    assert states(folder) == ["FAIL"] * failed
+
+
+def test_a_signal_leaves_the_trial_to_the_next_start(folder):
+    with pytest.raises(SystemExit) as end:
+        begin(SystemExit(143), trials=2)
+    assert end.value.code == 143
+    assert states(folder) == ["RUNNING"]
