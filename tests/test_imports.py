@@ -17,6 +17,7 @@ WITH_TORCH = {"sympy", "mpmath", "torchgen", "charset_normalizer"}
 TENSORBOARD = {"tensorboard", "google", "absl", "six"}
 # taken in by the above only where something else has installed them
 IF_INSTALLED = {"PIL", "attr", "dill", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3", "certifi"}
+IF_INSTALLED |= {"hydra_plugins"}  # Hydra looks at all of them
 NEVER = {
     "wandb",
     "transformers",
