@@ -66,6 +66,7 @@ def logits(root: Path) -> dict[str, float]:
 
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
     from benchmarks.parity import harness
+    from tests.finetune import layouts as compare
 
     model = kind.partition("-")[0]
     harness.PRELOAD.append(f"transformers.models.{model}.modeling_{model}")
@@ -76,13 +77,7 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
         adapter={"rank": 4, "alpha": 8.0, "train": [f"inner.{head}"]} if adapter else None,
         model_args={"pretrained": str(root / kind), "context": CONTEXT, "vocab_size": 320, "classes": CLASSES},
     )  # fmt: skip
-    single = harness.fit(chosen)
-    found: dict[str, Any] = {"single": single.losses}
-    for name in layouts:
-        layout = harness.LAYOUTS[name]
-        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
-        found[name] = harness.difference(run, single)
-        out.write_text(json.dumps(found, indent=1))
+    compare.fit(chosen, layouts, out)
 
 
 def exported(folder: Path, texts: list[str]) -> list[dict[str, Any]]:

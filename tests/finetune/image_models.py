@@ -73,19 +73,14 @@ def logits(root: Path) -> dict[str, float]:
 
 def fit(root: Path, kind: str, layouts: list[str], out: Path) -> None:
     from benchmarks.parity import harness
+    from tests.finetune import layouts as compare
 
     chosen = replace(
         harness.LAYOUTS["single"], model="armature.models.timm.model.ImageClassifier", steps=4, global_batch=8,
         optimizer_args={"lr": 1e-3, "eps": 1e-6},
         model_args={"pretrained": str(root / kind), "image_size": KINDS[kind][2], "channels": 1, "classes": 5},
     )  # fmt: skip
-    single = harness.fit(chosen)
-    found: dict[str, Any] = {"single": single.losses}
-    for name in layouts:
-        layout = harness.LAYOUTS[name]
-        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
-        found[name] = harness.difference(run, single)
-        out.write_text(json.dumps(found, indent=1))
+    compare.fit(chosen, layouts, out)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def with_peft(base: Path, adapter: Path, merged: Path) -> float:
 
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
     from benchmarks.parity import harness
+    from tests.finetune import layouts as compare
 
     harness.PRELOAD.append(f"transformers.models.{kind}.modeling_{kind}")
     chosen = replace(
@@ -94,13 +95,7 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
         model_args={"pretrained": str(root / kind), "context": 32, "vocab_size": 320},
         adapter={"rank": 4, "alpha": 8.0} if adapter else None, optimizer_args={"lr": 1e-3, "eps": 1e-6},
     )  # fmt: skip
-    single = harness.fit(chosen)
-    found: dict[str, Any] = {"single": single.losses}
-    for name in layouts:
-        layout = harness.LAYOUTS[name]
-        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
-        found[name] = harness.difference(run, single)
-        out.write_text(json.dumps(found, indent=1))
+    compare.fit(chosen, layouts, out)
 
 
 if __name__ == "__main__":
