@@ -39,9 +39,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "torch.distributed._functional_collectives",
         "all_to_all_single",
         ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
-        "parallel/context.py",
+        "parallel/experts.py",
     ),
-    ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/context.py"),
+    ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/experts.py"),
     ("lightning.pytorch.utilities.combined_loader:CombinedLoader", "_mode", None, "data/adapter.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),

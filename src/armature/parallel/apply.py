@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
 from armature.parallel import blocks, copies, dtensors, experts, initialization, pipeline, tensor, ties
+from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
-from armature.parallel.mesh import expert_mesh
 from armature.parallel.split import bubble_share
 
 log = logging.getLogger(__name__)
@@ -103,13 +103,12 @@ def parallelize(
         if stages is None:
             positions.divide_calls(model)
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them alone
-    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
-    holders = experts.find(model, plan) if options.expert > 1 or mesh["tensor"].size() > 1 else []
-    if holders:
-        spread = expert_mesh(mesh, sizes, expert=options.expert) if expert_ranks is None else expert_ranks
-        arguments = sharding_arguments(options)
-        for holder in holders:
-            experts.shard(holder, spread, loss_ranks=sizes["replicate"] * sizes["shard"], **arguments)
+    if plan is not None and plan.experts is not None and (options.expert > 1 or mesh["tensor"].size() > 1):
+        # all ranks make the mesh's groups together, also those of a stage without experts
+        spread = meshes.expert_mesh(mesh, expert=options.expert) if expert_ranks is None else expert_ranks
+        loss_ranks, arguments = mesh["replicate"].size() * mesh["shard"].size(), sharding_arguments(options)
+        for holder in experts.find(model, plan.experts):
+            experts.shard(holder, spread, loss_ranks=loss_ranks, **arguments)
     # 3. tensor: matrices, the vocabulary and its loss
     if mesh["tensor"].size() > 1:
         sequence_parallel = options.sequence_parallel and plan is not None and plan.sequence is not None

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
 from armature.parallel import randomness
+from armature.parallel.experts import exchange
 
 
 class Positions:
@@ -136,11 +136,6 @@ def match(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """Return the style of each module that a pattern of a plan's `context` names."""
     names = [name for name, _ in model.named_modules()]
     return {name: style for pattern, style in styles.items() for name in names if fnmatchcase(name, pattern)}
-
-
-def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send x's first dim to the ranks in turn, and return what they sent here, in the same shape. Differentiable."""
-    return wait_tensor(all_to_all_single(x.contiguous(), None, None, group))
 
 
 class _Mean(torch.autograd.Function):

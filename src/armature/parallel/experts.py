@@ -22,14 +22,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from armature.models.permutation import permute
-from armature.models.plan import Plan
 
 
-def find(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
+def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     """Return the modules that hold experts, as the plan names them."""
-    if plan is None or plan.experts is None:
-        return []
-    return [module for name, module in model.named_modules() if fnmatchcase(name, plan.experts)]
+    return [module for name, module in model.named_modules() if fnmatchcase(name, pattern)]
 
 
 def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments: Any) -> None:

@@ -69,13 +69,13 @@ def context_group(sizes: Mapping[str, int]) -> dist.ProcessGroup:
     return group
 
 
-def expert_mesh(mesh: DeviceMesh, sizes: Mapping[str, int], *, expert: int) -> DeviceMesh:
+def expert_mesh(mesh: DeviceMesh, *, expert: int) -> DeviceMesh:
     """Return the same ranks as pipe × replicate × rest × expert: each stage's experts are on ranks of their own.
 
     `expert` and `rest`, which shards each expert's weights, are all ranks of a replica of a stage.
     """
-    ranks = math.prod(size for axis, size in sizes.items() if axis not in ("pipe", "replicate"))
-    shape = (sizes["pipe"], sizes["replicate"], ranks // expert, expert)
+    pipe, replicate = mesh["pipe"].size(), mesh["replicate"].size()
+    shape = (pipe, replicate, mesh.size() // (pipe * replicate * expert), expert)
     return mesh._flatten("world")._unflatten(0, shape, ("pipe", "replicate", "rest", "expert"))
 
 

@@ -107,8 +107,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
         self.module._device_mesh = self._device_mesh
         if expert > 1:
-            sizes = {axis: self._device_mesh[axis].size() for axis in self._device_mesh.mesh_dim_names or ()}
-            self.expert_ranks = mesh.expert_mesh(self._device_mesh, sizes, expert=expert)
+            self.expert_ranks = mesh.expert_mesh(self._device_mesh, expert=expert)
 
     def _rank_on(self, axis: str) -> int:
         return self.device_mesh[axis].get_local_rank()
