@@ -66,9 +66,10 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     """
     folder, held, wanted = folders.find(str(model.pretrained)), dict(model.named_parameters()), set(names)
     found = _weights(folder)
+    reader = _Reader(folder, found.files)
     if hasattr(model, "names_in"):
         theirs, held = _names_in(model, found), held | dict(model.named_buffers())
-        _load(folder, found.files, {theirs[name]: held[name].detach() for name in held if name in wanted}, alone=alone)
+        _load(reader, {theirs[name]: held[name].detach() for name in held if name in wanted}, alone=alone)
         return
     quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
@@ -76,15 +77,15 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     for name in [name for name in held if name in wanted]:
         if (parts := _parts(model, name, held[name])) is not None:
             del targets[model.pretrained_name(name)]  # pyright: ignore[reportCallIssue]
-            _read_stack(folder, found.files, parts, held[name])
+            _read_stack(reader, parts, held[name])
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
-    _load(folder, found.files, own, alone=alone)
-    _load(folder, found.files, {tied[name]: value for name, value in targets.items() if name not in own}, alone=alone)
+    _load(reader, own, alone=alone)
+    _load(reader, {tied[name]: value for name, value in targets.items() if name not in own}, alone=alone)
     for few in _few_at_once({name: linear for name, linear in quantized.items() if name in wanted}):
         named = {model.pretrained_name(nf4.weight_of(name)): linear for name, linear in few.items()}  # pyright: ignore[reportCallIssue]
         weights = {name: linear.empty_weight() for name, linear in named.items()}
-        _load(folder, found.files, weights, alone=alone)
+        _load(reader, weights, alone=alone)
         for name, linear in named.items():
             linear.fill(weights.pop(name))
 
@@ -94,13 +95,13 @@ def _parts(model: nn.Module, name: str, param: Tensor) -> list[str] | None:
     return None if stacked is None else stacked(name, param.shape[0])
 
 
-def _read_stack(folder: Path, files_of_index: list[str], parts: list[str], param: Tensor) -> None:
+def _read_stack(reader: _Reader, parts: list[str], param: Tensor) -> None:
     """Fill a stack of matrices. Each rank reads all of it and keeps its part; one stack is in memory at a time.
 
     It reads for itself: the stages of a pipeline may hold different numbers of stacks.
     """
     whole = torch.empty(param.shape, dtype=param.dtype)
-    _load(folder, files_of_index, dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
+    _load(reader, dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
     initialization.place(whole, param)
 
 
@@ -131,10 +132,9 @@ def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
         raise ConfigError(f"{error}.") from error
 
 
-def _load(folder: Path, files_of_index: list[str], tensors: dict[str, Tensor], *, alone: bool) -> None:
+def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:
     try:
         with storage.expect_single_process():
-            reader = _Reader(folder, files_of_index)
             dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
     except CheckpointException as error:
         raise storage.failure(error) from error
@@ -146,9 +146,15 @@ class _Reader(HuggingFaceStorageReader):
     def __init__(self, folder: Path, names: list[str]) -> None:
         super().__init__(str(folder))
         self._wanted = {str(folder / name) for name in names}
+        self._metadata: Metadata | None = None
 
     @override
     def read_metadata(self) -> Metadata:
+        if self._metadata is None:  # of all files' headers: once, however many parts are read one after another
+            self._metadata = self._read_headers()
+        return self._metadata
+
+    def _read_headers(self) -> Metadata:
         listed = self.fs.ls
         try:
             self.fs.ls = lambda path: [file for file in listed(path) if file in self._wanted]

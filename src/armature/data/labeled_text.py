@@ -144,14 +144,16 @@ class LabeledTextData(LabeledData):
             )
         encoder = tokenizer.read(file)
         with tokenizer.all_cores():
-            lengths = [len(each.ids) for each in encoder.encode_batch(content.texts)]
-            encoder.enable_truncation(self.context)  # keeps the special tokens at the end
             ids = [np.array(each.ids, np.int32) for each in encoder.encode_batch(content.texts)]
+            longest, cut = max(map(len, ids)), [i for i, own in enumerate(ids) if len(own) > self.context]
+            encoder.enable_truncation(self.context)  # keeps the special tokens at the end
+            for i, each in zip(cut, encoder.encode_batch([content.texts[i] for i in cut]), strict=True):
+                ids[i] = np.array(each.ids, np.int32)
         if (empty := next((i for i, own in enumerate(ids) if not len(own)), None)) is not None:
             raise ConfigError(f"{content.places[empty]}: the text has no tokens. Fill it in, or remove the row.")
-        if cut := sum(length > self.context for length in lengths):
+        if cut:
             log.info(
-                "data.context=%d cuts %d of %d texts, of up to %d tokens.", self.context, cut, len(ids), max(lengths)
+                "data.context=%d cuts %d of %d texts, of up to %d tokens.", self.context, len(cut), len(ids), longest
             )
         return ids
 

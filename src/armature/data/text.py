@@ -52,7 +52,7 @@ class TokenData(DataModule):
 
     def prompts(self, count: int = 3) -> list[str]:
         """Return beginnings of lines of held-out text, to show what a model makes of them; [] if none can be read."""
-        samples: Any = self.dataset("val")
+        samples: Any = self._dataset("val")
         if self.tokenizer is None or not hasattr(samples, "__getitem__") or not len(samples):
             return []
         places = [len(samples) * (2 * i + 1) // (2 * count) for i in range(count)]
