@@ -43,7 +43,6 @@ from armature.layout import Layout
 from armature.loading import build_task
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group, scaler
-from armature.strategies.base import StrategyMixin
 from armature.training import not_finite, report, run_report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
@@ -232,8 +231,7 @@ def fit_and_test(run: Run) -> None:
         raise ConfigError(str(error)) from error
     step_log.csv.flush()
     task: Any = run.task
-    strategy = StrategyMixin.find(trainer)
-    can_preview = hasattr(task, "preview") and (strategy is None or strategy.can_generate)
+    can_preview = hasattr(task, "preview") and run_report.can_sample(trainer)
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,

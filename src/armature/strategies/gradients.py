@@ -102,22 +102,19 @@ class GradientMixin(LayoutMixin):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        complete = self.completes_step
-        if self.update_mask is None:
-            result = super().optimizer_step(optimizer, *args, **kwargs)
-            self._rebalance_experts(complete)
-            return result
+        complete, result, left_out = self.completes_step, None, False
         try:
-            result = super().optimizer_step(optimizer, *args, **kwargs)
-            self._rebalance_experts(complete)
+            try:
+                result = super().optimizer_step(optimizer, *args, **kwargs)
+            except StepLeftOut:  # of the mask
+                left_out = True
+            self._rebalance_experts(complete, left_out=left_out)
             return result
-        except StepLeftOut:
-            self._rebalance_experts(complete, left_out=True)
-            return None
         finally:
-            if self.scaler is not None:
-                self.update_mask.left_out = self.skipped_step
-            self.update_mask.step_ended()
+            if self.update_mask is not None:
+                if self.scaler is not None:
+                    self.update_mask.left_out = self.skipped_step
+                self.update_mask.step_ended()
 
     @property
     def completes_step(self) -> bool:

@@ -19,8 +19,7 @@ def cost(args: Mapping[str, Any]) -> Cost:
     width, layers, dense = args["width"], args["layers"], args.get("dense_layers", 0)
     experts, active, hidden = args["experts"], args["active"], args["expert_hidden"]
     shared, share = args.get("shared_hidden") or 0, 1 - dense / layers  # of the blocks that are mixtures
-    alike = decoder_cost({**args, "ffn_hidden": args.get("ffn_hidden") or ffn_hidden_of(width)})
-    ffn = args.get("ffn_hidden") or ffn_hidden_of(width)
+    alike, ffn = decoder_cost(args), args.get("ffn_hidden") or ffn_hidden_of(width)
     own = round(share * 3 * width * hidden * experts)
     used = round(share * (3 * width * (hidden * active + shared) + width * experts))
     without = round(share * 3 * width * ffn)
