@@ -18,11 +18,10 @@ from armature.pages import compare, history
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="two or more run directories")
-    parser.add_argument("--out", default="compare.html", help="the page to write (or out=FILE)")
+    parser.add_argument("--out", type=Path, help="the page to write (or out=FILE)")
     args = parser.parse_args()
-    typed = [word.removeprefix("out=") for word in args.runs if word.startswith("out=")]
-    out = Path(typed[-1] if typed else args.out)
-    named = [Path(word) for word in args.runs if not word.startswith("out=")]
+    words, out = cli.out_file(args.runs, args.out)
+    out, named = out or Path("compare.html"), [Path(word) for word in words]
     folders = {path.parent for path in named if path.is_dir()}
     # a sweep's outputs/rates/* also names its trials.csv and report.html
     paths = [path for path in named if not (path.is_file() and path.parent in folders)]

@@ -22,7 +22,7 @@ from armature.pages import chart, compare, curves, history
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("runs", nargs="+", help="run directories")
     parser.add_argument("--metric", default="train/loss", help="a column of metrics.csv or timings.csv (train/loss)")
     parser.add_argument("--x", default="step", help="the horizontal axis: step, epoch, samples or tokens (step)")
     parser.add_argument("--log", action="store_true", help="a logarithmic vertical axis")
@@ -32,10 +32,8 @@ def main() -> None:
     parser.add_argument("--theme", choices=("auto", "light", "dark", "both"), default="auto", help="auto: the reader's")
     parser.add_argument("--out", type=Path, help="the file to write (or out=FILE)")
     args = parser.parse_args()
-    typed = [path for path in args.runs if str(path).startswith("out=")]
-    args.runs = [path for path in args.runs if path not in typed]
-    out = Path(str(typed[-1]).removeprefix("out=")) if typed else args.out
-    runs = read_runs(args.runs, parser)
+    words, out = cli.out_file(args.runs, args.out)
+    runs = read_runs([Path(word) for word in words], parser)
     if args.smooth is not None and args.smooth < 1:
         parser.error(f"--smooth {args.smooth}: type a number of values of at least 1; 1 does not smooth")
     if problems := missing(runs, args.metric, args.x):

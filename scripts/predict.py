@@ -33,9 +33,7 @@ def main() -> None:
     parser = cli.run_parser(__doc__)
     parser.add_argument("--out", type=Path, help="a .csv, .jsonl or .parquet file to write (or out=FILE)")
     args = cli.parse_arguments(parser)
-    typed = [each for each in args.overrides if each.startswith("out=")]
-    args.overrides = [each for each in args.overrides if each not in typed]
-    args.out = Path(typed[-1].removeprefix("out=")) if typed else args.out
+    args.overrides, args.out = cli.out_file(args.overrides, args.out)
     end_on_signals()
     try:
         run(args, out=args.out)

@@ -27,6 +27,7 @@ import yaml
 
 from armature.checkpoint import directory
 from armature.launcher.run_state import read_summary, state
+from armature.pages import columns
 
 DEPTH = 4  # folders below a typed one in which runs are looked for
 COLUMNS = ("run", "state", "step", "best", "age", "size")
@@ -144,10 +145,7 @@ def number(text: str) -> float | None:
 
 
 def table(runs: list[Run], *, now: float) -> str:
-    rows = [COLUMNS, *(cells(run, now) for run in runs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+    return "\n".join(columns.aligned([COLUMNS, *(cells(run, now) for run in runs)]))
 
 
 def cells(run: Run, now: float) -> tuple[str, ...]:

@@ -249,6 +249,12 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
+def out_file(words: Sequence[str], given: Path | None) -> tuple[list[str], Path | None]:
+    """Return the words but out=FILE, and the file of the last such word, or `given` by --out."""
+    typed = [word for word in words if word.startswith("out=")]
+    return [word for word in words if word not in typed], Path(typed[-1].removeprefix("out=")) if typed else given
+
+
 def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of a command line, and its KEY=VALUE. `purpose` of these is said of any other word."""
     args, typed = parser.parse_known_args()

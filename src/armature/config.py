@@ -144,7 +144,7 @@ def load(file: Path) -> DictConfig:
 
     Raises ConfigError for a damaged one, and one that was made to fill the memory.
     """
-    cfg = _read(file)
+    cfg = read_raw(file)
     groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}
     if any(field.name not in (cfg.get(name) or {}) for name, kind in groups.items() for field in fields(kind)):
         train = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
@@ -154,7 +154,8 @@ def load(file: Path) -> DictConfig:
     return cfg  # pyright: ignore[reportReturnType]
 
 
-def _read(file: Path) -> DictConfig:
+def read_raw(file: Path) -> DictConfig:
+    """Return a config.yaml as it is. Raises ConfigError as `load` does."""
     try:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} bytes")
@@ -178,7 +179,7 @@ def require_groups(cfg: DictConfig, file: Path) -> None:
 def is_of_a_run(file: Path) -> bool:
     """Return whether a config.yaml has the groups of a run: other programs write files of this name, too."""
     try:
-        return file.is_file() and not _lacking(_read(file))
+        return file.is_file() and not _lacking(read_raw(file))
     except ConfigError:
         return False
 

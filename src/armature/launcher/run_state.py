@@ -10,12 +10,12 @@ from armature.launcher import lock
 
 def read_summary(path: Path) -> dict[str, Any]:
     """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
-    file = path / "summary.json"
+    file, typed = path / "summary.json", path / "overrides.txt"
     try:
-        if file.stat().st_mtime < (path / "overrides.txt").stat().st_mtime:
+        if typed.exists() and file.stat().st_mtime < typed.stat().st_mtime:
             return {}
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

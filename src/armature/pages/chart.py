@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 POINTS = 500  # of a line, at most twice as many: a chart has fewer pixels
@@ -56,7 +56,6 @@ class Chart:
     width: int = 560
     height: int = 280
     from_zero: bool = False
-    points: int = field(default=POINTS)
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
@@ -244,7 +243,7 @@ class _Plot:
         return parts
 
     def line(self, line: Line) -> Iterable[str]:
-        xs, ys = thin(line.xs, line.ys, self.chart.points)
+        xs, ys = thin(line.xs, line.ys, POINTS)
         pieces: list[list[str]] = [[]]
         for x, y in zip(xs, ys, strict=True):
             if math.isfinite(x) and math.isfinite(y) and (y > 0 or not self.chart.log):

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from armature.errors import masked
-from armature.pages import chart, curves
+from armature.pages import chart, columns, curves
 from armature.pages.history import History
 from armature.pages.page import charts, number, page, plain_charts, shown, table
 
@@ -158,6 +158,4 @@ def text(runs: Sequence[History]) -> str:
         rows.append([name, *(f"{cell}*" if i in top else cell for i, cell in enumerate(cells))])
     rows += [[key, *(str(value) for value in values)] for key, values in differences(runs).items()]
     cut = [[cell if len(cell) <= 40 else cell[:39] + "…" for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cut) for i in range(len(cut[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut)
-    return "\n".join(lines)
+    return "\n".join(columns.aligned(cut))

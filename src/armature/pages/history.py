@@ -14,10 +14,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from armature.config import CONFIGS, read_raw
+from armature.errors import ConfigError
+from armature.launcher.run_state import read_summary
+
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
-DEFAULTS = Path(__file__).parents[3] / "configs"
 WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
-LARGEST = 1_000_000  # bytes of a config.yaml, as in armature.config
 Table = dict[str, list[float]]  # columns of equal length, NaN where a row has no value
 
 
@@ -105,18 +107,6 @@ def _number(text: str) -> float | None:
         return None
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
-    file, typed = path / "summary.json", path / "overrides.txt"
-    try:
-        if typed.exists() and file.stat().st_mtime < typed.stat().st_mtime:
-            return {}
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def read_events(file: Path) -> list[dict[str, Any]]:
     """Return the events, without samples that a later start, which resumed before them, has made void."""
     events: list[dict[str, Any]] = []
@@ -145,10 +135,8 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 def read_config(file: Path) -> dict[str, Any]:
     """Return a configuration by dotted key, unresolved."""
     try:
-        if file.stat().st_size > LARGEST:
-            return {}
-        found = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except Exception:  # of YAML and OmegaConf, for whatever the file holds
+        found = OmegaConf.to_container(read_raw(file), resolve=False)
+    except (ConfigError, RecursionError):  # it may be nested without end
         return {}
     return {key: value for key, value in flat(found) if not f"{key}.".startswith(tuple(f"{name}." for name in WRITTEN))}
 
@@ -163,7 +151,7 @@ def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def defaults(folder: Path = DEFAULTS) -> dict[str, Any]:
+def defaults(folder: Path = CONFIGS) -> dict[str, Any]:
     """Return by dotted key what train.yaml selects if nothing is typed. {} if it cannot be read."""
     try:
         return dict(flat(_composed(folder, "train", group="")))

@@ -29,7 +29,7 @@ def page(title: str, body: Iterable[str]) -> str:
     ])  # fmt: skip
 
 
-def charts(drawn: Sequence[chart.Chart], *, name: str, log_at_first: bool = False) -> str:
+def charts(drawn: Sequence[chart.Chart], *, name: str) -> str:
     """Return charts with a switch between a linear and a logarithmic axis, which needs no script.
 
     Args:
@@ -44,8 +44,7 @@ def charts(drawn: Sequence[chart.Chart], *, name: str, log_at_first: bool = Fals
         boxes.append(
             f'<div class="chart"><div class="linear">{linear}</div><div class="logarithmic">{logarithmic}</div></div>'
         )
-    checked = " checked" if log_at_first else ""
-    switch = f'<input type="checkbox" class="log" id="{name}"{checked}> <label for="{name}">logarithmic axis</label>'
+    switch = f'<input type="checkbox" class="log" id="{name}"> <label for="{name}">logarithmic axis</label>'
     return f'<div>{switch}<div class="charts">{"".join(boxes)}</div></div>'
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from armature import files
 from armature.errors import error_line, masked
+from armature.pages import columns
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 20  # of the printed table
@@ -55,10 +56,9 @@ def conclude(folder: Path) -> None:
     csv.writer(text, lineterminator="\n").writerows(rows)
     files.replace(folder / "trials.csv", text.getvalue())
     files.replace(folder / "report.html", report.html(sweep, shares))
-    finished = sum(trial.state == "finished" for trial in sweep.trials)
-    order = "highest" if sweep.mode == "max" else "lowest"
-    lines = [f"\n{folder}: {finished} of {len(sweep.trials)} trials finished; {sweep.monitor}, {order} first"]
-    lines += aligned(rows[: MOST_ROWS + 1])
+    done = f"{sweep.finished} of {len(sweep.trials)} trials finished"
+    lines = [f"\n{folder}: {done}; {sweep.monitor}, {sweep.order} first"]
+    lines += columns.aligned(rows[: MOST_ROWS + 1])
     if len(rows) > MOST_ROWS + 1:
         lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
     if shares:
@@ -66,8 +66,3 @@ def conclude(folder: Path) -> None:
     if sweep.ranked:
         lines.append(f"best: {sweep.ranked[0].path}; all of them: {folder / 'report.html'}")
     print(masked("\n".join(lines)), file=sys.stderr)
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

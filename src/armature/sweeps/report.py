@@ -30,13 +30,12 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 320, 200, 46, 28, 12  # of a plot
 def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
     """Return the page."""
     name, rows = escape(sweep.path.name), trials.table(sweep)
-    order = "highest" if sweep.mode == "max" else "lowest"
-    finished = sum(trial.state == "finished" for trial in sweep.trials)
     plots = [_scatter(sweep, key) for key in sweep.keys] if len(sweep.ranked) > 1 else []
     parts = [
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>',
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style>',
-        f"<h1>{name}</h1><p>{finished} of {len(rows) - 1} trials finished. {escape(sweep.monitor)}, {order} first.</p>",
+        f"<h1>{name}</h1><p>{sweep.finished} of {len(rows) - 1} trials finished. "
+        f"{escape(sweep.monitor)}, {sweep.order} first.</p>",
         f'<div class="wide"><table>{"".join(_row(row, i) for i, row in enumerate(rows))}</table></div>',
     ]
     if shares:

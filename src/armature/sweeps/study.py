@@ -41,7 +41,7 @@ def where(folder: Path) -> str | None:
     return journal(folder) if (folder / JOURNAL).is_file() else None
 
 
-def open_study(where: str, *, name: str, mode: str = "min", pruner: Any = None, create: bool = True) -> Any:
+def open_study(where: str, *, name: str, mode: str = "min", create: bool = True) -> Any:
     """Return the study in a journal file, or in a database that `where` names by a URL.
 
     Raises:
@@ -54,10 +54,8 @@ def open_study(where: str, *, name: str, mode: str = "min", pruner: Any = None, 
         file = storages.journal.JournalFileBackend
         storage = where if "://" in where else storages.JournalStorage(file(where))
         if not create:
-            return optuna.load_study(study_name=name, storage=storage, pruner=pruner)
-        return optuna.create_study(
-            study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True, pruner=pruner
-        )
+            return optuna.load_study(study_name=name, storage=storage)
+        return optuna.create_study(study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True)
     except Exception as error:  # of any database's driver
         raise ConfigError(f"hydra.sweeper.storage={where}: {error_line(error)}. Type null for a file.") from error
 

@@ -40,6 +40,14 @@ class Sweep:
     def ranked(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.metric is not None]
 
+    @property
+    def finished(self) -> int:
+        return sum(trial.state == "finished" for trial in self.trials)
+
+    @property
+    def order(self) -> str:
+        return "highest" if self.mode == "max" else "lowest"
+
 
 def read(folder: Path) -> Sweep | None:
     """Return the sweep in a directory, or None if no trial has begun."""
