@@ -12,10 +12,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from armature import cli, files
+from armature.launcher.streams import make_lasting
 from armature.pages import compare, history
 
 
 def main() -> None:
+    make_lasting()  # `| head` ends no command before its page is written
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="two or more run directories")
     parser.add_argument("--out", type=Path, help="the page to write (or out=FILE)")

@@ -27,6 +27,7 @@ import yaml
 
 from armature.checkpoint import directory
 from armature.launcher.run_state import read_summary, state
+from armature.launcher.streams import make_lasting
 from armature.pages import columns
 
 DEPTH = 4  # folders below a typed one in which runs are looked for
@@ -49,6 +50,7 @@ class Run:
 
 
 def main() -> None:
+    make_lasting()  # `| head` may end first
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, default=[Path("outputs")], help="folders of runs, or runs")
     parser.add_argument("--sort", choices=("age", "best", "size", "run"), default="age")
