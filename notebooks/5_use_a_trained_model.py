@@ -20,7 +20,7 @@ import torch
 from tools import fresh, run
 
 folder = fresh("5")
-run("python train.py experiment=digits trainer.max_epochs=8 logger=none run.name=digits", folder=folder)
+run("python train.py experiment=digits trainer.max_epochs=5 logger=none run.name=digits", folder=folder)
 
 # %% [markdown]
 # ## Load

@@ -12,7 +12,7 @@ from armature.pages.page import page, plain_charts, table
 from armature.sweeps import trials
 from armature.sweeps.trials import Sweep
 
-MOST_VALUES = 8  # of a key that are named at its axis; with more, round numbers are
+MOST_LETTERS = 40  # of a key's values that are named at its axis; with more, round numbers are
 
 
 def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
@@ -30,12 +30,13 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
         body.append(table([[escape(key), f"{share:.0%}", _bar(share)] for key, share in shares.items()]))
     if len(sweep.ranked) > 1:
         title = f"{sweep.monitor} by value"
-        body += [f"<h2>{escape(title)}</h2>", plain_charts([_scatter(sweep, key) for key in sweep.keys])]
+        body.append(f'<h2>{escape(title)}</h2><p class="quiet">One dot per trial, the best in orange.</p>')
+        body.append(plain_charts([_scatter(sweep, key) for key in sweep.keys]))
     return masked(page(name, body))
 
 
 def _bar(share: float) -> str:
-    return f'<div class="bar" style="width:{max(1, 240 * share):.0f}px"></div>'
+    return f'<div class="bar" style="width:{max(1, 140 * share):.0f}px"></div>'
 
 
 def _scatter(sweep: Sweep, key: str) -> chart.Chart:
@@ -50,7 +51,7 @@ def _scatter(sweep: Sweep, key: str) -> chart.Chart:
     else:
         places = {text: math.log10(number) if log else number for text, number in numbers.items()}
     ticks = [(place, trials.short(text)[:24]) for text, place in places.items()]
-    if not words and len(texts) > MOST_VALUES:
+    if not words and sum(map(len, texts)) > MOST_LETTERS:
         ends = min(numbers.values()), max(numbers.values())
         rounded = chart.log_ticks(*ends) if log else chart.linear_ticks(*ends)
         ticks = [(math.log10(number) if log else number, chart.number(number)) for number in rounded]
@@ -63,6 +64,4 @@ def _scatter(sweep: Sweep, key: str) -> chart.Chart:
                 title=f"trial {trial.number}: {text}, {metric:.5g}",
             )
         )  # fmt: skip
-    return chart.Chart(
-        title=sweep.monitor, lines=dots, x_label=f"{key}{' (log)' if log else ''}", x_ticks=sorted(ticks), x_margin=0.06
-    )
+    return chart.Chart(title=key, lines=dots, x_label="log scale" if log else "", x_ticks=sorted(ticks), x_margin=0.06)
