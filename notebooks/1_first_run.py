@@ -22,7 +22,7 @@ from tools import curves, fresh, history, run
 folder = fresh("1")
 
 # %%
-run("python train.py experiment=digits trainer.max_epochs=8 trainer.val_every_n_steps=23 run.name=first", folder=folder)
+run("python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16 run.name=first", folder=folder)
 
 # %% [markdown]
 # The first line says how the run is laid out. Everything else is in one folder:
@@ -51,7 +51,7 @@ curves({"first": first}, "val/accuracy")
 
 # %%
 run(
-    "python train.py experiment=digits trainer.max_epochs=8 trainer.val_every_n_steps=23 optimizer.lr=2e-3 run.name=slower",
+    "python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16 optimizer.lr=2e-3 run.name=slower",
     folder=folder,
 )
 

@@ -28,7 +28,7 @@ for name in ("configs", "src"):
 shutil.copy(ROOT / "train.py", clone)
 
 # %% [markdown]
-# The commands of README.md:
+# What `make new NAME=mine` does, by hand (it writes a test as well):
 
 # %%
 copying = r"""

@@ -56,7 +56,33 @@ for name, path in runs.items():
     print(f"{name:9} {', '.join(f'{gib:.2f} GiB' for gib in newest)}")
 
 # %% [markdown]
-# What it saves on GPUs: Llama 3 8B on eight H100s, by formulas, without a GPU. The rows are ways to lay the run out; the
+# ## What each sends
+# Rank 0 counts the collectives of one optimizer step: bytes of the tensor that is reduced, gathered or sent. `ddp` reduces
+# all gradients once. `fsdp` gathers the weights and scatters the reduced gradients, here for each of its two micro-batches.
+# `tensor` reduces activations, and `pipeline` sends them to the next stage. What is left are a few numbers, such as the norm
+# of the gradients.
+
+# %%
+from armature import cli
+from armature.pages import columns
+from armature.simulation import measured
+
+steps = measured.measure([(cli.compose(["experiment=parity", *typed.split()]), 0) for typed in layouts.values()])
+table = [["strategy", "collective", "calls", "bytes"]]
+for name, step in zip(layouts, steps, strict=True):
+    by_kind = {}
+    for _, kind, _, calls, size in step["volumes"]:
+        before = by_kind.get(kind, (0, 0))
+        by_kind[kind] = (before[0] + int(calls), before[1] + int(size))
+    table += [[name, kind, f"{calls:,}", f"{size:,}"] for kind, (calls, size) in by_kind.items()] or [
+        [name, "none", "", ""]
+    ]
+print("\n".join(columns.aligned(table)))
+assert {row[1] for row in table if row[0] == "fsdp"} >= {"all_gather", "reduce_scatter"}
+
+# %% [markdown]
+# ## On GPUs
+# What sharding saves there: Llama 3 8B on eight H100s, by formulas, without a GPU. The rows are ways to lay the run out; the
 # columns say what fits, the memory per rank, and what limits the step.
 
 # %%

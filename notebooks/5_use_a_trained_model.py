@@ -20,7 +20,7 @@ import torch
 from tools import fresh, run
 
 folder = fresh("5")
-run("python train.py experiment=digits trainer.max_epochs=8 logger=none run.name=digits", folder=folder)
+run("python train.py experiment=digits trainer.max_epochs=5 logger=none run.name=digits", folder=folder)
 
 # %% [markdown]
 # ## Load
@@ -82,6 +82,7 @@ from torch.utils.data import DataLoader
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning)
+warnings.filterwarnings("ignore", category=FutureWarning)  # torch, of Lightning's own code
 train, held_out = (
     DataLoader(data.dataset(split), batch_size=64, shuffle=split == "train") for split in ("train", "val")
 )

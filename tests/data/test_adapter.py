@@ -369,6 +369,14 @@ def test_ranks_with_other_data_are_refused(tmp_path):
         data.train_dataloader()
 
 
+def test_the_number_of_workers_is_that_of_the_training_loader():
+    data = PlainData(Plain(LOADERS["workers"]), seed=5)
+    data.setup("fit")
+    data.trainer = type("Trainer", (), {"strategy": SingleDeviceStrategy(), "accumulate_grad_batches": 1})()
+    data.train_dataloader()
+    assert data.num_workers == 2  # what the advice to a run that waits for data is about
+
+
 def config(**data):
     return OmegaConf.create({"seed": 3, "data": {"_target_": f"{__name__}.Plain", **data}})
 

@@ -290,6 +290,8 @@ class PlainData(DataModule):
         options = {**read.options, **options}
         if self._typed["num_workers"] is not None:
             options["num_workers"] = self._typed["num_workers"]
+        if training:
+            self.num_workers = options["num_workers"]  # for the advice to a run that waits for data
         if not options["num_workers"]:
             options = {
                 k: v for k, v in options.items() if k not in ("prefetch_factor", "multiprocessing_context", "timeout")

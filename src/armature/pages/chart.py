@@ -41,11 +41,15 @@ class Line:
     width: float = 1.8
     opacity: float = 1.0
     dots: bool = False  # few values: show where they are
+    title: str = ""  # of its dots, shown under the mouse
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one horizontal axis. `marks` are dashed vertical lines with a text."""
+    """Curves over one horizontal axis. `marks` are dashed vertical lines with a text.
+
+    `x_ticks` replace round numbers where they do not overlap; `x_margin` is a share of the axis, at both ends.
+    """
 
     title: str
     lines: Sequence[Line]
@@ -56,6 +60,8 @@ class Chart:
     width: int = 560
     height: int = 280
     from_zero: bool = False
+    x_ticks: Sequence[tuple[float, str]] = ()
+    x_margin: float = 0.0
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
@@ -172,6 +178,8 @@ class _Plot:
         self.x_low, self.x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
         if self.x_high <= self.x_low:
             self.x_high = self.x_low + 1.0
+        margin = chart.x_margin * (self.x_high - self.x_low)
+        self.x_low, self.x_high = self.x_low - margin, self.x_high + margin
         self.y_low, self.y_high = self._vertical(ys)
         self.middle = (LEFT + chart.width - RIGHT) / 2
 
@@ -209,8 +217,13 @@ class _Plot:
                 f'<line x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--grid)"/>'
             )
             parts.append(_text(LEFT - 8, y + 4, number(value), anchor="end"))
-        for value in linear_ticks(self.x_low, self.x_high, count=max(3, chart.width // 110)):
-            parts.append(_text(self.x(value), bottom + 17, number(value), anchor="middle"))
+        round_numbers = linear_ticks(self.x_low, self.x_high, count=max(3, chart.width // 110))
+        free = 0.0
+        for value, text in chart.x_ticks or [(value, number(value)) for value in round_numbers]:
+            half = LETTER * len(text) / 2
+            if self.x(value) - half >= free:
+                parts.append(_text(self.x(value), bottom + 17, text, anchor="middle"))
+                free = self.x(value) + half + 6
         parts.append(_text(chart.width - RIGHT, bottom + 32, chart.x_label, anchor="end", size=11))
         if chart.log:
             parts.append(_text(LEFT - 46, bottom + 32, "log scale", size=11))
@@ -259,7 +272,8 @@ class _Plot:
                 )
             for point in piece if line.dots or len(piece) == 1 else ():
                 x, y = point.split(",")
-                yield f'<circle cx="{x}" cy="{y}" r="{max(2.6, line.width):.1f}" fill="{color}"/>'
+                title = f"><title>{escape(line.title)}</title></circle>" if line.title else "/>"
+                yield f'<circle cx="{x}" cy="{y}" r="{max(2.6, line.width):.1f}" fill="{color}"{title}'
 
 
 def linear_ticks(low: float, high: float, *, count: int = 6) -> list[float]:

@@ -31,7 +31,9 @@ def measure(cases: Sequence[tuple[DictConfig, int]]) -> list[dict[str, Any]]:
         file.flush()
         command = [sys.executable, "-m", "armature.simulation.measured", file.name]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode:
+        raise RuntimeError(f"exit code {result.returncode}:\n{result.stderr}")
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""report.html of a sweep: one self-contained file with the ranked table, the importance of the keys, and plots."""
+"""report.html of a sweep: the ranked table, the importance of the keys, and the metric over each key."""
 
 from __future__ import annotations
 
@@ -6,94 +6,62 @@ import math
 from collections.abc import Mapping
 from html import escape
 
+from armature.errors import masked
+from armature.pages import chart
+from armature.pages.page import page, plain_charts, table
 from armature.sweeps import trials
 from armature.sweeps.trials import Sweep
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --faint: #8a8a8e; --line: #e2e2e6; --mark: #2f6fde; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ececf0; --paper: #17171a; --faint: #8e8e96; --line: #33333a; --mark: #7aa7ff; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-tr.best td { font-weight: 600; } p { color: var(--faint); }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1.2rem; }
-svg { width: 100%; height: auto; } svg text { font-size: 10px; fill: var(--faint); }
-svg line { stroke: var(--line); } svg circle { fill: var(--mark); fill-opacity: .75; } svg rect { fill: var(--mark); }
-"""
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 320, 200, 46, 28, 12  # of a plot
+MOST_LETTERS = 40  # of a key's values that are named at its axis; with more, round numbers are
 
 
 def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
     """Return the page."""
-    name, rows = escape(sweep.path.name), trials.table(sweep)
-    plots = [_scatter(sweep, key) for key in sweep.keys] if len(sweep.ranked) > 1 else []
-    parts = [
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>',
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style>',
-        f"<h1>{name}</h1><p>{sweep.finished} of {len(rows) - 1} trials finished. "
-        f"{escape(sweep.monitor)}, {sweep.order} first.</p>",
-        f'<div class="wide"><table>{"".join(_row(row, i) for i, row in enumerate(rows))}</table></div>',
+    name, (head, *rows) = sweep.path.name, trials.table(sweep)
+    best = ["best"] if sweep.ranked else []
+    body = [
+        f"<h1>{escape(name)}</h1>",
+        f'<p class="quiet">{sweep.finished} of {len(rows)} trials finished · '
+        f"{escape(sweep.monitor)}, {sweep.order} first</p>",
+        table([[escape(cell) for cell in row] for row in rows], head, classes=best),
     ]
     if shares:
-        parts.append(f"<h2>Importance</h2><p>Share in the differences of the metric.</p>{_bars(shares)}")
-    if plots:
-        parts.append(f'<h2>{escape(sweep.monitor)} by value</h2><div class="plots">{"".join(plots)}</div>')
-    return "\n".join(parts) + "\n"
+        body.append('<h2>Importance</h2><p class="quiet">Share in the differences of the metric.</p>')
+        body.append(table([[escape(key), f"{share:.0%}", _bar(share)] for key, share in shares.items()]))
+    if len(sweep.ranked) > 1:
+        title = f"{sweep.monitor} by value"
+        body.append(f'<h2>{escape(title)}</h2><p class="quiet">One dot per trial, the best in orange.</p>')
+        body.append(plain_charts([_scatter(sweep, key) for key in sweep.keys]))
+    return masked(page(name, body))
 
 
-def _row(cells: list[str], i: int) -> str:
-    tag = "td" if i else "th"
-    best = ' class="best"' if cells[0] == "1" else ""
-    return f"<tr{best}>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+def _bar(share: float) -> str:
+    return f'<div class="bar" style="width:{max(1, 140 * share):.0f}px"></div>'
 
 
-def _bars(shares: Mapping[str, float]) -> str:
-    bars = []
-    for i, (key, share) in enumerate(shares.items()):
-        y = 22 * i
-        bars.append(
-            f'<text x="0" y="{y + 14}">{escape(key)}</text><rect x="170" y="{y + 4}" width="{max(1, 240 * share):.0f}" '
-            f'height="12" rx="2"/><text x="{176 + 240 * share:.0f}" y="{y + 14}">{share:.0%}</text>'
-        )
-    return f'<svg viewBox="0 0 460 {22 * len(shares)}" style="max-width: 34rem">{"".join(bars)}</svg>'
-
-
-def _scatter(sweep: Sweep, key: str) -> str:
-    """Return a plot of the metric over one key: numbers on a linear or logarithmic axis, words side by side."""
-    pairs = [(trial.values.get(key, "–"), trial.metric) for trial in sweep.ranked]
-    words = sorted({text for text, _ in pairs})
-    numbers = [trials.as_number(text) for text in words]
-    spans = all(number is not None and number > 0 for number in numbers)
-    spans = spans and max(filter(None, numbers), default=0) > 50 * min(filter(None, numbers), default=1)
-    if None in numbers:
-        place = {text: float(i) for i, text in enumerate(words)}
+def _scatter(sweep: Sweep, key: str) -> chart.Chart:
+    """Return the metric over one key: numbers on a linear or logarithmic axis, words side by side."""
+    texts = sorted({trial.values.get(key, "–") for trial in sweep.ranked})
+    found = {text: trials.as_number(text) for text in texts}
+    numbers = {text: number for text, number in found.items() if number is not None}
+    words = len(numbers) < len(texts)
+    log = not words and min(numbers.values()) > 0 and max(numbers.values()) > 50 * min(numbers.values())
+    if words:
+        places = {text: float(i) for i, text in enumerate(texts)}
     else:
-        place = {text: math.log10(n) if spans else n for text, n in zip(words, numbers, strict=True) if n is not None}
-    xs, ys = list(place.values()), [metric for _, metric in pairs if metric is not None]
-    points = "".join(
-        f'<circle cx="{_scaled(place[text], xs, LEFT + 8, WIDTH - 14):.1f}" '
-        f'cy="{_scaled(metric, ys, HEIGHT - BOTTOM - 6, TOP):.1f}" r="4">'
-        f"<title>{escape(text)}: {metric:.5g}</title></circle>"
-        for text, metric in pairs
-        if metric is not None
-    )
-    ends = sorted(place, key=lambda text: place[text])
-    return (
-        f'<figure style="margin:0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f'<line x1="{LEFT}" x2="{LEFT}" y1="{TOP - 6}" y2="{HEIGHT - BOTTOM}"/>'
-        f'<line x1="{LEFT}" x2="{WIDTH}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>{points}'
-        f'<text x="0" y="{TOP + 4}">{max(ys):.4g}</text><text x="0" y="{HEIGHT - BOTTOM - 2}">{min(ys):.4g}</text>'
-        f'<text x="{LEFT}" y="{HEIGHT - 14}">{escape(trials.short(ends[0]))}</text>'
-        f'<text x="{WIDTH - 2}" y="{HEIGHT - 14}" text-anchor="end">{escape(trials.short(ends[-1]))}</text>'
-        f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 2}" text-anchor="middle">'
-        f"{escape(key)}{' (log)' if spans else ''}</text></svg></figure>"
-    )
-
-
-def _scaled(value: float, values: list[float], low: float, high: float) -> float:
-    span = max(values) - min(values)
-    return (low + high) / 2 if span == 0 else low + (value - min(values)) / span * (high - low)
+        places = {text: math.log10(number) if log else number for text, number in numbers.items()}
+    ticks = [(place, trials.short(text)[:24]) for text, place in places.items()]
+    if not words and sum(map(len, texts)) > MOST_LETTERS:
+        ends = min(numbers.values()), max(numbers.values())
+        rounded = chart.log_ticks(*ends) if log else chart.linear_ticks(*ends)
+        ticks = [(math.log10(number) if log else number, chart.number(number)) for number in rounded]
+    dots, best = [], sweep.ranked[0]
+    for trial in reversed(sweep.ranked):  # the best on top
+        text, metric = trial.values.get(key, "–"), trial.metric or 0.0
+        dots.append(
+            chart.Line(
+                xs=[places[text]], ys=[metric], color=int(trial is best), width=4.5,
+                title=f"trial {trial.number}: {text}, {metric:.5g}",
+            )
+        )  # fmt: skip
+    return chart.Chart(title=key, lines=dots, x_label="log scale" if log else "", x_ticks=sorted(ticks), x_margin=0.06)
