@@ -109,6 +109,19 @@ def report(
     return lines
 
 
+def adapted(candidates: Sequence[Candidate], *, typed: str, unit: str) -> list[str]:
+    """Return the commands that train adapters where full training does not fit."""
+    if not candidates:
+        return []
+    count = candidates[0].world_size
+    lines = ["", f"Weights that are trained already (model.pretrained) can be fine-tuned on {count} by adapters:"]
+    for each in candidates:
+        low, high = each.units_per_second
+        lines.append(f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}")
+        lines.append(f"    {each.peak_bytes / GIB:.1f} GiB, {low:,.0f}-{high:,.0f} {unit}/s")
+    return lines
+
+
 def _helped(runs: Sequence[Candidate], refused: Sequence[Candidate], device: Device) -> list[str]:
     """Return what would make layouts fit that do not, the same for several numbers of devices in one line."""
     excluded = next((str(each.refused) for each in refused if each.setup.kind == "deepspeed"), "")
