@@ -51,6 +51,7 @@ def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
     assert re.search(r"^single .* does not fit$", out, re.MULTILINE)
     commands = re.findall(r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE)
     assert commands == ["2", "4", "1", "1"]  # the last two train adapters
+    assert re.search(r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host", out, re.MULTILINE)
     # Muon, the default, is refused by DeepSpeed
     assert re.search(
         r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$", out, re.MULTILINE
@@ -68,9 +69,7 @@ def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> No
 
 
 def test_adapters_are_named_where_full_training_does_not_fit(plan, script: ModuleType) -> None:
-    out = plan(
-        "model=llama2_7b", "data=synthetic", "optimizer=adamw", "hardware=l40s", "trainer.devices=1", "--quick"
-    )
+    out = plan("model=llama2_7b", "data=synthetic", "optimizer=adamw", "hardware=l40s", "trainer.devices=1", "--quick")
     commands = re.findall(r"^  python train.py (.* task=lora .*)$", out, re.MULTILINE)
     assert len(commands) == 2
     assert "task.adapter.quantize=nf4" in commands[1]

@@ -79,7 +79,14 @@ def test_packed_sequences_of_a_users_module_and_of_his_data():
 
 @pytest.mark.slow
 def test_experts_get_equally_many_tokens_unless_asked_otherwise():
-    own = ["data.global_batch_size=32", "model.experts=8", "model.heads=2", "model.tied=false", "data.micro_batch_size=8", "trainer.devices=4"]
+    own = [
+        "data.global_batch_size=32",
+        "model.experts=8",
+        "model.heads=2",
+        "model.tied=false",
+        "data.micro_batch_size=8",
+        "trainer.devices=4",
+    ]
     (request,) = requests(*own, "model=mixture_nano", "strategy=expert", "strategy.expert=4", ranks=[1])
     loads = [request, dataclasses.replace(request, expert_load=1.5)]
     (fp32,) = requests(*own, "model=mixture_nano", "strategy=fsdp", "trainer.precision=32-true", ranks=[1])

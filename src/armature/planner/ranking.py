@@ -51,6 +51,10 @@ class Candidate:
         return self.peak_bytes <= self.capacity_bytes
 
     @property
+    def offloaded(self) -> bool:
+        return self.setup.offload or self.setup.offload_optimizer
+
+    @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
 
@@ -248,7 +252,7 @@ def with_adapters(cfg: DictConfig, device: Device, runs: Sequence[Candidate], *,
     """Return what trains adapters on the fewest devices instead, if no full training fits there without the host."""
     fewest = min((each.world_size for each in runs), default=0)
     there = [each for each in runs if each.world_size == fewest]
-    if any(each.fits and not (each.setup.offload or each.setup.offload_optimizer) for each in there):
+    if any(each.fits and not each.offloaded for each in there):
         return []
     base = next((each for each in there if each.choice.name in ("single", f"fsdp {fewest}")), None)
     if base is None or not base.setup.cost.linears or str(cfg.task._target_) != LANGUAGE_MODELING:
