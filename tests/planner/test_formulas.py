@@ -13,6 +13,7 @@ from armature.finetune.lora import Lora
 from armature.models.cost import Cost
 from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder
+from armature.models.mixture.cost import cost as mixture_cost
 from armature.models.vit.cost import cost as vit_cost
 from armature.models.vit.model import VisionTransformer
 from armature.parallel.mesh import AXES
@@ -106,6 +107,16 @@ def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any],
     changes = {key: setup.pop(key) for key in ("layers", "context") if key in setup}
     found = memory.peak(Setup(cost=cost_of(setup.pop("name"), **changes), **setup))
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
+
+
+def test_the_formulas_of_an_expert_axis_are_near_the_simulator() -> None:
+    """Qwen3-30B-A3B in micro-batches of one sample, simulated on 2026-11-23 from 2 and 4 layers."""
+    cost = mixture_cost(arguments("qwen3_30b_a3b"))
+    setup = Setup(cost=cost, accumulate=8, recompute="every", expert=8, **mesh(shard=8))
+    assert memory.peak(setup).allocated_bytes / GIB == pytest.approx(61.44, rel=0.1)
+    found = seconds.step_seconds(setup, H100)
+    assert found.communication == pytest.approx(0.979, rel=0.1)
+    assert found.compute == pytest.approx(5.383, rel=0.2)  # all experts' weights are read for each micro-batch
 
 
 LORA, NF4 = {"adapters": Adapters(rank=16)}, {"adapters": Adapters(rank=16, in_4_bits=True)}
