@@ -15,7 +15,7 @@ from benchmarks.simulate_check import DOCUMENT
 from scripts import simulate as command
 
 MODEL = "data=synthetic optimizer=adamw trainer.precision=bf16-mixed trainer.devices=8"
-H100, A100 = "hardware=h100_80gb", "hardware=a100_80gb"
+H100 = "hardware=h100_80gb"
 DEPTHS = (2, 4)
 
 
@@ -36,21 +36,6 @@ class Run:
     load: float = 1.0
 
 
-def llama(size: str, layout: str, *, batch: int, recompute: str, eager: int, by: str = "") -> Run:
-    """Return a run of one of Llama's sizes under a layout of LAYOUTS, whose ranks all see different samples."""
-    ranks, words = LAYOUTS[layout]
-    words += f" {SIZES[size]} strategy.activation_checkpointing={recompute} data.micro_batch_size={batch}"
-    name = f"Llama {size}, {layout}, batch {batch}{'' if recompute == 'none' else f', {recompute}'}{by}"
-    return Run(name=name, overrides=f"{words} data.global_batch_size={batch * ranks}", published={"eager": eager})
-
-
-SIZES = {
-    "3 8B": "model=llama3_8b",
-    "3 70B": "model=llama3_70b",
-    "2 7B": "model=llama2_7b",
-    "2 13B": "model=llama2_7b model.width=5120 model.layers=40 model.heads=40 model.ffn_hidden=13824",
-    "2 70B": "model=llama3_70b model.vocab_size=32000 model.context=4096",
-}
 # torchtitan's benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md at b5bcd76c
 ON_H100 = (
     Run(
@@ -76,20 +61,6 @@ ON_H100 = (
         "trainer.num_nodes=32",
     ),
 )  # fmt: skip
-LAYOUTS = {  # name → (ranks, overrides)
-    "fsdp 64": (64, f"{A100} strategy=fsdp trainer.num_nodes=8"),
-    "fsdp 128": (128, f"{A100} strategy=fsdp trainer.num_nodes=16"),
-    "hsdp 16 × 8": (128, f"{A100} strategy=hsdp strategy.shard=8 trainer.num_nodes=16"),
-}
-# torchtitan's docs/performance.md at 04133643, and IBM's fms-fsdp, README.md at 0d319983
-ON_A100 = (
-    llama("3 8B", "fsdp 64", batch=1, recompute="selective", eager=2973),
-    llama("3 70B", "fsdp 64", batch=1, recompute="every", eager=331),
-    llama("2 13B", "fsdp 64", batch=2, recompute="none", eager=2162),
-    llama("2 70B", "fsdp 64", batch=2, recompute="every", eager=353),
-    llama("2 7B", "hsdp 16 × 8", batch=2, recompute="none", eager=3760, by=" (IBM)"),
-    llama("2 70B", "fsdp 128", batch=6, recompute="every", eager=380, by=" (IBM)"),
-)
 
 
 def long(
@@ -137,7 +108,6 @@ MIXTURES = (
 )
 TABLES = {  # name → (file, runs)
     "published": (DOCUMENT, ON_H100),
-    "published-a100": (DOCUMENT, ON_A100),
     "published-context": (DOCUMENT.with_name("long-context.md"), LONG),
     "published-mixtures": (DOCUMENT.with_name("mixtures.md"), MIXTURES),
 }

@@ -21,7 +21,7 @@ from armature.planner import budget, devices, memory, seconds
 from armature.planner.setup import Adapters, Setup
 
 GIB = 2**30
-H100 = devices.named("h100_80gb")
+H100, A100 = devices.named("h100_80gb"), devices.named("a100_80gb")
 
 
 def arguments(name: str) -> dict[str, Any]:
@@ -164,6 +164,31 @@ def test_published_throughput_lies_in_the_predicted_range(name, micro, recompute
     setup = Setup(cost=cost_of(name), micro=micro, recompute=recompute, **mesh(**axes))
     low, high = (rate / setup.world_size for rate in seconds.step_seconds(setup, H100).units_per_second)
     assert low <= published <= high
+
+
+LLAMA_13B = {"width": 5120, "layers": 40, "heads": 40, "ffn_hidden": 13824}
+LLAMA_2 = {"vocab_size": 32000, "context": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "micro", "recompute", "axes", "published"),
+    [  # tokens per second and A100 of eager runs, with their sources in docs/planner.md
+        ("llama3_8b", {}, 1, "selective", {"shard": 64}, 2973),
+        ("llama3_70b", {}, 1, "every", {"shard": 64}, 331),
+        ("llama2_7b", LLAMA_13B, 2, "none", {"shard": 64}, 2162),
+        ("llama3_70b", LLAMA_2, 2, "every", {"shard": 64}, 353),
+        ("llama2_7b", {}, 2, "none", {"replicate": 16, "shard": 8}, 3760),
+        ("llama2_7b", LLAMA_13B, 1, "none", {"replicate": 16, "shard": 8}, 1700),
+        ("llama3_70b", {**LLAMA_2, "layers": 48, "ffn_hidden": 22016}, 8, "every", {"shard": 128}, 772),
+        ("llama3_70b", LLAMA_2, 6, "every", {"shard": 128}, 380),
+    ],
+)
+def test_throughput_on_a100_is_up_to_a_quarter_above_the_range(
+    name, changes, micro, recompute, axes, published
+) -> None:
+    setup = Setup(cost=cost_of(name, **changes), micro=micro, recompute=recompute, **mesh(**axes))
+    low, high = (rate / setup.world_size for rate in seconds.step_seconds(setup, A100).units_per_second)
+    assert low <= published <= 1.25 * high
 
 
 def test_recomputation_trades_seconds_for_memory() -> None:
