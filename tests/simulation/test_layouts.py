@@ -111,7 +111,6 @@ LAYOUTS = {
     },
 }
 SAMPLE = (
-    "expert 2 of fsdp 4",
     "fsdp 2, muon, ema, monitors",
     "fsdp 2, fp16",
     "fsdp 2, offloaded",
