@@ -26,6 +26,11 @@ UNITS = "strategy.min_num_params=200000"  # several units, although the model is
 # matrices of more than 100,000 elements: the engine keeps smaller ones gathered in stage 3
 ENGINE = "trainer.devices=2 trainer.precision=bf16-mixed data.micro_batch_size=4 model.layers=2 model.width=512"
 TWICE = "+strategy.config.zero_optimization={stage3_max_reuse_distance:0,stage3_prefetch_bucket_size:0}"
+# every token goes to every expert: the only load that real processes and the simulator, which has no values, share
+MIXTURE = (
+    "model._target_=armature.models.mixture.model.MixtureDecoder +model.experts=4 +model.active=4 "
+    "+model.expert_hidden=64 data.micro_batch_size=4"
+)
 CASES = {  # name → (rank, overrides)
     "single": (0, "strategy=single data.micro_batch_size=8"),
     "ddp 2": (1, "strategy=ddp trainer.devices=2 data.micro_batch_size=4"),
@@ -63,6 +68,22 @@ CASES = {  # name → (rank, overrides)
     "ddp 2, unused parameters": (
         0,
         "strategy=ddp trainer.devices=2 data.micro_batch_size=4 strategy.find_unused_parameters=true",
+    ),
+    "context 2": (1, f"strategy=context trainer.devices=2 {UNITS} data.micro_batch_size=8"),
+    "fsdp 2 × context 2, selective": (
+        3,
+        f"strategy=context strategy.shard=2 trainer.devices=4 {UNITS} data.micro_batch_size=8 "
+        "strategy.activation_checkpointing=selective",
+    ),
+    "mixture, fsdp 2": (0, f"{MIXTURE} strategy=fsdp trainer.devices=2 {UNITS}"),
+    "mixture, fsdp 2, expert 2": (1, f"{MIXTURE} strategy=expert trainer.devices=2 {UNITS}"),
+    "mixture, fsdp 4, expert 2, blocks recomputed": (
+        2,
+        f"{MIXTURE} strategy=expert trainer.devices=4 {UNITS} strategy.activation_checkpointing=every",
+    ),
+    "mixture, fsdp 2 × tensor 2, expert 4": (
+        3,
+        f"{MIXTURE} strategy=fsdp_tensor strategy.expert=4 strategy.sequence_parallel=true trainer.devices=4 {UNITS}",
     ),
     "ZeRO-1 2, bf16-mixed": (1, f"strategy=deepspeed_zero1 {ENGINE}"),
     "ZeRO-2 2, bf16-mixed": (1, f"strategy=deepspeed {ENGINE}"),

@@ -22,8 +22,9 @@ from armature import cli
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
+from armature.layout import Layout
 from armature.planner import budget, devices, layouts, ranking, refine, seconds, text
-from armature.planner.setup import cost_of
+from armature.planner.setup import cost_of, setup_of
 from armature.simulation import settings
 from armature.training.limits import prefer_typed
 from armature.validation import checks
@@ -49,15 +50,17 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     cfg, device = composed(typed)
     if problems := settings.problems(alone(cfg), device):  # what no layout can mend
         raise ConfigError(problems)
-    if cfg.task.get("adapter"):
-        raise ConfigError(
-            "task.adapter: adapters have no formula yet. Type scripts/simulate.py with this command line."
-        )
     cost = cost_of(cfg)
     if cost is None:
         raise ConfigError(
             f"model={cfg.model._target_}: no file cost.py beside the model says what it costs. Write one, as "
             "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command line."
+        )
+    single = alone(cfg)
+    if setup_of(single, Layout.of(single)) is None:
+        raise ConfigError(
+            "There is no formula for pairs of answers, nor for adapters of some Linears or with other weights "
+            "(task.adapter.targets, task.adapter.train). Type scripts/simulate.py with this command line."
         )
     values = dict(each.split("=", 1) for each in typed)
     micro, count, num_nodes = (
@@ -76,6 +79,8 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
         print(f"Run: {units:,.0f} {cost.unit}, {'as typed' if arguments.tokens else 'by trainer.max_steps'}")
     print()
     print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
+    adapters = ranking.with_adapters(cfg, device, runs, fixed=fixed)
+    print(*text.adapted(adapters, typed=kept, unit=cost.unit), sep="\n", end="\n" if adapters else "")
     if not any(each.fits for each in runs):
         needed = ranking.devices_needed(cfg, device, fixed=fixed)
         print(f"It fits on {needed} GPUs." if needed else "It does not fit on 4,096 GPUs either: take a smaller model.")

@@ -25,6 +25,7 @@ from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.planner import auto, devices
+from armature.planner.text import UNEVEN
 from armature.simulation import settings
 from armature.validation import checks
 
@@ -69,7 +70,12 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
     if depths and (len(depths) != 2 or depths[0] >= depths[1]):
         raise ConfigError(f"--depths {arguments.depths}: type two numbers of layers, the smaller one first.")
     pair = (depths[0], depths[1]) if depths else None
-    requests = [simulation.Request(cfg=cfg, rank=rank, device=device, depths=pair) for rank in ranks]
+    loads = [1.0, UNEVEN] if settings.experts_travel(Layout.of(cfg)) else [1.0]
+    requests = [
+        simulation.Request(cfg=cfg, rank=rank, device=device, depths=pair, expert_load=load)
+        for load in loads
+        for rank in ranks
+    ]
     reports = []
     for result in simulation.simulate_all(requests):
         if isinstance(result, Exception):

@@ -219,6 +219,7 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch:UntypedStorage", "resize_", None, "simulation/hooks.py"),
     ("torch.distributed.tensor:DTensor", "_local_tensor", None, "simulation/meter.py"),
     ("torch", "_subclasses", None, "simulation/meter.py"),
+    ("torch", "_grouped_mm", None, "simulation/meter.py"),
     ("torch._subclasses", "fake_tensor", None, "simulation/fake_cuda.py"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode", None, "simulation/job.py"),
     ("torch._subclasses.fake_tensor", "init_gpu_context", ("device",), "simulation/fake_cuda.py"),

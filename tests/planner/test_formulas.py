@@ -13,6 +13,7 @@ from armature.finetune.lora import Lora
 from armature.models.cost import Cost
 from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder
+from armature.models.mixture.cost import cost as mixture_cost
 from armature.models.vit.cost import cost as vit_cost
 from armature.models.vit.model import VisionTransformer
 from armature.parallel.mesh import AXES
@@ -20,7 +21,7 @@ from armature.planner import budget, devices, memory, seconds
 from armature.planner.setup import Adapters, Setup
 
 GIB = 2**30
-H100 = devices.named("h100_80gb")
+H100, A100 = devices.named("h100_80gb"), devices.named("a100_80gb")
 
 
 def arguments(name: str) -> dict[str, Any]:
@@ -108,6 +109,16 @@ def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any],
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
 
 
+def test_the_formulas_of_an_expert_axis_are_near_the_simulator() -> None:
+    """Qwen3-30B-A3B in micro-batches of one sample, simulated on 2026-11-23 from 2 and 4 layers."""
+    cost = mixture_cost(arguments("qwen3_30b_a3b"))
+    setup = Setup(cost=cost, accumulate=8, recompute="every", expert=8, **mesh(shard=8))
+    assert memory.peak(setup).allocated_bytes / GIB == pytest.approx(61.44, rel=0.1)
+    found = seconds.step_seconds(setup, H100)
+    assert found.communication == pytest.approx(0.979, rel=0.1)
+    assert found.compute == pytest.approx(5.383, rel=0.2)  # all experts' weights are read for each micro-batch
+
+
 LORA, NF4 = {"adapters": Adapters(rank=16)}, {"adapters": Adapters(rank=16, in_4_bits=True)}
 SIMULATED_ADAPTERS = [  # of llama3_8b, on the same day
     ({"kind": "single", "layers": 2, **LORA}, 11.26),
@@ -153,6 +164,31 @@ def test_published_throughput_lies_in_the_predicted_range(name, micro, recompute
     setup = Setup(cost=cost_of(name), micro=micro, recompute=recompute, **mesh(**axes))
     low, high = (rate / setup.world_size for rate in seconds.step_seconds(setup, H100).units_per_second)
     assert low <= published <= high
+
+
+LLAMA_13B = {"width": 5120, "layers": 40, "heads": 40, "ffn_hidden": 13824}
+LLAMA_2 = {"vocab_size": 32000, "context": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "micro", "recompute", "axes", "published"),
+    [  # tokens per second and A100 of eager runs, with their sources in docs/planner.md
+        ("llama3_8b", {}, 1, "selective", {"shard": 64}, 2973),
+        ("llama3_70b", {}, 1, "every", {"shard": 64}, 331),
+        ("llama2_7b", LLAMA_13B, 2, "none", {"shard": 64}, 2162),
+        ("llama3_70b", LLAMA_2, 2, "every", {"shard": 64}, 353),
+        ("llama2_7b", {}, 2, "none", {"replicate": 16, "shard": 8}, 3760),
+        ("llama2_7b", LLAMA_13B, 1, "none", {"replicate": 16, "shard": 8}, 1700),
+        ("llama3_70b", {**LLAMA_2, "layers": 48, "ffn_hidden": 22016}, 8, "every", {"shard": 128}, 772),
+        ("llama3_70b", LLAMA_2, 6, "every", {"shard": 128}, 380),
+    ],
+)
+def test_throughput_on_a100_is_up_to_a_quarter_above_the_range(
+    name, changes, micro, recompute, axes, published
+) -> None:
+    setup = Setup(cost=cost_of(name, **changes), micro=micro, recompute=recompute, **mesh(**axes))
+    low, high = (rate / setup.world_size for rate in seconds.step_seconds(setup, A100).units_per_second)
+    assert low <= published <= 1.25 * high
 
 
 def test_recomputation_trades_seconds_for_memory() -> None:

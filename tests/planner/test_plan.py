@@ -9,6 +9,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature.planner import ranking
+from armature.simulation import settings
 from tests import in_process
 from tests.planner.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
 
@@ -49,12 +50,47 @@ def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
     assert counts == [1, 2, 2, 2, 4, 4, 4]
     assert re.search(r"^single .* does not fit$", out, re.MULTILINE)
     commands = re.findall(r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE)
-    assert commands == ["2", "4"]
+    assert commands == ["2", "4", "1", "1"]  # the last two train adapters
+    assert re.search(r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host", out, re.MULTILINE)
     # Muon, the default, is refused by DeepSpeed
     assert re.search(
         r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$", out, re.MULTILINE
     )
     assert re.search(r"^  ddp on 2, 4: strategy=fsdp instead \([\d.]+-[\d.]+ GiB\)$", out, re.MULTILINE)
+
+
+def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> None:
+    words = ("model=qwen3_30b_a3b", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "--quick")
+    out = plan(*words, "trainer.devices=8")
+    assert {"fsdp 8", "fsdp 8, expert 2", "fsdp 8, expert 4", "fsdp 8, expert 8"} <= set(layouts(out))
+    assert re.search(r"A rank with 1\.5 × the mean needs [\d.]+ GiB in place of", out)
+    out = plan(*words, "trainer.devices=8", "trainer.num_nodes=2")
+    assert {"fsdp 16, expert 8", "hsdp 2 × 8, expert 8"} <= set(layouts(out))
+
+
+def test_adapters_are_named_where_full_training_does_not_fit(plan, script: ModuleType) -> None:
+    out = plan("model=llama2_7b", "data=synthetic", "optimizer=adamw", "hardware=l40s", "trainer.devices=1", "--quick")
+    commands = re.findall(r"^  python train.py (.* task=lora .*)$", out, re.MULTILINE)
+    assert len(commands) == 2
+    assert "task.adapter.quantize=nf4" in commands[1]
+    for command in commands:
+        cfg, device = script.composed([*command.split(), "hardware=l40s"])
+        assert settings.problems(cfg, device) == []
+        GlobalHydra.instance().clear()
+    out = plan(
+        "model=llama2_7b", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "trainer.devices=8", "--quick"
+    )
+    assert "task=lora" not in out
+
+
+def test_adapters_are_planned(plan) -> None:
+    adapted = ("model=llama3_8b", "task=lora", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "--quick")
+    for words in ((), ("task.adapter.quantize=nf4",)):
+        out = plan(*adapted, *words, "trainer.devices=8")
+        assert {"ddp", "fsdp 8"} <= set(layouts(out))
+        assert "ZeRO" not in "".join(layouts(out))
+        assert "python train.py model=llama3_8b task=lora data=synthetic" in out
+    assert "There is no formula" in plan(*adapted, "task.adapter.targets=[q]", "trainer.devices=8")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from armature import simulation
 from armature.errors import ConfigError
 from armature.planner import devices
-from armature.simulation import deepspeed, processes
+from armature.simulation import deepspeed, meter, processes
 from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
 from benchmarks import measured_gpu, simulate_check
@@ -29,7 +29,8 @@ REPORT = Report(
 
 
 def requests(*overrides: str, ranks: list[int]) -> list[simulation.Request]:
-    cfg, device = command.composed([*TINY, *overrides])
+    own = any(each.startswith("model=") for each in overrides)
+    cfg, device = command.composed([*(TINY[1:] if own else TINY), *overrides])
     return [simulation.Request(cfg=cfg, rank=rank, device=device) for rank in ranks]
 
 
@@ -73,6 +74,42 @@ def test_packed_sequences_of_a_users_module_and_of_his_data():
         assert any("bincount" in note and "smallest" in note for note in report.notes)
         assert any(line.startswith("bincount") for line in report.syncs)
         assert not any(line.startswith("repeat_interleave") for line in report.syncs)  # its size is given
+
+
+@pytest.mark.slow
+def test_experts_get_equally_many_tokens_unless_asked_otherwise():
+    own = [
+        "data.global_batch_size=32",
+        "model.experts=8",
+        "model.heads=2",
+        "model.tied=false",
+        "data.micro_batch_size=8",
+        "trainer.devices=4",
+    ]
+    (request,) = requests(*own, "model=mixture_nano", "strategy=expert", "strategy.expert=4", ranks=[1])
+    loads = [request, dataclasses.replace(request, expert_load=1.5)]
+    (fp32,) = requests(*own, "model=mixture_nano", "strategy=fsdp", "trainer.precision=32-true", ranks=[1])
+    even, uneven, loop = simulation.simulate_all([*loads, fp32])
+    assert isinstance(even, Report), even
+    assert isinstance(uneven, Report), uneven
+    assert isinstance(loop, Report), loop
+    rows = 8 * 32 * 2  # micro-batch, positions, experts per token
+    products = 2 * rows * 64 * 352 * 3 * 2  # gate, up, down in two blocks, forward
+    assert uneven.flops["forward"] - even.flops["forward"] == products // 2
+    (sent,) = [volume for volume in even.volumes if volume.kind == "all_to_all" and volume.bytes > 10_000]
+    assert sent.bytes >= 2 * 2 * 2 * rows * 64 * 2  # there and back, forward and backward, two blocks, in 16 bits
+    assert [line for line in even.syncs if "experts.py" in line]
+    assert any("equally many" in note for note in even.notes)
+    page = simulation.text([even, uneven])
+    assert "rank 1, if its experts get 1.5 × the mean number of tokens: " in page
+    assert any("mixture/experts.py" in line for line in loop.syncs)  # a GPU's product of groups takes bf16 alone
+
+
+def test_a_grouped_products_flops_are_those_of_its_rows():
+    assert torch.ops.aten._grouped_mm in meter.flop_registry
+    assert meter._grouped_flops((24, 8), (3, 8, 16)) == 2 * 24 * 8 * 16  # rows of three experts, in turn
+    assert meter._grouped_flops((16, 24), (24, 8)) == 2 * 16 * 24 * 8  # the gradient of their weights
+    assert meter._grouped_flops((3, 4, 8), (3, 8, 16)) == 3 * 2 * 4 * 8 * 16
 
 
 def test_seconds_of_a_step_and_what_follows():

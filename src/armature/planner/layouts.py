@@ -30,8 +30,8 @@ class Choice:
     effort: int
 
 
-def choices(*, devices: int, num_nodes: int) -> Iterator[Choice]:
-    """Yield the layouts of devices × machines that make sense for some model."""
+def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choice]:
+    """Yield the layouts of devices × machines that make sense for some model, with so many experts per block."""
     world = devices * num_nodes
     if world == 1:
         yield Choice(name="single", words="strategy=single", strategy=_target("single"), effort=0)
@@ -63,11 +63,28 @@ def choices(*, devices: int, num_nodes: int) -> Iterator[Choice]:
             words = f"strategy=context strategy.context={context}"
             name = f"fsdp {shard} × context {context}" if shard > 1 else f"context {context}"
             yield _mesh(name, words, {"shard": shard, "context": context}, 4)
+    yield from _of_experts(experts, devices=devices, num_nodes=num_nodes)
     yield from _pipelines(world, devices)
     yield _mesh(
         f"fsdp {world}, offloaded", "strategy=fsdp strategy.cpu_offload=true", {"shard": world, "cpu_offload": True}, 8
     )
     yield from _deepspeed()
+
+
+def _of_experts(experts: int, *, devices: int, num_nodes: int) -> Iterator[Choice]:
+    """Yield layouts whose tokens travel to experts within a machine."""
+    world = devices * num_nodes
+    for expert in _powers(min(devices, experts)):
+        if devices % expert or experts % expert:
+            continue
+        words = f"strategy=expert strategy.expert={expert}"
+        yield _mesh(f"fsdp {world}, expert {expert}", words, {"shard": world, "expert": expert}, 4)
+        if num_nodes > 1:
+            yield _mesh(
+                f"hsdp {num_nodes} × {devices}, expert {expert}",
+                f"strategy=hsdp strategy.shard={devices} strategy.expert={expert}",
+                {"replicate": num_nodes, "shard": devices, "expert": expert}, 4,
+            )  # fmt: skip
 
 
 def _pipelines(world: int, devices: int) -> Iterator[Choice]:

@@ -10,12 +10,13 @@ from omegaconf import DictConfig
 
 from armature.data import batching
 from armature.errors import ConfigError
+from armature.finetune.check import LORA
 from armature.layout import Layout
 from armature.planner import layouts, memory, seconds
 from armature.planner.auto import HEADROOM, WIDE_BLOCK
 from armature.planner.devices import Device
 from armature.planner.layouts import Choice
-from armature.planner.setup import Setup, setup_of
+from armature.planner.setup import LANGUAGE_MODELING, Setup, setup_of
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples per rank that are tried
 PIECES = (4, 8, 16, 32)  # of a pipeline's micro-batch
@@ -48,6 +49,10 @@ class Candidate:
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def offloaded(self) -> bool:
+        return self.setup.offload or self.setup.offload_optimizer
 
     @property
     def world_size(self) -> int:
@@ -118,16 +123,24 @@ def sort(found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _of_count(cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, fixed: Fixed) -> Iterator[Candidate]:
-    shared = device.shared_by(devices)
-    for choice in layouts.choices(devices=devices, num_nodes=num_nodes):
+    shared, plan = device.shared_by(devices), Layout.of(cfg).plan
+    experts = cfg.model[plan.expert_count] if plan is not None and plan.expert_count else 1
+    for choice in layouts.choices(devices=devices, num_nodes=num_nodes, experts=experts):
         if device.accelerator == "cpu" and choice.effort > 6:
             continue  # on a CPU there is nothing to offload from, and DeepSpeed has no kernels
         changed = layouts.applied(cfg, choice, devices=devices, num_nodes=num_nodes)
-        yield _best(changed, shared, choice, devices=devices, num_nodes=num_nodes, fixed=fixed)
+        best = _best(changed, shared, choice, devices=devices, num_nodes=num_nodes, fixed=fixed)
+        if best is not None:
+            yield best
 
 
-def _best(cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_nodes: int, fixed: Fixed) -> Candidate:
-    """Return a layout's fastest variant that fits, or the one that needs least. Changes the batch sizes of `cfg`."""
+def _best(
+    cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_nodes: int, fixed: Fixed
+) -> Candidate | None:  # fmt: skip
+    """Return a layout's fastest variant that fits, or the one that needs least. Changes the batch sizes of `cfg`.
+
+    None: it has no formula, as adapters have none under DeepSpeed.
+    """
     layout = Layout.of(cfg)
     size = batching.configured_batch_size(cfg.data) or layout.data_ranks
     pipe = layout.axes["pipe"]
@@ -135,7 +148,8 @@ def _best(cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_
     cfg.data.global_batch_size = batch = _batch(size, layout.data_ranks, fixed, least=pieces[0])
     cfg.data.micro_batch_size = fixed.micro or pieces[0]
     setup = setup_of(cfg, layout)
-    assert setup is not None
+    if setup is None:
+        return None
     share = batch // layout.data_ranks
     variants = [
         setup.with_(micro=micro, accumulate=share // micro, recompute=recompute, microbatches=number)
@@ -232,6 +246,25 @@ def _smaller(setup: Setup) -> Iterator[tuple[str, Setup]]:
         elif setup.world_size == 1:
             offloaded = setup.with_(kind="deepspeed", stage=3, offload=True, offload_optimizer=True)
             yield "strategy=deepspeed_zero3_offload", offloaded
+
+
+def with_adapters(cfg: DictConfig, device: Device, runs: Sequence[Candidate], *, fixed: Fixed) -> list[Candidate]:
+    """Return what trains adapters on the fewest devices instead, if no full training fits there without the host."""
+    fewest = min((each.world_size for each in runs), default=0)
+    there = [each for each in runs if each.world_size == fewest]
+    if any(each.fits and not each.offloaded for each in there):
+        return []
+    base = next((each for each in there if each.choice.name in ("single", f"fsdp {fewest}")), None)
+    if base is None or not base.setup.cost.linears or str(cfg.task._target_) != LANGUAGE_MODELING:
+        return []
+    found = []
+    for words, quantize in (("task=lora", None), ("task=lora task.adapter.quantize=nf4", "nf4")):
+        counts = {"devices": base.devices, "num_nodes": base.num_nodes}
+        changed = layouts.applied(cfg, base.choice, **counts)
+        changed.task.adapter = {"_target_": LORA, "rank": 16, "alpha": 32.0, "quantize": quantize}
+        choice = replace(base.choice, words=f"{words} {base.choice.words}")
+        found.append(_best(changed, device.shared_by(base.devices), choice, **counts, fixed=fixed))
+    return [each for each in found if each is not None and each.refused is None and each.fits]
 
 
 def devices_needed(cfg: DictConfig, device: Device, *, fixed: Fixed, most: int = 4096) -> int | None:

@@ -19,6 +19,7 @@ HOST_STEP_BYTES_PER_SECOND = 10e9  # of weights, gradients and state that a CPU'
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 5.4, 10.7
 LOGIT_TRAFFIC = 60  # bytes per logit, forward and backward
 OPTIMIZER_TRAFFIC = 32  # bytes per parameter of a rank
+DEQUANTIZE_TRAFFIC = 32  # bytes per element of 4 bits whenever it is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +78,26 @@ def _compute(setup: Setup, device: Device) -> float:
     products = tokens * 2 * cost.block_matrices / tensor / flops_rate
     attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
     kept = samples * memory.kept_by_block(setup, "none") / bytes_rate
-    forward = products + attention + FORWARD_TRAFFIC * kept
-    backward = 2 * products + 2.5 * attention + BACKWARD_TRAFFIC * kept
+    forward = products + attention + FORWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
+    towards = 2 if setup.adapters is None else 1  # inputs and weights; frozen weights have no gradients
+    backward = towards * products + 2.5 * attention + BACKWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
     again = {"none": 0.0, "selective": FORWARD_TRAFFIC * kept, "every": forward}
     recomputed = again[setup.recompute] if setup.recompute in again else forward / int(setup.recompute)
     losses = samples * cost.losses / setup.axes["context"]
-    head = 6 * losses * cost.head_matrices / tensor / flops_rate
+    head = 2 * (1 + towards) * losses * cost.head_matrices / tensor / flops_rate
     head += LOGIT_TRAFFIC * losses * cost.classes / tensor / bytes_rate
     ranks = setup.weight_ranks if setup.kind == "mesh" else setup.world_size if setup.kind == "deepspeed" else 1
-    local = cost.parameters / (ranks * tensor * pipe)
+    local = setup.trained / (ranks * tensor * pipe)
     step = 0.0 if setup.offload or setup.offload_optimizer else OPTIMIZER_TRAFFIC * local / bytes_rate
     block = forward + backward + recomputed
     return max(max(blocks) * block, blocks[-1] * block + head) + step
+
+
+def _dequantized(setup: Setup, bytes_rate: float) -> float:
+    """Return seconds in which one block's matrices of 4 bits are made ready for the micro-batches of a step."""
+    if setup.matrix_bytes is None:
+        return 0.0
+    return setup.accumulate * DEQUANTIZE_TRAFFIC * setup.cost.block_matrices / setup.axes["tensor"] / bytes_rate
 
 
 def _offload(setup: Setup) -> float:
@@ -105,10 +114,11 @@ def _offload(setup: Setup) -> float:
 # ---------------------------------------------------------------- communication
 def _communication(setup: Setup, device: Device) -> float:
     """Return seconds of all collectives of a step, each as a ring over its slowest link."""
-    axes, total = setup.axes, setup.cost.parameters / (setup.axes["tensor"] * setup.axes["pipe"])
+    axes, divided = setup.axes, setup.axes["tensor"] * setup.axes["pipe"]
+    total, trained = setup.cost.parameters / divided, setup.trained / divided
     low, micro_steps = setup.compute_bytes * total, setup.accumulate
     if setup.kind == "ddp":
-        return _ring(2 * setup.weight_bytes * total, setup.world_size, 1, device)
+        return _ring(2 * setup.weight_bytes * trained, setup.world_size, 1, device)
     if setup.kind == "deepspeed":
         kept = setup.compute_bytes * min(total, memory.DEEPSPEED_KEPT)
         gathered = micro_steps * (2 * low - kept) if setup.stage == 3 else low
@@ -118,11 +128,36 @@ def _communication(setup: Setup, device: Device) -> float:
     if setup.kind != "mesh":
         return 0.0
     stride = axes["tensor"]
-    gathers = micro_steps * (2 if setup.reshard else 1)
-    seconds = _ring(gathers * low + micro_steps * 4 * total, setup.weight_ranks, stride, device)
-    replicated = 2 * 4 * total / setup.weight_ranks * micro_steps
+    seconds = _weights(setup, device)
+    replicated = 2 * 4 * trained / setup.weight_ranks * micro_steps
     seconds += _ring(replicated, axes["replicate"], stride * setup.weight_ranks, device)
-    return seconds + _context(setup, device) + _tensor(setup, device) + _pipeline(setup, device)
+    others = _context(setup, device) + _experts(setup, device) + _tensor(setup, device) + _pipeline(setup, device)
+    return seconds + others
+
+
+def _weights(setup: Setup, device: Device) -> float:
+    """Return seconds in which weights are gathered and gradients scattered: with an expert axis, the rank's experts."""
+    cost, axes, low, steps = setup.cost, setup.axes, setup.compute_bytes, setup.accumulate
+    gathers = steps * (2 if setup.reshard else 1)
+    experts = cost.blocks * cost.experts if setup.expert > 1 else 0
+    others = cost.parameters - experts
+    packed = 0.0 if setup.matrix_bytes is None else cost.blocks * (low * cost.block_matrices - setup.matrix_bytes)
+    size = (gathers * (low * others - packed) + steps * 4 * min(others, setup.trained)) / (
+        axes["tensor"] * axes["pipe"]
+    )
+    seconds = _ring(size, setup.weight_ranks, axes["tensor"], device)
+    own = (gathers * low + steps * 4) * experts / (setup.expert * axes["pipe"])
+    return seconds + _ring(own, setup.weight_ranks * axes["tensor"] // setup.expert, setup.expert, device)
+
+
+def _experts(setup: Setup, device: Device) -> float:
+    """Return seconds of the exchanges of tokens with their experts: there and back, forward and backward."""
+    if setup.expert == 1:
+        return 0.0
+    cost, shared = setup.cost, setup.axes["context"] * setup.axes["tensor"]
+    exchanges = 2 * (3 if setup.recompute == "every" else 2)
+    size = setup.micro * setup.accumulate * cost.positions / shared * cost.rows * setup.compute_bytes
+    return _ring(exchanges * max(setup.blocks_by_stage) * size * setup.expert_load, setup.expert, 1, device)
 
 
 def _context(setup: Setup, device: Device) -> float:

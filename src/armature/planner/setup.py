@@ -79,6 +79,11 @@ class Setup:
         return 0 if self.adapters is None else self.adapters.rank * sum(map(sum, self.cost.linears))
 
     @property
+    def trained(self) -> int:
+        """Parameters of the whole model that have gradients."""
+        return self.cost.parameters if self.adapters is None else self.cost.blocks * self.adapted
+
+    @property
     def matrix_bytes(self) -> float | None:
         """Bytes of one block's matrices if they have 4 bits (`finetune.nf4`), else None."""
         if self.adapters is None or not self.adapters.in_4_bits:

@@ -61,6 +61,18 @@ def _uneven(best: Candidate) -> list[str]:
     ]
 
 
+def _hosts(found: Sequence[Candidate]) -> list[str]:
+    """Return what offloaded layouts keep in the memory of a machine's host."""
+    sizes = [
+        memory.peak(each.setup.with_(offload=False, offload_optimizer=False)).state_bytes * each.devices
+        for each in found
+        if each.offloaded
+    ]
+    if not sizes:
+        return []
+    return [f"Offloaded layouts also take {_gib(sizes)} of the memory of each machine's host, which is not checked."]
+
+
 def _times(each: Candidate, units: float, *, in_days: bool) -> tuple[str, str]:
     low, high = each.units_per_second
     least, most = units / high / 3600, units / low / 3600
@@ -89,6 +101,7 @@ def report(
     lines = table(runs, units=units, unit=unit)
     if any(each.simulated for each in runs):
         lines.append("* simulated; all others by closed formulas")
+    lines += _hosts(shown(runs))
     lines += _uneven(fitting[0]) if fitting else []
     best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
     for place, (_, each) in enumerate(sorted(best.items())):
@@ -106,6 +119,20 @@ def report(
         for each in refused:
             reasons.setdefault(str(each.refused), []).append(each)
         lines += [f"  {_named(those)}: {why}" for why, those in reasons.items()]
+    return lines
+
+
+def adapted(candidates: Sequence[Candidate], *, typed: str, unit: str) -> list[str]:
+    """Return the commands that train adapters where full training does not fit."""
+    if not candidates:
+        return []
+    count = candidates[0].world_size
+    gpus = "one GPU" if count == 1 else f"{count} GPUs"
+    lines = ["", f"Weights that are trained already (model.pretrained) can be fine-tuned on {gpus} by adapters:"]
+    for each in candidates:
+        low, high = each.units_per_second
+        lines.append(f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}")
+        lines.append(f"    {each.peak_bytes / GIB:.1f} GiB, {low:,.0f}-{high:,.0f} {unit}/s")
     return lines
 
 

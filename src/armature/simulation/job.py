@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,13 +49,17 @@ def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
     return {"report": report.to_dict(), "record": issued, "validation_syncs": recorder.validation_syncs}
 
 
-def run(cfg: DictConfig, *, rank: int, device: Device, recorder: order.Recorder | None = None) -> Report:
+def run(
+    cfg: DictConfig, *, rank: int, device: Device, expert_load: float = 1.0, recorder: order.Recorder | None = None
+) -> Report:  # fmt: skip
     """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
     with tempfile.TemporaryDirectory(prefix="armature-simulation-", ignore_cleanup_errors=True) as folder:
-        return _run(cfg, Path(folder), rank=rank, device=device, recorder=recorder)
+        return _run(cfg, Path(folder), rank=rank, device=device, expert_load=expert_load, recorder=recorder)
 
 
-def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: order.Recorder | None) -> Report:
+def _run(
+    cfg: DictConfig, folder: Path, *, rank: int, device: Device, expert_load: float, recorder: order.Recorder | None
+) -> Report:  # fmt: skip
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
@@ -82,7 +86,9 @@ def _run(cfg: DictConfig, folder: Path, *, rank: int, device: Device, recorder: 
         notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
     if layout.kind != "single":
         _join(rank, world_size=world_size, devices=cfg.trainer.devices)
-    return _simulate(cfg, rank=rank, device=device, notes=notes, recorder=recorder)
+    if settings.experts_travel(layout):
+        notes.append("All experts are taken to get equally many tokens, if nothing else is said.")
+    return _simulate(cfg, rank=rank, device=device, notes=notes, expert_load=expert_load, recorder=recorder)
 
 
 def _join(rank: int, *, world_size: int, devices: int) -> None:
@@ -139,7 +145,7 @@ def _world_size(cfg: DictConfig, device: Device) -> int:
 
 def _simulate(
     cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None,
-    shares: Mapping[str, float] | None = None,
+    shares: Mapping[str, float] | None = None, expert_load: float = 1.0,
 ) -> Report:  # fmt: skip
     layout = Layout.of(cfg)
     tf32 = cfg.trainer.matmul_precision != "highest"
@@ -147,6 +153,7 @@ def _simulate(
     meter.shares = shares or {}
     hooks.install(meter)
     operators.install(meter)
+    substitutes.experts_load(meter, load=expert_load)
     worker.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     adapter_build = worker.adapter.build
@@ -181,7 +188,8 @@ def _simulate(
             raise
     if probe.result is None:
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
-    return _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
+    report = _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
+    return replace(report, expert_load=expert_load)
 
 
 def _note_answers(error: Exception, meter: Meter) -> None:

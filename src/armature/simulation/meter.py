@@ -21,7 +21,7 @@ from torch.distributed._tools import fake_collectives  # gives c10d's operators 
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from armature.parallel import mesh
 from armature.simulation.roofline import Roofline
@@ -35,6 +35,16 @@ COPIES = ("aten::_to_copy", "aten::copy_")
 Assumed = Literal["largest", "smallest"]
 ROUNDING = 512  # bytes; the caching allocator rounds up to it
 LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+
+
+def _grouped_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of a grouped product: each row (or, of two matrices, each inner index) is in one group."""
+    groups = a_shape[0] if len(a_shape) == len(b_shape) == 3 else 1
+    return 2 * groups * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+if torch.ops.aten._grouped_mm not in flop_registry:  # torch 2.13 has no formula
+    register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_flops)
 
 
 def kind_of(func: Any) -> str | None:

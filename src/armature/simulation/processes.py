@@ -44,12 +44,16 @@ class SimulationFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rank of one configuration. `depths`: extrapolate from two numbers of layers, instead of simulating all."""
+    """One rank of one configuration. `depths`: extrapolate from two numbers of layers, instead of simulating all.
+
+    `expert_load`: tokens of this rank's experts, over the mean of all ranks.
+    """
 
     cfg: DictConfig
     rank: int
     device: Device
     depths: tuple[int, int] | None = None
+    expert_load: float = 1.0
     record: bool = False  # return all communication too, and validate before the training step
 
 
@@ -112,7 +116,7 @@ def _job(request: Request, layers: int | None) -> dict[str, Any]:
     device = {**dataclasses.asdict(request.device), "peak_flops": dict(request.device.peak_flops)}
     return {
         "cfg": OmegaConf.to_container(cfg, resolve=False), "rank": request.rank, "device": device,
-        "record": request.record,
+        "expert_load": request.expert_load, "record": request.record,
     }  # fmt: skip
 
 

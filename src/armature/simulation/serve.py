@@ -75,7 +75,8 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
     try:
         if each["record"]:
             return job.record(cfg, rank=each["rank"], device=device)  # pyright: ignore[reportArgumentType]
-        return {"report": job.run(cfg, rank=each["rank"], device=device).to_dict()}  # pyright: ignore[reportArgumentType]
+        report = job.run(cfg, rank=each["rank"], device=device, expert_load=each["expert_load"])  # pyright: ignore[reportArgumentType]
+        return {"report": report.to_dict()}
     except ConfigError as error:
         return {"problems": error.problems}
     except Exception as error:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import hardware
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
+from armature.layout import Layout
 from armature.planner.devices import Device
 from armature.validation import checks
 
@@ -28,7 +29,10 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
     except ConfigError as error:
         return error.problems
     if pretrained.is_of_others(cfg):
-        return [f"model._target_={cfg.model._target_}: models that other libraries compute are not simulated."]
+        return [
+            f"model._target_={cfg.model._target_}: models that other libraries compute are neither simulated nor "
+            "planned. For a folder of Llama, Mistral, Qwen2 or Qwen3 type model=pretrained: it costs nearly the same."
+        ]
     simplify(cfg, root=tempfile.gettempdir())
     cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
     too_many = device.too_many(count) if isinstance(count, int) else None
@@ -39,6 +43,11 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
         except ConfigError as error:
             return [*([too_many] if too_many else []), *error.problems]
     return [too_many] if too_many else []
+
+
+def experts_travel(layout: Layout) -> bool:
+    """Return whether tokens travel to a mixture's experts on other ranks, so that their load matters."""
+    return layout.kind == "mesh" and layout.options.get("expert", 1) > 1
 
 
 def simplify(cfg: DictConfig, *, root: str) -> list[str]:

@@ -24,9 +24,11 @@ from torch.nn.parallel import distributed as ddp
 from torch.utils.data import dataloader
 
 from armature import hardware
+from armature.models.mixture import experts as mixture
 from armature.parallel import experts, initialization, mesh, randomness
 from armature.parallel.pipeline import Message, Runner
 from armature.simulation.hooks import with_values, wrap
+from armature.simulation.meter import Meter
 from armature.strategies.ddp import DDP
 
 DATA_METHODS = ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader", "save_assets")
@@ -39,7 +41,6 @@ def install(*, devices: int, capability: tuple[int, int]) -> None:
     _data()
     wrap(mesh, "build", with_values)
     wrap(mesh, "expert_mesh", with_values)
-    experts.row_lengths = _even_rows
     for name in ("capture", "restore"):
         wrap(randomness, name, with_values)
     initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
@@ -58,11 +59,26 @@ def _devices(count: int, capability: tuple[int, int]) -> None:
         module._check_cuda_matmul_precision = lambda device: None
 
 
-def _even_rows(x_MD: Any, leaving_RE: Any, arriving_RE: Any) -> tuple[list[int], list[int]]:
-    """Return the rows sent to each rank and received from each if all experts get equally many tokens."""
-    rows, ranks = len(x_MD), len(leaving_RE)
-    even = [rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)]
-    return even, even
+def experts_load(meter: Meter, *, load: float) -> None:
+    """Let all experts get equally many rows, and this rank's `load` times as many as others' send to them.
+
+    The host's waits for the real numbers are counted.
+    """
+
+    def row_lengths(x_MD: Any, leaving_RE: Any, arriving_RE: Any) -> tuple[list[int], list[int]]:
+        meter.wait("item")
+        rows, ranks = len(x_MD), len(leaving_RE)
+        return _equal_parts(rows, ranks), _equal_parts(round(load * rows), ranks)
+
+    def row_counts(x_MI: Any, end_E: Any) -> list[int]:
+        meter.wait("item")
+        return _equal_parts(len(x_MI), len(end_E))
+
+    experts.row_lengths, mixture.row_counts = row_lengths, row_counts
+
+
+def _equal_parts(total: int, count: int) -> list[int]:
+    return [total * (i + 1) // count - total * i // count for i in range(count)]
 
 
 def _objects() -> None:

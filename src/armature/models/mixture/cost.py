@@ -29,6 +29,7 @@ def cost(args: Mapping[str, Any]) -> Cost:
         block=alike.block - without + round(share * (3 * width * shared + width * experts)) + own,
         block_matrices=alike.block_matrices - without + used,
         idle_matrices=own - round(share * 3 * width * hidden * active), experts=own, routed=routed,
+        rows=round(share * active * width),
         inner=alike.inner + round(share * 4 * (shared - ffn)) + routed,
         products=alike.products + round(share * (2 * (shared - ffn) + active * (2 * hidden + width))),
         linears=(),

@@ -51,9 +51,13 @@ def grouped_product(x_MI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
             rows_E = end_E.diff(prepend=end_E.new_zeros(1))
             weight_EOI = weight_EOI.where(rows_E[:, None, None] > 0, 0)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=end_E)
-    lengths = end_E.diff(prepend=end_E.new_zeros(1)).tolist()
-    rows = zip(x_MI.split(lengths), weight_EOI, strict=True)
+    rows = zip(x_MI.split(row_counts(x_MI, end_E)), weight_EOI, strict=True)
     return torch.cat([x_RI @ weight_OI.mT for x_RI, weight_OI in rows])
+
+
+def row_counts(x_MI: Tensor, end_E: Tensor) -> list[int]:
+    """Return the number of each expert's rows. Waits for the device."""
+    return end_E.diff(prepend=end_E.new_zeros(1)).tolist()
 
 
 def takes_groups(x: Tensor) -> bool:
