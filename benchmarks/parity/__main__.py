@@ -96,8 +96,8 @@ def train_all(layouts: dict[str, Job], *, resume: bool) -> float:
         worst = max(worst, *far.values())
         values = " | ".join(f"{far[quantity]:.1e}" for quantity in QUANTITIES)
         seconds = time.monotonic() - start
-        if resume and not (same := repeats(job, run)):
-            worst = math.inf
+        same = repeats(job, run) if resume else True
+        worst = worst if same else math.inf
         bits = f" {'yes' if same else 'no'} |" if resume else ""
         print(f"| {name} | {job.ranks} | {values} | {run.facts['elements']:,} |{bits} {seconds:.1f} |", flush=True)
     return worst
