@@ -1,9 +1,10 @@
 """A mixture of experts beside the dense default model: equal active parameters, tokens and settings, several seeds.
 
-    python -m benchmarks.mixture                 three seeds of each, the default number of steps
-    python -m benchmarks.mixture --steps 200     fewer steps
+    python -m benchmarks.mixture                          seeds 0, 1 and 2 of each, the default number of steps
+    python -m benchmarks.mixture --seeds 3 --steps 200    another seed, fewer steps
+    python -m benchmarks.mixture --out outputs/mixture    keep the runs; the same command again repeats none that ended
 
-Prints a row per run, and the means with their spread. Run it on a quiet machine: it takes six default runs.
+Prints a row per run, the means with their standard deviations, and the mean of the seeds' differences.
 """
 
 from __future__ import annotations
@@ -23,32 +24,36 @@ METRIC = "val/bits_per_byte"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps of each run; left out: the configuration's")
+    parser.add_argument("--out", type=Path, help="folder of the runs; left out: a temporary one")
     args, overrides = parser.parse_known_args()
     steps = [] if args.steps is None else [f"trainer.max_steps={args.steps}"]
-    print("| model | seed | held-out bits per byte | minutes |\n| --- | ---: | ---: | ---: |")
+    print("| model | seed | held-out bits per byte | minutes |\n| --- | ---: | ---: | ---: |", flush=True)
     found: dict[str, list[float]] = {name: [] for name in MODELS}
-    with tempfile.TemporaryDirectory() as root:
-        for seed in range(args.seeds):
+    with tempfile.TemporaryDirectory() as temporary:
+        for seed in args.seeds:
             for name, word in MODELS.items():
-                summary = train(Path(root), f"{name}{seed}", [word, f"seed={seed}", *steps, *overrides])
+                directory = (args.out or Path(temporary)).resolve() / f"{name}{seed}"
+                summary = train(directory, [word, f"seed={seed}", *steps, *overrides])
                 found[name].append(summary["metrics"][METRIC])
-                minutes = summary["seconds"] / 60
-                print(f"| {name} | {seed} | {found[name][-1]:.4f} | {minutes:.1f} |", flush=True)
-    for name, values in found.items():
+                print(f"| {name} | {seed} | {found[name][-1]:.4f} | {summary['seconds'] / 60:.1f} |", flush=True)
+    rows = {**found, "mixture - dense": [a - b for a, b in zip(found["mixture"], found["dense"], strict=True)]}
+    for name, values in rows.items():
         spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
         print(f"\n{name}: {statistics.mean(values):.4f}{spread} bits per byte")
     return 0
 
 
-def train(root: Path, name: str, words: list[str]) -> dict:
-    """Run `train.py` and return its summary.json."""
-    command = [sys.executable, "train.py", *words, f"run.root={root}", f"run.name={name}", "logger=none"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr[-4000:]}")
-    return json.loads((root / name / "summary.json").read_text())
+def train(directory: Path, words: list[str]) -> dict:
+    """Run `train.py`, unless the run has ended already, and return its summary.json."""
+    place = [f"run.root={directory.parent}", f"run.name={directory.name}"]
+    command = [sys.executable, "train.py", *words, *place, "logger=none"]
+    if not (directory / "summary.json").exists():
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+    return json.loads((directory / "summary.json").read_text())
 
 
 if __name__ == "__main__":

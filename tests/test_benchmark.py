@@ -1,5 +1,6 @@
 """The benchmark measures what it says: what is counted, what is compared, and that contenders train the same."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from armature.errors import ConfigError
-from benchmarks import report, saves, scaling
+from benchmarks import mixture, report, saves, scaling
 from benchmarks.contender import Contender, ContenderFailed, Running, file_name
 from benchmarks.job import TINY, compose
 from benchmarks.rounds import Record, Rounds, ratios, spread
@@ -338,3 +339,17 @@ def test_saves_are_measured_with_the_steps_after_them(tmp_path, monkeypatch):
     assert "0.06 GB of weights and optimizer state" in text
     assert "| a save in the foreground |" in text
     assert "of the foreground's |" in text
+
+
+def test_mixture_compares_the_runs_that_ended_seed_by_seed(tmp_path, monkeypatch, capsys):
+    values = {"dense0": 1.5, "mixture0": 1.4, "dense1": 1.7, "mixture1": 1.5}
+    for name, value in values.items():
+        (tmp_path / name).mkdir()
+        summary = {"metrics": {mixture.METRIC: value}, "seconds": 90.0}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+    monkeypatch.setattr(sys, "argv", ["mixture", "--seeds", "0", "1", "--out", str(tmp_path)])
+    assert mixture.main() == 0
+    printed = capsys.readouterr().out
+    assert "| mixture | 1 | 1.5000 | 1.5 |" in printed
+    assert "dense: 1.6000 ± 0.1414 bits per byte" in printed
+    assert "mixture - dense: -0.1500 ± 0.0707 bits per byte" in printed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -202,6 +203,16 @@ def fit_once(job: Job) -> Run:
     if key not in _runs:
         _runs[key] = fit(job)
     return _runs[key]
+
+
+def repeats(job: Job, whole: Run) -> bool:
+    """Return whether a job that is saved in the middle and resumed has the same bits as its undisturbed run."""
+    half = job.steps // 2
+    with tempfile.TemporaryDirectory() as folder:
+        fit(replace(job, steps=half, save=f"{folder}/step"))
+        resumed = fit(replace(job, resume=f"{folder}/step"))
+    steps = (resumed.losses, resumed.grad_norms) == (whole.losses[half:], whole.grad_norms[half:])
+    return steps and all((resumed.weights[name] == value).all() for name, value in whole.weights.items())
 
 
 def _fit(job: Job) -> Run:

@@ -135,6 +135,18 @@ def test_only_training_counts_tokens() -> None:
     assert m.take_counts() is None
 
 
+def test_a_frozen_router_counts_tokens_and_keeps_its_bias() -> None:
+    m, x = mixture(), torch.randn(2, 4, 32)
+    assert m.bias is not None
+    before = m.bias.clone()
+    m.router.requires_grad_(False)
+    m(x)
+    count = m.take_counts()
+    assert count is not None
+    m.rebalance(count)
+    assert torch.equal(m.bias, before)
+
+
 def test_bias_stays_in_fp32_and_real() -> None:
     with torch.device("meta"):
         m = MixtureDecoder(**SIZES)  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks
+from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks, repeats
 from benchmarks.parity.mixtures import LAYOUTS as MIXTURES
 
 TOLERANCE = 1e-5
@@ -54,13 +54,19 @@ def test_a_checkpoint_of_one_expert_layout_resumes_under_another(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_resume_on_the_same_layout_repeats_every_bit(tmp_path: Path) -> None:
-    job, folder = MIXTURES["mixture, fsdp 2, expert 2"], str(tmp_path / "step=6")
-    fit(replace(job, steps=6, save=folder))
-    through, resumed = fit_once(job), fit(replace(job, resume=folder))
-    assert resumed.losses == through.losses[6:]
-    assert resumed.grad_norms == through.grad_norms[6:]
-    assert all(np.array_equal(resumed.weights[name], value) for name, value in through.weights.items())
+def test_a_resume_on_the_same_layout_repeats_every_bit() -> None:
+    job = MIXTURES["mixture, fsdp 2, expert 2"]
+    assert repeats(job, fit_once(job))
+
+
+@pytest.mark.slow
+def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases() -> None:
+    job = replace(MIXTURES["mixture, fsdp 2, expert 2"], adapter={"rank": 2}, steps=4)
+    run, reference = fit_once(job), fit_once(replace(alone(job), steps=job.steps))
+    assert max(difference(run, reference).values()) <= TOLERANCE
+    assert run.facts["load"] == reference.facts["load"]
+    assert max(run.facts["load"][-1]) > 1
+    assert not any(value.any() for name, value in run.weights.items() if name.endswith("mixture.bias"))
 
 
 @pytest.mark.slow

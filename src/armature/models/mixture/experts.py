@@ -115,7 +115,7 @@ class Mixture(nn.Module):
             weight_NA = weight_NA / weight_NA.sum(1, keepdim=True)
         expert_M = chosen_NA.flatten()
         count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(0, expert_M, torch.ones_like(expert_M))
-        if self.training and torch.is_grad_enabled() and self.router.weight.requires_grad:
+        if self.training and torch.is_grad_enabled():
             self.counts.append(count_E)
         order_M = expert_M.argsort(stable=True)
         rows_MD = permute(x_BTD.flatten(0, 1).repeat_interleave(self.active, 0), order_M)
@@ -131,8 +131,11 @@ class Mixture(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, load_E: Tensor) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower that of others. Its mean stays 0."""
-        if self.bias is None:
+        """Raise the bias of experts with fewer tokens than the mean, and lower that of others. Its mean stays 0.
+
+        A frozen router, as beside adapters, keeps its bias.
+        """
+        if self.bias is None or not self.router.weight.requires_grad:
             return
         step_E = (load_E.sum() - len(load_E) * load_E).sign().to(self.bias)  # whole numbers: exact under every layout
         self.bias += self.balance_rate * (step_E - step_E.mean())
