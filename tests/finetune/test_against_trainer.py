@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from armature import loading, run_dir
 from armature.data import adapter as data_adapter
+from armature.finetune import inference
 from armature.finetune.lora import is_adapter
 from armature.models.decoder.names import theirs
 from armature.parallel import initialization
@@ -22,9 +23,10 @@ from tests.finetune.test_import import EXTRA_PYTHON
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, ROWS, MICRO = 8, 4, 2
 NEAR = 1e-5
-JOBS = {  # experiment, model, packed rows
+JOBS = {  # experiment, model, packed rows, more overrides
     "adapters, llama": ("finetune_lora", "llama", False),
     "adapters, qwen3, packed": ("finetune_lora", "qwen3", True),
+    "norms apart, qwen3": ("finetune_lora", "qwen3", False, "task.adapter.dora=true", "run.name=dora"),
     "all weights, llama, packed": ("finetune", "llama", True),
     "all weights, qwen3": ("finetune", "qwen3", False),
 }
@@ -39,9 +41,10 @@ MODELS = {
 RATES = {"finetune_lora": 1e-2, "finetune": 1e-3}
 
 
-def reference(*words: str | Path) -> None:
-    script = Path(__file__).with_name("trainer_reference.py")
-    result = subprocess.run([EXTRA_PYTHON, script, *words], capture_output=True, text=True, timeout=300)
+def reference(*words: str | Path, script: str = "trainer_reference.py") -> None:
+    environment = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
+    line = [EXTRA_PYTHON, Path(__file__).with_name(script), *words]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
 
 
@@ -65,7 +68,8 @@ def runs(tmp_path_factory):
 
 def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ranks: int = 1) -> Path:
     """Train, and return the run directory."""
-    name = f"{experiment}-{model}"
+    own = dict(word.split("=", 1) for word in more)
+    name = own.get("run.name", f"{experiment}-{model}")
     words = [
         f"experiment={experiment}", f"model.pretrained={root / model}", f"data.path={root / 'chats.jsonl'}",
         f"data.source.packing={str(packed).lower()}", "data.source.val_fraction=0", "data.context=64",
@@ -74,7 +78,7 @@ def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ran
         "scheduler.warmup=0", f"trainer.max_steps={STEPS}",
         "trainer.max_epochs=null", "trainer.test_at_end=false", "trainer.accelerator=cpu", "trainer.precision=32-true",
         "trainer.gradient_clip_val=1.0", f"run.root={root}", f"run.name={name}", "logger=none",
-        *(more or ["strategy=single"]),
+        *([] if "strategy" in own else ["strategy=single"]), *more,
     ]  # fmt: skip
     command = [sys.executable, str(running.ROOT / "train.py"), *words]
     result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
@@ -103,6 +107,7 @@ def write_job(run: Path, *, packed: bool) -> Path:
     if "adapter" in cfg.task:
         save_file(first_adapters(cfg), job["start"])
         lora = {"r": cfg.task.adapter.rank, "lora_alpha": cfg.task.adapter.alpha, "target_modules": "all-linear"}
+        lora["use_dora"] = cfg.task.adapter.dora
         job["lora"] = lora
     file = run / "job.json"
     file.write_text(json.dumps(job))
@@ -110,12 +115,12 @@ def write_job(run: Path, *, packed: bool) -> Path:
 
 
 def first_adapters(cfg) -> dict[str, torch.Tensor]:
-    """Return the values that a run's adapters start from, under peft's names."""
+    """Return the matrices that a run's adapters start from, under peft's names. Its norms start as those of W."""
     task = loading.build_task(cfg)
     task.configure_model()
     model = task.get_submodule("model")
     initialization.materialize(model, device=torch.device("cpu"))
-    names = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    names = {name for name, _ in model.named_parameters() if is_adapter(name) and not name.endswith("magnitude")}
     initialization.initialize_by_name(model, seed=cfg.seed, names=names, prefix="model.")
     found = {}
     for name in names:
@@ -131,6 +136,21 @@ def test_each_step_has_the_loss_of_transformers_trainer(runs, name):
     assert len(losses) == STEPS
     assert losses[0] - losses[-1] > 0.1, losses
     assert losses == pytest.approx(expected, abs=NEAR, rel=0)
+
+
+def test_norms_that_were_learned_come_out_for_peft_and_back(runs):
+    run, scripts = runs["norms apart, qwen3"], running.ROOT / "scripts"
+    adapter, merged, far = (run.parent / name for name in ("adapter", "merged", "far.json"))
+    for target, *more in ((adapter, "--adapter"), (merged,)):
+        words = [sys.executable, str(scripts / "convert.py"), str(run), str(target), *more]
+        result = running.run(words, cwd=run.parent, env=running.environment())
+        assert result.returncode == 0, result.stderr[-3000:]
+    reference("peft", run.parent / "qwen3", adapter, merged, far, script="transformers_models.py")
+    assert json.loads(far.read_text()) <= 2e-5
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours, whole = (inference.load(path).model(ids) for path in (adapter, merged))
+    torch.testing.assert_close(ours, whole, atol=2e-5, rtol=0)
 
 
 def test_zero_3_that_resumes_has_these_losses_too(request, runs):
