@@ -49,6 +49,11 @@ def is_mixture(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in MIXTURES
 
 
+def arguments_of(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """Return the arguments of the decoder, or of the mixture, that a config.json describes."""
+    return (mixture_arguments if is_mixture(config) else arguments)(config, name=name)
+
+
 def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     """Return the arguments of a mixture of experts, as `arguments` does those of a decoder."""
     if not is_mixture(config):

@@ -27,9 +27,9 @@ from armature.finetune.lora import Lora, is_adapter, merge, merged, row_norms
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import HEAD, shapes, theirs
-from armature.models.mixture import names as mixture_names
+from armature.models.decoder.names import HEAD
 from armature.models.mixture.model import MixtureDecoder
+from armature.models.mixture.names import shapes, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -112,14 +112,11 @@ def form_of(cfg: DictConfig) -> Form:
     if check.is_of_transformers(cfg):
         return _form_of_transformers(cfg)
     args = decoder_arguments(cfg)
-    mixture = "experts" in args
-    if mixture:
+    if "experts" in args:
         architecture.config_of(args, dtype="float32")  # refuses what cannot be written
-    rename = mixture_names.theirs if mixture else theirs
     return Form(
-        context=args["context"], vocab_size=args["vocab_size"], rename=rename, module_name=rename,
-        left_out=[str(theirs(HEAD))] if args["tied"] else [],
-        shapes=mixture_names.shapes(args) if mixture else shapes(args),
+        context=args["context"], vocab_size=args["vocab_size"], rename=theirs, module_name=theirs,
+        left_out=[str(theirs(HEAD))] if args["tied"] else [], shapes=shapes(args),
         config=lambda dtype, base: architecture.config_of(args, dtype=dtype, base=base),
         read=partial(read_decoder, context=args["context"]),
     )  # fmt: skip
@@ -367,10 +364,10 @@ def read_decoder(
 ) -> nn.Module:
     """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
     config, name = folder.config(path), str(path)
-    mixture = architecture.is_mixture(config)
-    args = (architecture.mixture_arguments if mixture else architecture.arguments)(config, name=name)
+    args = architecture.arguments_of(config, name=name)
     with torch.device("meta"):
-        model = (MixtureDecoder if mixture else Decoder)(**args, context=context, pretrained=name).to(dtype)
+        kind = MixtureDecoder if "experts" in args else Decoder
+        model = kind(**args, context=context, pretrained=name).to(dtype)
     return _read(model, device=device)
 
 
