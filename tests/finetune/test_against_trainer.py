@@ -1,7 +1,6 @@
 """Runs of the command line, loss by loss, against transformers' Trainer on the same batches; with adapters, peft's."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,11 +16,12 @@ from armature.models.decoder.names import theirs
 from armature.parallel import initialization
 from tests import running
 from tests.data import chat_parts
+from tests.finetune import extras
 from tests.finetune.folders import write_random_model
-from tests.finetune.test_import import EXTRA_PYTHON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, ROWS, MICRO = 8, 4, 2
+BESIDE = Path(__file__).parent
 NEAR = 1e-5
 JOBS = {  # experiment, model, packed rows, more overrides
     "adapters, llama": ("finetune_lora", "llama", False),
@@ -41,18 +41,10 @@ MODELS = {
 RATES = {"finetune_lora": 1e-2, "finetune": 1e-3}
 
 
-def reference(*words: str | Path, script: str = "trainer_reference.py") -> None:
-    environment = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
-    line = [EXTRA_PYTHON, Path(__file__).with_name(script), *words]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The run directory of each job, with losses.json: what the Trainer made of the same batches, in one process."""
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    extras.require()
     root = tmp_path_factory.mktemp("trainer")
     for name, changes in MODELS.items():
         write_random_model(root / name, **SIZES, **changes)
@@ -62,7 +54,8 @@ def runs(tmp_path_factory):
     ]
     chat_parts.write(root / "chats.jsonl", chats)
     found = {name: train(root, *job) for name, job in JOBS.items()}
-    reference(*(write_job(run, packed=JOBS[name][2]) for name, run in found.items()))
+    jobs = [write_job(run, packed=JOBS[name][2]) for name, run in found.items()]
+    extras.command(BESIDE / "trainer_reference.py", *jobs)
     return found
 
 
@@ -145,7 +138,7 @@ def test_norms_that_were_learned_come_out_for_peft_and_back(runs):
         words = [sys.executable, str(scripts / "convert.py"), str(run), str(target), *more]
         result = running.run(words, cwd=run.parent, env=running.environment())
         assert result.returncode == 0, result.stderr[-3000:]
-    reference("peft", run.parent / "qwen3", adapter, merged, far, script="transformers_models.py")
+    extras.command(BESIDE / "transformers_models.py", "peft", run.parent / "qwen3", adapter, merged, far)
     assert json.loads(far.read_text()) <= 2e-5
     ids = torch.arange(40)[None]
     with torch.no_grad():
