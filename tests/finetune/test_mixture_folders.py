@@ -18,7 +18,6 @@ from armature.finetune.export import read_decoder
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from benchmarks.parity.harness import on_ranks
-from tests import running
 from tests.finetune import extras
 from tests.finetune.mixture_reference import CONFIG, ids
 from tests.parallel.building import options

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +18,8 @@ from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, is_adapter, 
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
 from benchmarks.parity.harness import LAYOUTS, difference, fit_once
-from tests.finetune.folders import write_random_model
 from tests.finetune import extras
+from tests.finetune.folders import write_random_model
 from tests.finetune.test_lora import fill_adapters
 
 SIZES: dict[str, Any] = {

@@ -181,7 +181,8 @@ class Source:
         names: the checkpoint's names of weights by Hugging Face's; of a matrix of 4 bits that of its codes.
         lacking: the shapes of weights that the checkpoint leaves out, by Hugging Face's names.
         base: these weights, by the LightningModule's names.
-        adapters: the checkpoint's names of A, B and, of DoRA, the change of norms, by Hugging Face's names of the weights that they adapt.
+        adapters: the checkpoint's names of A, B and, of DoRA, the change of norms, by Hugging Face's names of the
+            weights that they adapt.
     """
 
     def __init__(

@@ -137,7 +137,9 @@ class Lora:
         if quantize not in (None, "nf4"):
             problems.append(f"task.adapter.quantize={quantize}: type nf4 or null.")
         if dora and quantize is not None:
-            problems.append(f"task.adapter.dora=true: has not been compared on weights of 4 bits. Type task.adapter.quantize=null.")
+            problems.append(
+                "task.adapter.dora=true: has not been compared on weights of 4 bits. Type task.adapter.quantize=null."
+            )
         if problems:
             raise ConfigError(problems)
         self.quantize, self.dora = quantize, dora

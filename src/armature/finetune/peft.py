@@ -138,8 +138,8 @@ def _mismatches(adapters: dict[str, list[Tensor]], weights: dict[str, Any], rank
         for name, (a, b, *norms) in adapters.items()
         if name in weights
         and (
-            (b.shape[0], a.shape[1]) != weights[name].shape
-            or {a.shape[0], b.shape[1]} != {rank}
+            (*b.shape[:1], *a.shape[1:]) != weights[name].shape
+            or (*a.shape[:1], *b.shape[1:]) != (rank, rank)
             or any(each.shape != b.shape[:1] for each in norms)
         )
     ]
