@@ -150,15 +150,17 @@ LAYOUTS_TRIED = [
 ]  # fmt: skip
 
 
+DORA_TRIED = ["fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "fsdp 2 × tensor 2", "deepspeed 3 at 2"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("name", LAYOUTS_TRIED)
+@pytest.mark.parametrize(("name", "dora"), [*((n, False) for n in LAYOUTS_TRIED), *((n, True) for n in DORA_TRIED)])
 def test_layouts_train_adapters_as_one_process_does(name, dora):
     chosen = {**ADAPTER, "dora": dora}
     single = fit_once(replace(LAYOUTS["single"], adapter=chosen, steps=6))
     run = fit_once(replace(LAYOUTS[name], adapter=chosen, steps=6))
     far = difference(run, single)
     assert max(far.values()) <= 1e-5, far
-    if name == "ddp 2" and not dora:
+    if name == "ddp 2":
         start = fit(replace(LAYOUTS["single"], adapter=ADAPTER, steps=0)).weights
         assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(filter(is_adapter, start))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from armature.errors import ConfigError
 from armature.finetune.folder import some
@@ -131,7 +131,7 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_number(value: Any, *, whole: bool = False) -> bool:
+def _is_number(value: Any, *, whole: bool = False) -> TypeGuard[float]:
     """Return whether a value is a number above 0."""
     return not isinstance(value, bool) and isinstance(value, int if whole else int | float) and 0 < value < math.inf
 
