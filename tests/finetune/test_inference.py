@@ -67,6 +67,10 @@ def test_an_adapter_is_added_to_its_base(tmp_path, changes):
 def test_text_ends_where_the_folder_says(tmp_path):
     write_base(tmp_path / "base", eos_token_id=[3, 5])
     assert inference.load(tmp_path / "base").ends == [3, 5]
+    for ends in ([3, 64], "x"):
+        (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        with pytest.raises(ConfigError, match="must be the id of one of the model's 64 tokens"):
+            inference.load(tmp_path / "base")
 
 
 def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
@@ -104,7 +108,11 @@ def test_files_that_are_no_adapter_are_refused(tmp_path):
     file.write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="cannot be read"):
         inference.load(tmp_path / "adapter")
-    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 16)}, file)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{prefix}.{name}.weight": torch.ones(4) for name in ("lora_A", "lora_B")}, file)
+    with pytest.raises(ConfigError, match="do not belong together"):
+        inference.load(tmp_path / "adapter")
+    save_file({f"{prefix}.lora_A.weight": torch.ones(4, 16)}, file)
     with pytest.raises(ConfigError, match="no pair of lora_A and lora_B"):
         inference.load(tmp_path / "adapter")
     file.rename(file.with_suffix(".bin"))

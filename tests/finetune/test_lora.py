@@ -150,7 +150,7 @@ LAYOUTS_TRIED = [
 ]  # fmt: skip
 
 
-DORA_TRIED = ["fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "fsdp 2 × tensor 2", "deepspeed 3 at 2"]
+DORA_TRIED = ["ddp 2", "fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "fsdp 2 × tensor 2"]
 
 
 @pytest.mark.slow
@@ -161,6 +161,6 @@ def test_layouts_train_adapters_as_one_process_does(name, dora):
     run = fit_once(replace(LAYOUTS[name], adapter=chosen, steps=6))
     far = difference(run, single)
     assert max(far.values()) <= 1e-5, far
-    if name == "ddp 2":
+    if name == "ddp 2" and not dora:
         start = fit(replace(LAYOUTS["single"], adapter=ADAPTER, steps=0)).weights
         assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(filter(is_adapter, start))
