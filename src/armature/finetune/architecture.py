@@ -182,7 +182,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
     stretched = int((factor if _is_number(factor) else 1.0) * trained) if _is_number(trained) else 0
     longest = config.get("max_position_embeddings")
-    return max(longest if _is_number(longest) else 0, stretched) or None
+    return max(int(longest) if _is_number(longest) else 0, stretched) or None
 
 
 def _mixture_config(args: Mapping[str, Any]) -> dict[str, Any]:
