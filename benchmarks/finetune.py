@@ -53,7 +53,8 @@ def prepare(root: Path) -> None:
 
 
 def train(root: Path, name: str, *words: str) -> None:
-    if not (root / name / "summary.json").exists():
+    summary = root / name / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["stop_reason"] != "finished":  # else the run resumes
         command("train.py", f"run.root={root}", f"run.name={name}", *words)
 
 

@@ -47,6 +47,7 @@ CHAT = [
     {"role": "user", "content": "world\n"},
     {"role": "assistant", "content": "thank you \n"},
 ]
+CHATS = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
 
 
 def small_tokenizer() -> Tokenizer:

@@ -166,6 +166,7 @@ def test_messages_of_weight_zero_are_not_learned():
         ({"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "Images and sound are not read"),
         ({"messages": [CHAT[0]]}, "no message of the role assistant"),
         ({"messages": CHAT, "tools": "add"}, "tools hold a str, not a list"),
+        ({"prompt": "a", "completion": [{**CHAT[1], "tool_calls": 5}]}, "tool_calls hold a int, not a list"),
     ],
 )
 def test_a_record_that_is_no_conversation_is_refused(record, says):

@@ -31,9 +31,7 @@ def write_model(path: Path, **changes: Any) -> Path:
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (path / folder.CONFIG).write_text(json.dumps(config))
     sound = CONFIG | {key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG}
-    mixture = changes.get("model_type") in architecture.MIXTURES
-    read = architecture.mixture_arguments if mixture else architecture.arguments
-    named = check.tensors(read(config if mixture else sound, name="tiny"))
+    named = check.tensors(architecture.arguments_of(config if architecture.is_mixture(config) else sound, name="tiny"))
     listed = {}
     for number, part in enumerate((list(named)[::2], list(named)[1::2]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"

@@ -1,7 +1,6 @@
 """Runs of the command line, loss by loss, against transformers' Trainer on the same batches; with adapters, peft's."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,20 +10,23 @@ from safetensors.torch import save_file
 
 from armature import loading, run_dir
 from armature.data import adapter as data_adapter
+from armature.finetune import inference
 from armature.finetune.lora import is_adapter
 from armature.models.decoder.names import theirs
 from armature.parallel import initialization
 from tests import running
 from tests.data import chat_parts
+from tests.finetune import extras
 from tests.finetune.folders import write_random_model
-from tests.finetune.test_import import EXTRA_PYTHON
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, ROWS, MICRO = 8, 4, 2
+BESIDE = Path(__file__).parent
 NEAR = 1e-5
-JOBS = {  # experiment, model, packed rows
+JOBS = {  # experiment, model, packed rows, more overrides
     "adapters, llama": ("finetune_lora", "llama", False),
     "adapters, qwen3, packed": ("finetune_lora", "qwen3", True),
+    "norms apart, qwen3": ("finetune_lora", "qwen3", False, "task.adapter.dora=true", "run.name=dora"),
     "all weights, llama, packed": ("finetune", "llama", True),
     "all weights, qwen3": ("finetune", "qwen3", False),
 }
@@ -39,17 +41,10 @@ MODELS = {
 RATES = {"finetune_lora": 1e-2, "finetune": 1e-3}
 
 
-def reference(*words: str | Path) -> None:
-    script = Path(__file__).with_name("trainer_reference.py")
-    result = subprocess.run([EXTRA_PYTHON, script, *words], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The run directory of each job, with losses.json: what the Trainer made of the same batches, in one process."""
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    extras.require()
     root = tmp_path_factory.mktemp("trainer")
     for name, changes in MODELS.items():
         write_random_model(root / name, **SIZES, **changes)
@@ -59,13 +54,15 @@ def runs(tmp_path_factory):
     ]
     chat_parts.write(root / "chats.jsonl", chats)
     found = {name: train(root, *job) for name, job in JOBS.items()}
-    reference(*(write_job(run, packed=JOBS[name][2]) for name, run in found.items()))
+    jobs = [write_job(run, packed=JOBS[name][2]) for name, run in found.items()]
+    extras.command(BESIDE / "trainer_reference.py", *jobs)
     return found
 
 
 def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ranks: int = 1) -> Path:
     """Train, and return the run directory."""
-    name = f"{experiment}-{model}"
+    own = dict(word.split("=", 1) for word in more)
+    name = own.get("run.name", f"{experiment}-{model}")
     words = [
         f"experiment={experiment}", f"model.pretrained={root / model}", f"data.path={root / 'chats.jsonl'}",
         f"data.source.packing={str(packed).lower()}", "data.source.val_fraction=0", "data.context=64",
@@ -74,7 +71,7 @@ def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ran
         "scheduler.warmup=0", f"trainer.max_steps={STEPS}",
         "trainer.max_epochs=null", "trainer.test_at_end=false", "trainer.accelerator=cpu", "trainer.precision=32-true",
         "trainer.gradient_clip_val=1.0", f"run.root={root}", f"run.name={name}", "logger=none",
-        *(more or ["strategy=single"]),
+        *([] if "strategy" in own else ["strategy=single"]), *more,
     ]  # fmt: skip
     command = [sys.executable, str(running.ROOT / "train.py"), *words]
     result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
@@ -103,6 +100,7 @@ def write_job(run: Path, *, packed: bool) -> Path:
     if "adapter" in cfg.task:
         save_file(first_adapters(cfg), job["start"])
         lora = {"r": cfg.task.adapter.rank, "lora_alpha": cfg.task.adapter.alpha, "target_modules": "all-linear"}
+        lora["use_dora"] = cfg.task.adapter.dora
         job["lora"] = lora
     file = run / "job.json"
     file.write_text(json.dumps(job))
@@ -110,12 +108,12 @@ def write_job(run: Path, *, packed: bool) -> Path:
 
 
 def first_adapters(cfg) -> dict[str, torch.Tensor]:
-    """Return the values that a run's adapters start from, under peft's names."""
+    """Return the matrices that a run's adapters start from, under peft's names. Its norms start as those of W."""
     task = loading.build_task(cfg)
     task.configure_model()
     model = task.get_submodule("model")
     initialization.materialize(model, device=torch.device("cpu"))
-    names = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    names = {name for name, _ in model.named_parameters() if is_adapter(name) and not name.endswith("magnitude")}
     initialization.initialize_by_name(model, seed=cfg.seed, names=names, prefix="model.")
     found = {}
     for name in names:
@@ -131,6 +129,21 @@ def test_each_step_has_the_loss_of_transformers_trainer(runs, name):
     assert len(losses) == STEPS
     assert losses[0] - losses[-1] > 0.1, losses
     assert losses == pytest.approx(expected, abs=NEAR, rel=0)
+
+
+def test_norms_that_were_learned_come_out_for_peft_and_back(runs):
+    run, scripts = runs["norms apart, qwen3"], running.ROOT / "scripts"
+    adapter, merged, far = (run.parent / name for name in ("adapter", "merged", "far.json"))
+    for target, *more in ((adapter, "--adapter"), (merged,)):
+        words = [sys.executable, str(scripts / "convert.py"), str(run), str(target), *more]
+        result = running.run(words, cwd=run.parent, env=running.environment())
+        assert result.returncode == 0, result.stderr[-3000:]
+    extras.command(BESIDE / "transformers_models.py", "peft", run.parent / "qwen3", adapter, merged, far)
+    assert json.loads(far.read_text()) <= 2e-5
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours, whole = (inference.load(path).model(ids) for path in (adapter, merged))
+    torch.testing.assert_close(ours, whole, atol=2e-5, rtol=0)
 
 
 def test_zero_3_that_resumes_has_these_losses_too(request, runs):

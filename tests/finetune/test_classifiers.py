@@ -9,10 +9,11 @@ import pytest
 from armature.finetune import folder
 from tests import running
 from tests.data.chat_parts import folder as write_tokenizer
+from tests.finetune import extras
 from tests.finetune.classifier_models import KINDS
+from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
-from tests.finetune.test_huggingface_runs import EVERY, command, losses
-from tests.finetune.test_import import EXTRA_PYTHON
+from tests.finetune.test_huggingface_runs import EVERY, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("classifier_models.py")
@@ -23,8 +24,7 @@ WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    extras.require()
     root = tmp_path_factory.mktemp("classifiers")
     command(SCRIPT, "make", root)
     for path in root.iterdir():

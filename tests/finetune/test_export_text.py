@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests import running
-from tests.finetune.test_import import EXTRA_PYTHON
+from tests.finetune import extras
 
 pytestmark = pytest.mark.slow
 PROMPT = "line 3 of file"
@@ -22,14 +22,13 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def test_transformers_continues_a_text_as_the_run_does(corpus, tmp_path):
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    extras.require()
     running.train("run.name=run", "data.context=64", "trainer.max_steps=60", cwd=tmp_path, corpus=corpus)
     run, out = tmp_path / "outputs" / "run", tmp_path / "out"
     assert "its logits are the run's" in running.script("convert.py", str(run), str(out), cwd=tmp_path).stdout
     words = ["--prompt", PROMPT, "--temperature", "0", "--tokens", str(TOKENS), "--accelerator", "cpu"]
     found = [running.script("generate.py", str(path), *words, cwd=tmp_path).stdout for path in (run, out)]
-    command = [str(EXTRA_PYTHON), "-c", CONTINUE, str(out), PROMPT, str(TOKENS)]
+    command = [str(extras.PYTHON), "-c", CONTINUE, str(out), PROMPT, str(TOKENS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
     assert found[0] == found[1] == result.stdout

@@ -1,7 +1,6 @@
 """model=huggingface in the environment that has transformers: logits, layouts, and a run in and out of a folder."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from armature.checkpoint.storage import read_metadata
 from armature.finetune import folder
 from armature.finetune.lora import is_adapter
 from tests import running
+from tests.data.chat_parts import CHATS, write
 from tests.data.chat_parts import folder as write_tokenizer
-from tests.data.chat_parts import write
+from tests.finetune import extras
+from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
-from tests.finetune.test_import import EXTRA_PYTHON
 from tests.finetune.transformers_models import KINDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -24,19 +24,9 @@ SAMPLE = {"gpt_neox": ["fsdp 2 × tensor 2"]}
 WITHOUT_TENSOR = ("gpt2",)  # transformers has no plan for it
 
 
-def command(*words: str | Path, code: int = 0) -> str:
-    environment = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
-    result = subprocess.run(
-        [str(EXTRA_PYTHON), *map(str, words)], capture_output=True, text=True, timeout=390, env=environment
-    )
-    assert result.returncode == code, result.stdout[-2000:] + result.stderr[-3000:]
-    return result.stdout + result.stderr
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    extras.require()
     root = tmp_path_factory.mktemp("models")
     command(SCRIPT, "make", root)
     return root
@@ -64,8 +54,7 @@ def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
 
 
 def train(root: Path, *more: str, code: int = 0) -> str:
-    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
-    path = write(root / "chats.jsonl", chats)
+    path = write(root / "chats.jsonl", CHATS)
     words = [
         running.ROOT / "train.py", "experiment=finetune", "model=huggingface", f"model.pretrained={root / 'base'}",
         f"data.path={path}", "data.context=64", "data.global_batch_size=4", "data.micro_batch_size=2",

@@ -2,17 +2,17 @@
 
 import csv
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from armature.finetune import folder
 from tests import running
+from tests.finetune import extras
+from tests.finetune.extras import command
 from tests.finetune.image_models import KINDS
 from tests.finetune.layouts import assert_equal
-from tests.finetune.test_huggingface_runs import EVERY, command, losses
-from tests.finetune.test_import import EXTRA_PYTHON
+from tests.finetune.test_huggingface_runs import EVERY, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("image_models.py")
@@ -21,9 +21,7 @@ SAMPLE = {"vit": ["fsdp 2"], "resnet": ["ddp 2"]}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    search = "import importlib.util, sys; sys.exit(importlib.util.find_spec('timm') is None)"
-    if not EXTRA_PYTHON.exists() or subprocess.run([EXTRA_PYTHON, "-c", search]).returncode:
-        pytest.skip("timm is not in .venv-extras: make .venv-extras/.installed")
+    extras.require("timm")
     root = tmp_path_factory.mktemp("images")
     command(SCRIPT, "make", root)
     return root

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,25 +14,20 @@ from armature.finetune.export import read_decoder
 from armature.models.decoder import names
 from armature.models.decoder.model import Decoder
 from tests import forked, running
+from tests.finetune import extras
 from tests.finetune.folders import write_model
 from tests.finetune.reference import FAMILIES, ids
 
-EXTRA_PYTHON = running.ROOT / ".venv-extras" / "bin" / "python"
+REFERENCE = Path(__file__).with_name("reference.py")
 NEAR = 2e-5
 pytestmark = pytest.mark.slow
 
 
-def transformers(*words: str) -> None:
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
-    command = [str(EXTRA_PYTHON), str(Path(__file__).with_name("reference.py")), *words]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    extras.require()
     root = tmp_path_factory.mktemp("folders")
-    transformers("make", str(root))
+    extras.command(REFERENCE, "make", root)
     return root
 
 
@@ -151,7 +145,7 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(fold
     assert "its logits are the run's" in result.stdout
     assert (out / folder.CHAT_TEMPLATE).read_text() == "{{ messages }}"
     assert (out / folder.TOKENIZER).read_bytes() == (tmp_path / "moved" / folder.TOKENIZER).read_bytes()
-    transformers("logits", str(out), str(tmp_path / "theirs.safetensors"))
+    extras.command(REFERENCE, "logits", out, tmp_path / "theirs.safetensors")
     with torch.no_grad():
         ours = read_decoder(out, context=48)(ids())
     assert float((ours - load_file(tmp_path / "theirs.safetensors")["logits"]).abs().max()) <= NEAR

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from armature.errors import ConfigError
 from armature.finetune import inference, peft
 from armature.finetune.export import read_decoder
-from armature.finetune.lora import LoraLinear
+from armature.finetune.lora import DoraLinear, LoraLinear, row_norms
 from armature.models.decoder.model import Decoder
 from tests.data import chat_parts
 from tests.finetune.folders import write_random_model
@@ -38,18 +38,24 @@ def write_adapter(path: Path, model: Decoder, **changes) -> None:
     tensors = {}
     for i, block in model.blocks.items():
         for part in "qv":
-            adapted = LoraLinear(getattr(block.attention, part), rank=4, scale=scale, dropout=0.0)
+            linear = getattr(block.attention, part)
+            kind = DoraLinear if config.get("use_dora") else LoraLinear
+            adapted = kind(linear, rank=4, scale=scale, dropout=0.0)
             torch.nn.init.normal_(adapted.lora_B)
             setattr(block.attention, part, adapted)
             prefix = f"base_model.model.model.layers.{i}.self_attn.{part}_proj"
             tensors |= {f"{prefix}.{name}.weight": getattr(adapted, name).detach() for name in ("lora_A", "lora_B")}
+            if isinstance(adapted, DoraLinear):
+                torch.nn.init.normal_(adapted.lora_magnitude)
+                norms = row_norms(linear.weight) + adapted.lora_magnitude
+                tensors[f"{prefix}.lora_magnitude_vector"] = norms.detach()
     save_file(tensors, path / peft.WEIGHTS)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_an_adapter_is_added_to_its_base(tmp_path, rslora):
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}])
+def test_an_adapter_is_added_to_its_base(tmp_path, changes):
     model = write_base(tmp_path / "base")
-    write_adapter(tmp_path / "adapter", model, use_rslora=rslora)
+    write_adapter(tmp_path / "adapter", model, **changes)
     loaded = inference.load(tmp_path / "adapter")
     assert loaded.folder == tmp_path / "base"
     with torch.no_grad():
@@ -61,6 +67,10 @@ def test_an_adapter_is_added_to_its_base(tmp_path, rslora):
 def test_text_ends_where_the_folder_says(tmp_path):
     write_base(tmp_path / "base", eos_token_id=[3, 5])
     assert inference.load(tmp_path / "base").ends == [3, 5]
+    for ends in ([3, 64], "x"):
+        (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        with pytest.raises(ConfigError, match="must be the id of one of the model's 64 tokens"):
+            inference.load(tmp_path / "base")
 
 
 def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
@@ -71,7 +81,7 @@ def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"use_dora": True}, "use_dora=True"),
+        ({"use_qalora": True}, "use_qalora=True"),
         ({"modules_to_save": ["lm_head"], "peft_type": "IA3"}, "modules_to_save.*peft_type=IA3"),
         ({"r": 8}, r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of rank 8"),
         ({"base_model_name_or_path": "/gone"}, "base model /gone is not there. Type --base FOLDER"),
@@ -98,7 +108,11 @@ def test_files_that_are_no_adapter_are_refused(tmp_path):
     file.write_bytes(b"no tensors")
     with pytest.raises(ConfigError, match="cannot be read"):
         inference.load(tmp_path / "adapter")
-    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 16)}, file)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{prefix}.{name}.weight": torch.ones(4) for name in ("lora_A", "lora_B")}, file)
+    with pytest.raises(ConfigError, match="do not belong together"):
+        inference.load(tmp_path / "adapter")
+    save_file({f"{prefix}.lora_A.weight": torch.ones(4, 16)}, file)
     with pytest.raises(ConfigError, match="no pair of lora_A and lora_B"):
         inference.load(tmp_path / "adapter")
     file.rename(file.with_suffix(".bin"))

@@ -35,27 +35,33 @@ def test_only_adapters_of_the_blocks_are_trained_and_weights_keep_their_names():
     assert all(is_adapter(name) and name.startswith("blocks.") for name in trained(model))
     assert len(trained(model)) == 2 * 7 * DECODER["layers"]
     assert set(Decoder(**DECODER).state_dict()) == {name for name in model.state_dict() if not is_adapter(name)}
+    assert len(trained(adapted(dora=True))) == 3 * 7 * DECODER["layers"]
 
 
-def test_an_adapted_model_begins_as_the_model_itself():
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_adapted_model_begins_as_the_model_itself(dora, autocast):
     torch.manual_seed(0)
     plain, tokens = Decoder(**DECODER), torch.arange(12)[None]
+    torch.nn.init.zeros_(plain.get_submodule("blocks.0.attention.q").weight[0])
     model = copy.deepcopy(plain)
-    Lora(**ADAPTER).add_to(model)
-    assert torch.equal(model(tokens), plain(tokens))
+    Lora(**ADAPTER, dora=dora).add_to(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(model(tokens), plain(tokens))
 
 
 def fill_adapters(model: nn.Module) -> None:
-    """Give adapters a second matrix that is not 0, so that they change the model."""
+    """Give adapters values that are not 0, so that they change the model."""
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith("lora_B"):
+            if name.endswith(("lora_B", "lora_magnitude")):
                 param.normal_()
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("rslora", [False, True])
-def test_merged_weights_compute_what_the_adapters_did(rslora):
-    model, tokens = adapted(rslora=rslora), torch.arange(12)[None]
+def test_merged_weights_compute_what_the_adapters_did(rslora, dora):
+    model, tokens = adapted(rslora=rslora, dora=dora), torch.arange(12)[None]
     fill_adapters(model)
     with torch.no_grad():
         before = model(tokens)
@@ -63,6 +69,29 @@ def test_merged_weights_compute_what_the_adapters_did(rslora):
         assert not any(isinstance(module, LoraLinear) for module in merged.modules())
         torch.testing.assert_close(merged(tokens), before, atol=1e-4, rtol=1e-4)
     assert model.get_submodule("blocks.0.attention.q").scale == (4.0 if rslora else 2.0)  # 8 / sqrt(4), 8 / 4
+
+
+def test_norms_of_rows_are_learned_apart_from_their_direction():
+    """A step of B changes no row's norm, a step of the magnitudes no row's direction; a bias is left alone."""
+    torch.manual_seed(0)
+    base = nn.Linear(8, 6)
+    model = nn.Sequential()
+    model.add_module("q", base)
+    weight = base.weight.detach().clone()
+    Lora(rank=2, dora=True).add_to(model)
+    adapter, x = model.get_submodule("q"), torch.randn(3, 8)
+    nn.init.normal_(adapter.lora_B)
+    turned = copy.deepcopy(adapter)
+    with torch.no_grad():
+        adapter.lora_magnitude.add_(0.5)
+        assert torch.allclose(merge(nn.ModuleDict({"q": turned})).q.weight.norm(dim=1), weight.norm(dim=1))
+        whole = weight + adapter.scale * adapter.lora_B @ adapter.lora_A
+        whole *= ((weight.norm(dim=1) + 0.5) / whole.norm(dim=1))[:, None]
+        torch.testing.assert_close(adapter(x), nn.functional.linear(x, whole, base.bias))
+    adapter(x).sum().backward()  # the norms that divide are constants: d W'/d B = factor · scale · A
+    factor = adapter._factor().detach()
+    expected = adapter.scale * (factor[:, None] * (x @ adapter.lora_A.detach().T).sum(0))
+    torch.testing.assert_close(adapter.lora_B.grad, expected)
 
 
 def test_targets_and_parts_to_train_are_chosen_by_pattern():
@@ -84,6 +113,7 @@ def test_targets_and_parts_to_train_are_chosen_by_pattern():
         ({"rank": 0}, "task.adapter.rank=0"),
         ({"alpha": float("inf")}, "task.adapter.alpha=inf"),
         ({"dropout": 1.0}, "task.adapter.dropout=1.0"),
+        ({"dora": True, "quantize": "nf4"}, "Type task.adapter.quantize=null"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, says):
@@ -120,14 +150,17 @@ LAYOUTS_TRIED = [
 ]  # fmt: skip
 
 
+DORA_TRIED = ["ddp 2", "fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "fsdp 2 × tensor 2"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS_TRIED)
-def test_layouts_train_adapters_as_one_process_does(name):
-    job = replace(LAYOUTS[name], adapter=ADAPTER, steps=6)
-    single = fit_once(replace(LAYOUTS["single"], adapter=ADAPTER, steps=6))
-    run = fit_once(job)
+@pytest.mark.parametrize(("name", "dora"), [*((n, False) for n in LAYOUTS_TRIED), *((n, True) for n in DORA_TRIED)])
+def test_layouts_train_adapters_as_one_process_does(name, dora):
+    chosen = {**ADAPTER, "dora": dora}
+    single = fit_once(replace(LAYOUTS["single"], adapter=chosen, steps=6))
+    run = fit_once(replace(LAYOUTS[name], adapter=chosen, steps=6))
     far = difference(run, single)
     assert max(far.values()) <= 1e-5, far
-    if name == "ddp 2":
+    if name == "ddp 2" and not dora:
         start = fit(replace(LAYOUTS["single"], adapter=ADAPTER, steps=0)).weights
         assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(filter(is_adapter, start))

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import running
-from tests.data.chat_parts import folder, write
-from tests.finetune.test_import import EXTRA_PYTHON
+from tests.data.chat_parts import CHATS, folder, write
+from tests.finetune import extras
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 MAKE = """
@@ -40,13 +40,8 @@ save_file({name: value.clone() for name, value in found.items()}, out)
 """
 
 
-def command(*words: str | Path, python: str | Path = sys.executable) -> str:
-    line = [str(python), *map(str, words)]
-    ours = str(words[0]).endswith(".py")
-    if ours:
-        result = running.run(line, cwd=running.ROOT, env=running.environment())
-    else:
-        result = subprocess.run(line, capture_output=True, text=True, timeout=300)
+def command(*words: str | Path) -> str:
+    result = running.run([sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment())
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout
 
@@ -54,13 +49,11 @@ def command(*words: str | Path, python: str | Path = sys.executable) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run that trained adapters under fsdp 2 of a folder that has since moved."""
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    extras.require()
     root = tmp_path_factory.mktemp("adapters")
-    command("-c", MAKE, root / "base", python=EXTRA_PYTHON)
+    extras.command("-c", MAKE, root / "base")
     folder(root / "base")
-    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
-    path = write(root / "chats.jsonl", chats)
+    path = write(root / "chats.jsonl", CHATS)
     words = [
         running.ROOT / "train.py", "experiment=finetune_lora", f"model.pretrained={root / 'base'}", f"data.path={path}",
         "data.context=64", "data.global_batch_size=4", f"data.source.cache_dir={root / 'cache'}", "trainer.max_steps=6",
@@ -84,7 +77,7 @@ def moved(root: Path) -> str:
 
 def test_peft_and_transformers_compute_what_was_trained(trained):
     out = trained / "logits.safetensors"
-    command("-c", LOGITS, trained / "moved", trained / "adapter", trained / "merged", out, python=EXTRA_PYTHON)
+    extras.command("-c", LOGITS, trained / "moved", trained / "adapter", trained / "merged", out)
     logits = load_file(out)
     torch.testing.assert_close(logits["adapter"], logits["merged"], atol=2e-5, rtol=2e-5)
     assert (logits["adapter"] - logits["base"]).abs().max() > 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,20 @@ from armature.finetune.export import read_decoder
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from benchmarks.parity.harness import on_ranks
-from tests import running
+from tests.finetune import extras
 from tests.finetune.mixture_reference import CONFIG, ids
 from tests.parallel.building import options
 
-EXTRA_PYTHON = running.ROOT / ".venv-extras" / "bin" / "python"
+REFERENCE = Path(__file__).with_name("mixture_reference.py")
 QWEN = {**CONFIG, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 NEAR = 2e-5
 
 
-def transformers(*words: str) -> None:
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
-    command = [str(EXTRA_PYTHON), str(Path(__file__).with_name("mixture_reference.py")), *words]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    extras.require()
     root = tmp_path_factory.mktemp("mixture")
-    transformers("make", str(root / "folder"), str(root / "logits.safetensors"))
+    extras.command(REFERENCE, "make", root / "folder", root / "logits.safetensors")
     return root
 
 
@@ -96,7 +89,7 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(made: Path, tmp
     written, read = (all_tensors(path) for path in (tmp_path / "out", source))
     assert written.keys() == read.keys()
     assert all(torch.equal(written[name], value) for name, value in read.items())
-    transformers("logits", str(tmp_path / "out"), str(tmp_path / "logits.safetensors"))
+    extras.command(REFERENCE, "logits", tmp_path / "out", tmp_path / "logits.safetensors")
     assert far(load_file(made / "logits.safetensors")["logits"], tmp_path / "logits.safetensors") == 0.0
 
 

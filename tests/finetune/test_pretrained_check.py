@@ -73,6 +73,11 @@ def test_a_context_beyond_the_folders_is_refused(model):
         ({"rms_norm_eps": None, "hidden_size": None}, "it lacks hidden_size, rms_norm_eps"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type=longrope is not in the decoder"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_type=yarn with mscale"),
+        ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_type=linear with factor='8': no numbers above 0"),
+        ({"rope_theta": "x"}, "rope_theta='x' is no number above 0"),
+        ({"max_position_embeddings": "2048", "hidden_size": 2.5}, "hidden_size=2.5, max_position_embeddings='2048'"),
+        ({"max_window_layers": "x"}, "max_window_layers='x': no size"),
+        ({"architectures": "LlamaModel"}, "architectures=LlamaModel is no causal language model"),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused(tmp_path, changes, message):
@@ -87,6 +92,26 @@ def test_everything_wrong_with_a_folder_is_one_message(model):
     assert len(found) == 3
     for problem, words in zip(found, ["model.width=32", "largest token is 4096", "truncated"], strict=True):
         assert words in problem
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model": "x"}', '{"added_tokens": [{"id": 3}]}', '{"model": {"vocab": {"a": "b"}}}']
+)
+def test_a_damaged_tokenizer_is_named(model, text):
+    (model / folder.TOKENIZER).write_text(text)
+    assert f"{model / folder.TOKENIZER} is damaged, or no tokenizer" in refused(model)[0]
+
+
+def test_files_that_cannot_be_opened_are_named(model, tmp_path):
+    (model / SHARD).unlink()
+    (model / SHARD).symlink_to(SHARD)
+    assert f"{model / SHARD}: it cannot be read (Too many levels of symbolic links)" in refused(model)[0]
+    (model / folder.INDEX).write_text('{"weight_map": {"a": 1}}')
+    assert "no index of weights (1 is no name of a file)" in refused(model)[0]
+    assert "no such folder" in refused(tmp_path / ("x" * 300))[0]
+    (model / folder.CHAT_TEMPLATE).write_bytes("{{ messages }}".encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"chat_template.jinja: it cannot be read \('utf-8' codec"):
+        folder.chat_template(model)
 
 
 def test_names_and_shapes_of_the_weights_are_those_of_config_json(model):

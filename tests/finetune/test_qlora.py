@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +18,8 @@ from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, is_adapter, 
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
 from benchmarks.parity.harness import LAYOUTS, difference, fit_once
+from tests.finetune import extras
 from tests.finetune.folders import write_random_model
-from tests.finetune.test_import import EXTRA_PYTHON
 from tests.finetune.test_lora import fill_adapters
 
 SIZES: dict[str, Any] = {
@@ -53,11 +51,8 @@ assert nf4.computes_alike(nf4.bitsandbytes_kernel(), torch.device("cpu"))
 
 @pytest.mark.slow
 def test_codes_are_those_of_bitsandbytes_and_its_kernel_computes_the_same():
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("bitsandbytes is not in .venv-extras: make .venv-extras/.installed")
-    source = str(Path(nf4.__file__).parents[2])
-    run = subprocess.run([EXTRA_PYTHON, "-c", COMPARE], env={"PYTHONPATH": source}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    extras.require("bitsandbytes")
+    extras.command("-c", COMPARE)
 
 
 def test_a_kernel_that_computes_otherwise_is_found():

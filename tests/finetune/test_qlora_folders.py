@@ -11,7 +11,7 @@ from armature import loading
 from armature.checkpoint import convert
 from armature.finetune import nf4
 from tests import running
-from tests.data.chat_parts import folder, write
+from tests.data.chat_parts import CHATS, folder, write
 from tests.finetune.folders import write_random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -33,8 +33,7 @@ def root(tmp_path_factory):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 64}
     write_random_model(path / "base", **sizes)
     folder(path / "base")
-    chats = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
-    write(path / "chats.jsonl", chats)
+    write(path / "chats.jsonl", CHATS)
     return path
 
 

@@ -15,11 +15,13 @@ MODEL = {
 MESH = "armature.strategies.mesh.MeshStrategy"
 
 
-def problems(strategy: dict | None = None, *, ranks: int = 1, quantize: str | None = "nf4", **model) -> str:
+def problems(
+    strategy: dict | None = None, *, ranks: int = 1, quantize: str | None = "nf4", dora: bool = False, **model
+) -> str:
     strategy = {"_target_": "armature.strategies.single.SingleDevice", **(strategy or {})}
     cfg = {
         "model": {**MODEL, **model},
-        "task": {"adapter": {"_target_": LORA, "quantize": quantize}},
+        "task": {"adapter": {"_target_": LORA, "quantize": quantize, "dora": dora}},
         "strategy": strategy,
     }
     layout = Layout.resolve(strategy, world_size=ranks, plan=PLAN)
@@ -57,6 +59,7 @@ def test_strategies_that_cannot_are_refused(strategy, ranks, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ({"dora": True}, "Type task.adapter.dora=false"),
         ({"quantize": "int8"}, "task.adapter.quantize=int8: must be nf4 or null"),
         ({"_target_": "example.model.Net"}, "has been tried with armature.models.decoder.model.Decoder alone"),
         ({"width": 96, "heads": 3}, "do not divide model.width=96, model.heads × head_dim=96. Type"),

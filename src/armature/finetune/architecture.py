@@ -5,8 +5,9 @@ transformers 5 writes `rope_parameters`; before, it wrote `rope_theta` and `rope
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from armature.errors import ConfigError
 from armature.finetune.folder import some
@@ -19,6 +20,7 @@ SIZES = {  # ours → theirs
     "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
     "ffn_hidden": "intermediate_size", "norm_eps": "rms_norm_eps",
 }  # fmt: skip
+OTHER_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 # what would change the model's result and the decoder does not have
 FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
 ROPE = {  # kind → their name of each of our numbers
@@ -47,6 +49,11 @@ MIXTURE_FORM = {"shared_hidden": None, "dense_layers": 0, "score": "softmax", "b
 def is_mixture(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a mixture of experts that we compute."""
     return config.get("model_type") in MIXTURES
+
+
+def arguments_of(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+    """Return the arguments of the decoder, or of the mixture, that a config.json describes."""
+    return (mixture_arguments if is_mixture(config) else arguments)(config, name=name)
 
 
 def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
@@ -86,6 +93,7 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
             f"{', '.join(FAMILIES)}. {OTHERS}: type model=huggingface."
         )
     classes = config.get("architectures") or []
+    classes = classes if isinstance(classes, list) else [classes]
     if classes and not any(str(each).endswith("ForCausalLM") for each in classes):
         found.append(f"architectures={', '.join(map(str, classes))} is no causal language model")
     if config.get("auto_map"):
@@ -94,12 +102,14 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         found.append("quantization_config: its weights are quantized. Name the folder of the original weights")
     if missing := [theirs for theirs in SIZES.values() if config.get(theirs) is None]:
         found.append(f"it lacks {', '.join(missing)}")
-    numbers = {key: config.get(key) for key in (*SIZES.values(), "num_key_value_heads", "head_dim")}
+    numbers = {key: config.get(key) for key in (*SIZES.values(), *OTHER_SIZES)}
     wrong = [
         f"{key}={value!r}"
         for key, value in numbers.items()
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0)
+        if value is not None and not _is_number(value, whole=key != SIZES["norm_eps"])
     ]
+    if not isinstance(first := config.get("max_window_layers") or 0, int) or first < 0:
+        wrong.append(f"max_window_layers={first!r}")
     if wrong:
         raise ConfigError(f"model.pretrained={name}: config.json: {', '.join(wrong)}: no size.")
     rope, theta = _rope(config, found)
@@ -121,17 +131,27 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _is_number(value: Any, *, whole: bool = False) -> TypeGuard[float]:
+    """Return whether a value is a number above 0."""
+    return not isinstance(value, bool) and isinstance(value, int if whole else int | float) and 0 < value < math.inf
+
+
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any] | None, float]:
     """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to `problems`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope if isinstance(rope, Mapping) else {"rope_type": str(rope)}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    if not _is_number(theta):
+        problems.append(f"rope_theta={theta!r} is no number above 0")
+        return None, 0.0
+    theta, kind = float(theta), str(rope.get("rope_type") or rope.get("type") or "default")
     names = ROPE.get(kind, {})
     if kind != "default" and not names:
         problems.append(f"rope_type={kind} is not in the decoder (only {', '.join(['default', *ROPE])}). {OTHERS}")
         return None, theta
     numbers = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
+    if wrong := [f"{names[ours]}={value!r}" for ours, value in numbers.items() if not _is_number(value)]:
+        problems.append(f"rope_type={kind} with {', '.join(wrong)}: no numbers above 0")
     if kind in ("llama3", "yarn"):
         numbers.setdefault("original_context", config.get("max_position_embeddings"))
     known = {*names.values(), *_OWN_KEYS, *_INERT.get(kind, ())}
@@ -148,7 +168,7 @@ def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
         window, kinds = config.get("sliding_window", 4096), ["sliding_attention"] * layers  # transformers' default
     else:
         window = config.get("sliding_window") if config.get("use_sliding_window") else None
-        first = config.get("max_window_layers", 28)
+        first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
         kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if window is None or "sliding_attention" not in kinds:
         return None
@@ -157,10 +177,12 @@ def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
     """Return the most positions that a folder's model is made for, stretched ones included; None: it does not say."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    stretched = (rope.get("factor") or 1.0) * (rope.get("original_max_position_embeddings") or 0)
-    longest = max(config.get("max_position_embeddings") or 0, int(stretched))
-    return longest or None
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    stretched = int((factor if _is_number(factor) else 1.0) * trained) if _is_number(trained) else 0
+    longest = config.get("max_position_embeddings")
+    return max(int(longest) if _is_number(longest) else 0, stretched) or None
 
 
 def _mixture_config(args: Mapping[str, Any]) -> dict[str, Any]:

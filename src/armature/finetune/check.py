@@ -249,8 +249,6 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
 
 def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a folder by their names, for the decoder, or the mixture, of these arguments."""
-    if "experts" not in args:
-        return {names.theirs(name) or name: shape for name, shape in names.shapes(args).items()}
     found = {}
     for name, shape in mixture_names.shapes(args).items():
         stacked = mixture_names.parts(name, shape[0])

@@ -23,13 +23,13 @@ from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder, nf4, others
-from armature.finetune.lora import Lora, is_adapter, merge, merged
+from armature.finetune.lora import Lora, is_adapter, merge, merged, row_norms
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import HEAD, shapes, theirs
-from armature.models.mixture import names as mixture_names
+from armature.models.decoder.names import HEAD
 from armature.models.mixture.model import MixtureDecoder
+from armature.models.mixture.names import shapes, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -70,8 +70,7 @@ def export(
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         write_tokenizer(kept, Path(cfg.run.dir), part)
         source = Source(checkpoint, form.rename, average=average, adapter=adapter_of(cfg), shapes=form.shapes)
-        if source.lacking:
-            source.base = load_task(cfg, checkpoint).state_dict()
+        source.add_base(cfg)
         names = _write_weights(source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out)
         source.base = {}
         far = _difference(cfg, source, form, part, getattr(torch, dtype), average=average)
@@ -113,14 +112,11 @@ def form_of(cfg: DictConfig) -> Form:
     if check.is_of_transformers(cfg):
         return _form_of_transformers(cfg)
     args = decoder_arguments(cfg)
-    mixture = "experts" in args
-    if mixture:
+    if "experts" in args:
         architecture.config_of(args, dtype="float32")  # refuses what cannot be written
-    rename = mixture_names.theirs if mixture else theirs
     return Form(
-        context=args["context"], vocab_size=args["vocab_size"], rename=rename, module_name=rename,
-        left_out=[str(theirs(HEAD))] if args["tied"] else [],
-        shapes=mixture_names.shapes(args) if mixture else shapes(args),
+        context=args["context"], vocab_size=args["vocab_size"], rename=theirs, module_name=theirs,
+        left_out=[str(theirs(HEAD))] if args["tied"] else [], shapes=shapes(args),
         config=lambda dtype, base: architecture.config_of(args, dtype=dtype, base=base),
         read=partial(read_decoder, context=args["context"]),
     )  # fmt: skip
@@ -185,7 +181,8 @@ class Source:
         names: the checkpoint's names of weights by Hugging Face's; of a matrix of 4 bits that of its codes.
         lacking: the shapes of weights that the checkpoint leaves out, by Hugging Face's names.
         base: these weights, by the LightningModule's names.
-        adapters: the checkpoint's names of A and B by Hugging Face's names of the weights that they adapt.
+        adapters: the checkpoint's names of A, B and, of DoRA, the change of norms, by Hugging Face's names of the
+            weights that they adapt.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class Source:
         self.adapters: dict[str, list[str]] = {}
         for name in own:
             saved_as = prefix + name if prefix + name in self.saved else name
-            if adapter is not None and is_adapter(name):  # A before B
+            if adapter is not None and is_adapter(name):
                 base = str(rename(f"{name.removeprefix(convert.MODEL).rpartition('.')[0]}.weight"))
                 self.adapters.setdefault(base, []).append(saved_as)
                 self.adapters[base].sort()
@@ -234,6 +231,11 @@ class Source:
                 saved_as = self.names.pop(pattern)
                 self.names |= dict.fromkeys(parts, saved_as)
 
+    def add_base(self, cfg: DictConfig) -> None:
+        """Read the weights that the checkpoint leaves out from the run's base model."""
+        if self.lacking:
+            self.base = load_task(cfg, self.checkpoint).state_dict()
+
     def elements(self, name: str) -> int:
         """Return the number of elements of a weight."""
         if name in self.lacking:
@@ -244,9 +246,18 @@ class Source:
         return self.saved[saved_as].size.numel() * (1 if nf4.weight_of(saved_as) == saved_as else 2)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
+        weights = self._read_frozen(names)
+        for name in weights.keys() & self.adapters.keys():
+            a, b, *change = self.read_adapter(name)
+            norms = row_norms(weights[name]) + change[0] if change else None
+            weights[name] = merged(weights[name], a, b, scale=self.scale, norms=norms)
+        return weights
+
+    def _read_frozen(self, names: list[str]) -> dict[str, Tensor]:
+        """Return weights without their adapters."""
         stacked = [name for name in names if name in self.stacks]
         if stacked:
-            single = self.read([name for name in names if name not in self.stacks])
+            single = self._read_frozen([name for name in names if name not in self.stacks])
             whole = self._load([*{self.names[name] for name in stacked if name in self.names}])
             for name in stacked:
                 pattern, index = self.stacks[name]
@@ -256,22 +267,21 @@ class Source:
         parts = {name: nf4.parts_of(self.names[name]) for name in names if name in self.names}
         found = self._load([saved_as for of_weight in parts.values() for saved_as in of_weight])
         weights = {name: nf4.joined([found.pop(part) for part in parts[name]]) for name in parts}
-        weights |= {name: self._read_base(convert.MODEL + self._own[name]) for name in names if name in self._own}
-        for name in weights.keys() & self.adapters.keys():
-            a, b = self.read_adapter(name)
-            weights[name] = merged(weights[name], a, b, scale=self.scale)
-        return weights
+        return weights | {name: self._read_base(convert.MODEL + self._own[name]) for name in names if name in self._own}
+
+    def read_norms(self, name: str) -> Tensor:
+        """Return the norms of rows (out,) that DoRA learned for a weight."""
+        return row_norms(self._read_frozen([name])[name]) + self.read_adapter(name)[2]
 
     def _read_base(self, own: str) -> Tensor:
         if own in self.base:
             return self.base[own]
         return nf4.joined([self.base[part] for part in nf4.parts_of(f"{own.rpartition('.')[0]}.codes")])
 
-    def read_adapter(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return A (rank, in) and B (out, rank) of the adapter of a weight."""
+    def read_adapter(self, name: str) -> list[Tensor]:
+        """Return A (rank, in), B (out, rank) and, of DoRA, the change of norms (out,) of the adapter of a weight."""
         found = self._load(self.adapters[name])
-        a, b = self.adapters[name]
-        return found[a], found[b]
+        return [found[part] for part in self.adapters[name]]
 
     def _load(self, saved_as: list[str]) -> dict[str, Tensor]:
         return state.load_tensors(self.checkpoint, saved_as, self.saved)
@@ -355,10 +365,10 @@ def read_decoder(
 ) -> nn.Module:
     """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
     config, name = folder.config(path), str(path)
-    mixture = architecture.is_mixture(config)
-    args = (architecture.mixture_arguments if mixture else architecture.arguments)(config, name=name)
+    args = architecture.arguments_of(config, name=name)
     with torch.device("meta"):
-        model = (MixtureDecoder if mixture else Decoder)(**args, context=context, pretrained=name).to(dtype)
+        kind = MixtureDecoder if "experts" in args else Decoder
+        model = kind(**args, context=context, pretrained=name).to(dtype)
     return _read(model, device=device)
 
 

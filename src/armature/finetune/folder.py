@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import operator
 import re
 import shutil
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +64,19 @@ def find(name: str) -> Path:
 
     Raises ConfigError for what is neither, and if the hub cannot be reached.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, is_there = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
+        raise ConfigError(f"model.pretrained={name[:60]}: no such folder ({error_line(error)[:100]}).") from None
+    if is_folder:
         if not (folder / CONFIG).is_file():
             raise ConfigError(
                 f"model.pretrained={name}: this folder is no model: it holds no {CONFIG}. Name a folder as "
                 "transformers' save_pretrained writes it."
             )
         return folder
-    if folder.exists():
+    if is_there:
         raise ConfigError(f"model.pretrained={name}: this is a file. Name the folder that holds it and {CONFIG}.")
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"model.pretrained={name}: no such folder. Name a folder that holds {CONFIG}.")
@@ -98,12 +104,19 @@ def _download(name: str) -> Path:
 def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON file's object. Raises ConfigError, by the file's name."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: it cannot be read ({error}).") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must hold a JSON object. Got a {type(value).__name__}.")
     return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: it cannot be read ({error}).") from error
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -113,12 +126,15 @@ def config(folder: Path) -> dict[str, Any]:
 def chat_template(folder: Path) -> str | None:
     """Return the folder's Jinja template of a chat, or None: a file of its own, or in tokenizer_config.json (older)."""
     if (folder / CHAT_TEMPLATE).is_file():
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    if not (folder / TOKENIZER_CONFIG).is_file():
+        return _read_text(folder / CHAT_TEMPLATE)
+    if not (file := folder / TOKENIZER_CONFIG).is_file():
         return None
-    found = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+    found = read_json(file).get("chat_template")
     if isinstance(found, list):  # several, with names
-        found = next((each.get("template") for each in found if each.get("name") == "default"), None)
+        named = (each for each in found if isinstance(each, dict))
+        found = next((each.get("template") for each in named if each.get("name") == "default"), None)
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"{file}: chat_template must be a text. Got a {type(found).__name__}.")
     return found
 
 
@@ -140,17 +156,30 @@ def end_tokens(folder: Path) -> list[int]:
     for name in ("generation_config.json", CONFIG):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
-            return list(found) if isinstance(found, list) else [found]
+            ends = list(found) if isinstance(found, list) else [found]
+            tokens = config(folder).get("vocab_size") if (folder / CONFIG).is_file() else None
+            most = tokens if isinstance(tokens, int) else math.inf
+            if not all(isinstance(each, int) and 0 <= each < most for each in ends):
+                raise ConfigError(
+                    f"{folder / name}: eos_token_id={found}: must be the id of one of the model's {tokens} tokens, or "
+                    "a list of such ids."
+                )
+            return ends
     return []
 
 
 def token_ids(tokenizer_file: Path) -> dict[str, int]:
     """Return the id of every token of a tokenizer.json."""
     tokenizer = read_json(tokenizer_file)
-    vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
-    if not isinstance(vocabulary, dict):  # of a unigram model: pairs of a token and its score, in order
-        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in added}
+    try:
+        vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
+        if not isinstance(vocabulary, dict):  # of a unigram model: pairs of a token and its score, in order
+            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+        return {token: operator.index(i) for token, i in vocabulary.items()} | {
+            token["content"]: operator.index(token["id"]) for token in added
+        }
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{tokenizer_file} is damaged, or no tokenizer ({error_line(error)}).") from error
 
 
 def largest_token(tokenizer_file: Path) -> int:
@@ -171,6 +200,8 @@ def weights(folder: Path) -> Weights:
         try:
             listed = read_json(folder / INDEX)["weight_map"]
             files = sorted(set(listed.values()))
+            if odd := [file for file in files if not isinstance(file, str)]:
+                raise TypeError(f"{odd[0]} is no name of a file")
         except (ConfigError, KeyError, AttributeError, TypeError) as error:
             return Weights({}, (f"{folder / INDEX}: no index of weights ({error}).",))
         extra = {name for name in present if _is_shard(name)}
@@ -187,6 +218,8 @@ def weights(folder: Path) -> Weights:
             found |= _header(folder / name)
         except ConfigError as error:
             problems += error.problems
+        except OSError as error:  # a link that leads nowhere, a folder
+            problems.append(f"{folder / name}: it cannot be read ({error.strerror}). Download it again.")
     problems += [
         f"{folder / name}: no index names this file. Remove it, or restore the {INDEX} that it belongs to."
         for name in sorted(extra - set(files))

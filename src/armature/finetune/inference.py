@@ -68,8 +68,7 @@ def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
         raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
     whole = _base_of(path, base) if is_adapter else path
     config = folder.config(whole)
-    of_kind = architecture.mixture_arguments if architecture.is_mixture(config) else architecture.arguments
-    if problems := check.weight_problems(whole, of_kind(config, name=str(whole))):
+    if problems := check.weight_problems(whole, architecture.arguments_of(config, name=str(whole))):
         raise ConfigError(problems)
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = getattr(torch, name) if device != "cpu" and name in DTYPES else torch.float32

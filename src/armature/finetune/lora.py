@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): a frozen matrix W learns W + scale · B A, whose rank is small.
 
 An adapter is part of its Linear, whose weight keeps its name: plans, checkpoints and every strategy see the same model
-with two more parameters per Linear. The frozen weights may be held in 4 bits (QLoRA, arXiv:2305.14314; `nf4.py`).
+with a few more parameters per Linear. The frozen weights may be held in 4 bits (QLoRA, arXiv:2305.14314; `nf4.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.finetune import nf4
 
-ADAPTERS = ("lora_A", "lora_B")
+ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")
+TINY = torch.finfo(torch.float32).tiny
 
 
 class LoraLinear(nn.Linear):
@@ -44,7 +45,7 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(new(rank, base.in_features))
         self.lora_B = nn.Parameter(new(base.out_features, rank))
         if not self.lora_A.is_meta:
-            for name in ADAPTERS:
+            for name in ("lora_A", "lora_B"):
                 initialize(name, getattr(self, name), None)
 
     @override
@@ -75,6 +76,37 @@ class LoraNf4Linear(LoraLinear, nf4.Nf4Linear):
     """A Linear of 4 bits with an adapter."""
 
 
+class DoraLinear(LoraLinear):
+    """A Linear with an adapter that learns the rows' norms m apart (DoRA, arXiv:2402.09353).
+
+    Its matrix is m · (W + scale · B A) / ‖W + scale · B A‖. The norms that divide are constants in backward (section
+    4.3). `lora_magnitude` (out,) is m − ‖W‖: it begins at zero, whatever W is, and training with the Linear's own
+    output.
+    """
+
+    lora_magnitude: nn.Parameter
+
+    def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
+        super().__init__(base, rank=rank, scale=scale, dropout=dropout)
+        self.lora_magnitude = nn.Parameter(self.lora_B.new_zeros(base.out_features))
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if not self.active:
+            return output
+        product = output if self.bias is None else output - self.bias.to(output.dtype)
+        return output + (self._factor() - 1).to(output.dtype) * product
+
+    def _factor(self) -> Tensor:
+        """Return m / ‖W + scale · B A‖ (out,) in fp32: 1 at first."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            with torch.no_grad():
+                whole = merged(self.weight, self.lora_A, self.lora_B, scale=self.scale)
+                own, new = row_norms(self.weight), row_norms(whole).clamp_min(TINY)  # a row may be zero
+            return (own + self.lora_magnitude.float()) / new
+
+
 class Lora:
     """Adds adapters to a model and freezes the rest.
 
@@ -85,13 +117,15 @@ class Lora:
         dropout: of the adapter's input.
         targets: patterns of the Linears that get an adapter: their whole names, or the last part ("q", "blocks.0.*");
             None: every Linear inside the model's blocks.
+        dora: learn the norms of each adapted matrix's rows apart (`DoraLinear`).
         train: patterns of other parameters, or modules, that are trained as a whole ("embed", "*_norm.weight").
         quantize: nf4 holds the frozen Linears inside the model's blocks in 4 bits, whether they have an adapter or not.
     """
 
     def __init__(
         self, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.0, rslora: bool = False,
-        targets: Sequence[str] | None = None, train: Sequence[str] = (), quantize: str | None = None,
+        dora: bool = False, targets: Sequence[str] | None = None, train: Sequence[str] = (),
+        quantize: str | None = None,
     ) -> None:  # fmt: skip
         problems = []
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -102,9 +136,13 @@ class Lora:
             problems.append(f"task.adapter.dropout={dropout}: type a number from 0, below 1.")
         if quantize not in (None, "nf4"):
             problems.append(f"task.adapter.quantize={quantize}: type nf4 or null.")
+        if dora and quantize is not None:
+            problems.append(
+                "task.adapter.dora=true: has not been compared on weights of 4 bits. Type task.adapter.quantize=null."
+            )
         if problems:
             raise ConfigError(problems)
-        self.quantize = quantize
+        self.quantize, self.dora = quantize, dora
         self.rank, self.alpha, self.dropout, self.rslora = rank, float(alpha), dropout, rslora
         self.targets, self.train = None if targets is None else list(targets), list(train)
 
@@ -133,8 +171,9 @@ class Lora:
         model.requires_grad_(False)
         for name in tied:
             model.get_parameter(name).requires_grad_(True)
+        plain = DoraLinear if self.dora else LoraLinear
         for name in targets:
-            kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else LoraLinear
+            kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else plain
             linears[name] = kind(linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout)
         for name, module in linears.items():
             if isinstance(module, LoraLinear | nf4.Nf4Linear):
@@ -194,8 +233,10 @@ def merge(model: nn.Module) -> nn.Module:
             is_dense = not isinstance(module, nf4.Nf4Linear)
             weight = module.weight if is_dense else nn.Parameter(module.dense(), requires_grad=False)
             if isinstance(module, LoraLinear):
+                change = getattr(module, "lora_magnitude", None)
                 with torch.no_grad():
-                    weight.copy_(merged(weight, module.lora_A, module.lora_B, scale=module.scale))
+                    norms = None if change is None else row_norms(weight) + change
+                    weight.copy_(merged(weight, module.lora_A, module.lora_B, scale=module.scale, norms=norms))
             plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
             plain.weight, plain.bias = weight, module.bias
             owner, _, last = name.rpartition(".")
@@ -203,9 +244,15 @@ def merge(model: nn.Module) -> nn.Module:
     return model
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
-    """Return W + scale · B A in fp32."""
-    return weight.float() + scale * (b.float() @ a.float())
+def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, norms: Tensor | None = None) -> Tensor:
+    """Return W + scale · B A in fp32, with these norms of its rows (out,) if they are given."""
+    whole = weight.float() + scale * (b.float() @ a.float())
+    return whole if norms is None else whole * (norms / row_norms(whole).clamp_min(TINY))[:, None]
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Return the norms of a matrix's rows (out,), in fp32."""
+    return torch.linalg.vector_norm(weight.float(), dim=1)
 
 
 @contextmanager
@@ -227,12 +274,12 @@ def is_adapter(name: str) -> bool:
 
 
 def initialize(name: str, param: Tensor, generator: torch.Generator | None) -> None:
-    """Fill one adapter: B with zeros, A as torch fills a Linear's weight (and peft its A)."""
+    """Fill one part of an adapter: A as torch fills a Linear's weight (and peft its A), the others with zeros."""
     with torch.no_grad():
-        if name.endswith("lora_B"):
-            param.zero_()
-        else:
+        if name.endswith("lora_A"):
             nn.init.kaiming_uniform_(param, a=math.sqrt(5), generator=generator)
+        else:
+            param.zero_()
 
 
 def _initialize(own: Any, name: str, param: Tensor, generator: torch.Generator) -> None:

@@ -22,9 +22,10 @@ from armature.models.decoder.names import theirs
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_NORMS = "lora_magnitude_vector"
 _UNREAD = (  # settings of peft's that change the result and are not read
     "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
-    "trainable_token_indices", "use_dora", "use_qalora",
+    "trainable_token_indices", "use_qalora",
 )  # fmt: skip
 
 
@@ -43,15 +44,20 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
         )
     form = form_of(cfg)
     source = Source(checkpoint, form.module_name, average=average, adapter=adapter, shapes=form.shapes)
+    if adapter.dora:
+        source.add_base(cfg)
     tensors: dict[str, Tensor] = {}
     for name in source.adapters:
-        module = name.removesuffix(".weight")
-        for part, value in zip(("lora_A", "lora_B"), source.read_adapter(name), strict=True):
-            tensors[f"{_PREFIX}{module}.{part}.weight"] = value.contiguous()
+        module = _PREFIX + name.removesuffix(".weight")
+        a, b, *_ = source.read_adapter(name)
+        tensors |= {f"{module}.lora_A.weight": a.contiguous(), f"{module}.lora_B.weight": b.contiguous()}
+        if adapter.dora:
+            tensors[f"{module}.{_NORMS}"] = source.read_norms(name)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
         "base_model_name_or_path": base.name_of(cfg, checkpoint), "target_modules": targets(source),
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
     }  # fmt: skip
     with files.folder_beside(target) as beside:
         part = beside / target.name
@@ -93,17 +99,21 @@ def add_to(model: nn.Module, path: Path) -> None:
         )
     scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     weights = {str(theirs(name)): param for name, param in model.named_parameters() if theirs(name)}
-    adapters = _read(path)
+    adapters = _read(path, dora=bool(config.get("use_dora")))
     if problems := _mismatches(adapters, weights, rank):  # pyright: ignore[reportArgumentType]
         raise ConfigError(f"{path}: adapter and base model do not belong together: {folder.some(problems)}.")
     with torch.no_grad():
-        for name, (a, b) in adapters.items():
+        for name, parts in adapters.items():
             param = weights[name]
-            param.copy_(merged(param, a.to(param.device), b.to(param.device), scale=scale))
+            a, b, *norms = (part.to(param.device) for part in parts)
+            param.copy_(merged(param, a, b, scale=scale, norms=norms[0].float() if norms else None))
 
 
-def _read(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B by Hugging Face's names of the weights. Raises ConfigError for files that hold something else."""
+def _read(path: Path, *, dora: bool) -> dict[str, list[Tensor]]:
+    """Return A, B and, of DoRA, the rows' norms by Hugging Face's names of the weights.
+
+    Raises ConfigError for files that hold something else.
+    """
     if not (path / WEIGHTS).is_file():
         raise ConfigError(f"{path / WEIGHTS}: this file is missing. Pickled adapters (.bin) are never loaded.")
     try:
@@ -114,18 +124,23 @@ def _read(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     for name, value in tensors.items():
         module, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         parts.setdefault(f"{module}.weight", {})[part] = value
-    if odd := [name for name, found in parts.items() if set(found) != {"lora_A", "lora_B"}] or [str(path)] * (
-        not parts
-    ):
-        raise ConfigError(f"{path / WEIGHTS}: {folder.some(odd)}: no pair of lora_A and lora_B.")
-    return {name: (found["lora_A"], found["lora_B"]) for name, found in parts.items()}
+    needed = ["lora_A", "lora_B", *[_NORMS] * dora]
+    if odd := [name for name, found in parts.items() if set(found) != {*needed}] or [str(path)] * (not parts):
+        which = "no pair of lora_A and lora_B" + f" with a {_NORMS}" * dora
+        raise ConfigError(f"{path / WEIGHTS}: {folder.some(odd)}: {which}.")
+    return {name: [found[part] for part in needed] for name, found in parts.items()}
 
 
-def _mismatches(adapters: dict[str, tuple[Tensor, Tensor]], weights: dict[str, Any], rank: int) -> list[str]:
+def _mismatches(adapters: dict[str, list[Tensor]], weights: dict[str, Any], rank: int) -> list[str]:
     unknown = [f"the model has no {name}" for name in adapters if name not in weights]
     wrong = [
         f"{name} is {tuple(weights[name].shape)}, and its adapter {tuple(b.shape)} × {tuple(a.shape)} of rank {rank}"
-        for name, (a, b) in adapters.items()
-        if name in weights and ((b.shape[0], a.shape[1]) != weights[name].shape or {a.shape[0], b.shape[1]} != {rank})
+        for name, (a, b, *norms) in adapters.items()
+        if name in weights
+        and (
+            (*b.shape[:1], *a.shape[1:]) != weights[name].shape
+            or (*a.shape[:1], *b.shape[1:]) != (rank, rank)
+            or any(each.shape != b.shape[:1] for each in norms)
+        )
     ]
     return unknown + wrong

@@ -211,10 +211,11 @@ def divided_as_weight(module: Nf4Linear, mesh: DeviceMesh) -> Iterator[None]:
 def divide_adapter(
     module: nn.Module, adapters: dict[str, nn.Parameter | None], *, mesh: DeviceMesh, style: str
 ) -> None:
-    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one B's rows, of a row-sharded one
-    A's columns. The other matrix, which has only `rank` rows or columns, is whole on every rank.
+    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one the rows of B and of the
+    magnitudes, of a row-sharded one A's columns. The rest is whole on every rank.
     """
-    placements: dict[str, Placement] = {"lora_B": Shard(0)} if style in _COLUMNS else {"lora_A": Shard(1)}
+    of_rows: dict[str, Placement] = {"lora_B": Shard(0), "lora_magnitude": Shard(0)}
+    placements = of_rows if style in _COLUMNS else {"lora_A": Shard(1)}
     for name, param in adapters.items():
         assert param is not None
         if (problem := adapter_problem(style)) is not None:

@@ -200,7 +200,8 @@ def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:
     """Return whether adapters of all the blocks' Linears are all that is trained, by a loss that `cost` is of."""
     adapter, known = cfg.task.adapter, str(cfg.task._target_) == LANGUAGE_MODELING
     ours = known and str(adapter.get("_target_")) == LORA
-    return ours and bool(cost.linears) and adapter.get("targets") is None and not adapter.get("train")
+    others = any(adapter.get(key) for key in ("targets", "train", "dora"))
+    return ours and bool(cost.linears) and not others
 
 
 def knows_optimizer(cfg: DictConfig) -> bool:

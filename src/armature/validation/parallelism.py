@@ -42,6 +42,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("clip=value", "deepspeed"): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
     ("on_nan=skip", "deepspeed"): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
     ("on_nan=rollback", "deepspeed"): "its engine cannot be built anew yet. Type trainer.on_nan=stop, or strategy=fsdp",
+    ("task.adapter.dora=true", "deepspeed"): "it has not been compared. Type strategy=fsdp, or task.adapter.dora=false",
     ("float8", "tensor"): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
@@ -67,6 +68,7 @@ def _features(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     trainer = cfg["trainer"]
     features = [str(trainer["precision"]), f"compile={layout.options['compile']}"]
     features += [f"on_nan={trainer['on_nan']}"]
+    features += ["task.adapter.dora=true"] if (pretrained.adapter_of(cfg) or {}).get("dora") else []
     features += ["float8"] if layout.options["float8"] else []
     features += [f"clip={trainer['gradient_clip_algorithm']}"] if trainer["gradient_clip_val"] else []
     return [

@@ -22,12 +22,14 @@ REFUSED = {  # kinds of layout → what is in the way
 
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
-    value = (adapter_of(cfg) or {}).get("quantize")
-    if value is None:
+    adapter = adapter_of(cfg) or {}
+    if (value := adapter.get("quantize")) is None:
         return []
     typed = f"{KEY}={value}"
     if value != "nf4":
         return [f"{typed}: must be nf4 or null."]
+    if adapter.get("dora"):
+        return [f"{typed} with task.adapter.dora=true has not been compared. Type task.adapter.dora=false."]
     model = cfg.get("model") or {}
     if (target := model.get("_target_")) != DECODER:
         return [f"{typed} has been tried with {DECODER} alone, and model._target_={target}. Type {KEY}=null."]

@@ -111,10 +111,12 @@ def _message(value: object, *, where: str) -> Message:
         raise ConfigError(f"{where} has no role and content. Got {_short(value)}. Write {FORM}.")
     # an optional key of null is none: tables that were made into JSON lines have such ones
     value = {key: each for key, each in value.items() if each is not None or key == "content"}
-    content = value.get("content")
+    content, calls = value.get("content"), value.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise ConfigError(f"{where}: tool_calls hold a {type(calls).__name__}, not a list. Write a list of calls.")
     if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
         content = "".join(str(each.get("text", "")) for each in content)
-    if content is None and value["role"] == "assistant" and value.get("tool_calls"):
+    if content is None and value["role"] == "assistant" and calls:
         return value  # templates may ask whether it is none
     if not isinstance(content, str):
         raise ConfigError(f"{where}: content must be text. Got {_short(content)}. Images and sound are not read.")

@@ -114,7 +114,10 @@ class Conversations:
         path = Path(self.tokenizer_path).expanduser()
         file = path / tokens.TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
-            raise ConfigError(f"data.source.tokenizer={self.tokenizer_path}: there is no {tokens.TOKENIZER_FILE}.")
+            raise ConfigError(
+                f"data.source.tokenizer={self.tokenizer_path}: there is no {tokens.TOKENIZER_FILE}. "
+                "Name a folder that holds one: a model's, or a run's."
+            )
         return file
 
     @property

@@ -15,7 +15,7 @@ from torch import nn
 from armature.models.wrapped import Match
 
 UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # tables in older folders, which are computed
-ADAPTERS = ("lora_A", "lora_B")
+ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")
 
 
 def match(model: Any, saved: Iterable[str]) -> Match:

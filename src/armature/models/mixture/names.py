@@ -1,4 +1,7 @@
-"""A mixture's parameters under the names of Hugging Face's Qwen3-MoE, which stores each expert's matrices alone."""
+"""A mixture's parameters under the names of Hugging Face's Qwen3-MoE, which stores each expert's matrices alone.
+
+A decoder without experts has names and shapes here, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _ROUTER = re.compile(r"blocks\.(\d+)\.mixture\.router\.weight")
 
 
 def theirs(name: str) -> str | None:
-    """Return Hugging Face's name of one of the mixture's parameters; None for one that they do not have.
+    """Return Hugging Face's name of one of the model's parameters; None for one that they do not have.
 
     That of a stack of matrices has {} in place of the expert's number.
     """
@@ -31,7 +34,12 @@ def parts(name: str, count: int) -> list[str] | None:
 
 
 def shapes(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return every parameter of `MixtureDecoder(**args)` by our name. Torch-free, for the check before launch."""
+    """Return every parameter of `MixtureDecoder(**args)` by our name; without experts, of `Decoder(**args)`.
+
+    Torch-free, for the check before launch.
+    """
+    if "experts" not in args:
+        return decoder.shapes(args)
     found = decoder.shapes({**args, "ffn_hidden": args["ffn_hidden"] or 1})
     width, hidden, experts, shared = (args[k] for k in ("width", "expert_hidden", "experts", "shared_hidden"))
     for i in range(args["dense_layers"], args["layers"]):

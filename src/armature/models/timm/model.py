@@ -81,7 +81,7 @@ class ImageClassifier(WrappedModel):
     @override
     def match(self, saved: Collection[str]) -> Match:
         own = {*self.inner.state_dict(keep_vars=True)}
-        adapters = re.compile(r".*\.lora_[AB]")
+        adapters = re.compile(r".*\.lora_(A|B|magnitude)")
         own = {name for name in own if not adapters.fullmatch(name)}
         return Match({name: name for name in own & {*saved}}, sorted(own - {*saved}), sorted({*saved} - own), [])
 
