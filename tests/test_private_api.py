@@ -179,6 +179,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn.parallel:DistributedDataParallel", "_check_reducer_finalized", None, "strategies/ddp.py"),
     ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),

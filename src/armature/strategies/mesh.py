@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
@@ -211,6 +212,30 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         super().teardown()
 
     # ------------------------------------------------------------ steps
+    @override
+    def reduce_changed(self, changed: Sequence[Tensor]) -> None:
+        """FSDP reduces the gradients of all of its weights that are trained."""
+        unfrozen = [param for param in changed if param.requires_grad]
+        if self.sizes["pipe"] > 1 or (unfrozen and not self._reduces_unfrozen()):
+            super().reduce_changed(changed)
+        if not unfrozen:
+            return  # FSDP may still reduce them later
+        if self.data_size > 1:
+            others = [param for param in unfrozen if not isinstance(param, DTensor)]
+            gradients.average(others, group=mesh.data_group(self.device_mesh))
+        self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
+
+    def _reduces_unfrozen(self) -> bool:
+        """Return whether FSDP can reduce the gradient of a weight that was frozen at first.
+
+        A unit whose weights were all frozen does not know the type of its gradients.
+        """
+        units = [part for applied in self.applied for whole in applied.parts for part in whole.modules()]
+        one_unit = sum(isinstance(unit, FSDPModule) for unit in units) <= len(self.applied)
+        dtypes = self.options["param_dtype"], self.options["reduce_dtype"]
+        mixed = any(dtypes) or not str(self.precision_plugin.precision).startswith(("32", "64"))
+        return self.sizes["tensor"] == self.options["expert"] == 1 and (one_unit or not mixed)
+
     def _step_context(self) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
