@@ -90,7 +90,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.applied: list[apply.ParallelizedModel] = []
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
-        self._run_contexts = ExitStack()
+        self._run_contexts, self._knows_hooks = ExitStack(), False
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
@@ -147,6 +147,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def build(self, module: L.LightningModule) -> None:
         self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
         dtensors.support_user_code()
+        self._check_hooks(sharded=False)
         models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         for name, model in models:
@@ -244,8 +245,23 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._knows_hooks:
+            self._check_hooks(sharded=True)
+            self._knows_hooks = True
         with self._step_context():
             return super().training_step(*args, **kwargs)
+
+    def _check_hooks(self, *, sharded: bool) -> None:
+        """Raise ConfigError if hooks of weights would never be called."""
+        carried, divided = self.sizes["tensor"] == 1, self.data_size * self.sizes["context"] > 1
+        if not divided and (carried or sharded):  # DTensors of the tensor axis alone call them
+            return
+        if names := dtensors.names_with_lost_hooks(self.module, sharded=sharded, carried=carried):
+            raise ConfigError(
+                f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
+                "Call register_hook in __init__ or configure_model (register_post_accumulate_grad_hook cannot work), "
+                "change the gradient in on_after_backward, or type strategy=ddp."
+            )
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
