@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from armature.checkpoint import huggingface, state
+from armature.checkpoint import buffers, huggingface, state
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.finetune.lora import is_adapter
@@ -67,7 +67,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights = None, TargetWeights()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
-        self.first_flags, self.first_groups = {}, {}
+        self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -149,6 +149,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 huggingface.read(model, self.imported[name])
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
+        self.first_sizes = buffers.sizes(self.module)
         self.module.__dict__["_armature_built"] = True
 
     def _count(self) -> None:
