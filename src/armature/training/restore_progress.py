@@ -31,6 +31,7 @@ class RestoreProgress(Callback):
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
         self._states: list[epoch_metrics.Facts] = []  # of each rank
         self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
+        self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
         self._trainer: OurTrainer | None = None
 
@@ -47,7 +48,7 @@ class RestoreProgress(Callback):
         assert trainer is not None
         module = trainer.lightning_module
         own = (
-            self._left | epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module),
+            self._ordered(self._left | epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module)),
             epoch_metrics.metric_states(module),
             _data_rank(trainer),
         )
@@ -111,7 +112,7 @@ class RestoreProgress(Callback):
         def replace_logged() -> None:
             """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
             epoch_metrics.restore_states(module, states, **same)
-            results, self._left = trainer.fit_loop.epoch_loop._results, own
+            results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)
             results.clear()
             if closing:
@@ -128,6 +129,13 @@ class RestoreProgress(Callback):
         epoch_metrics.restore(
             results, self._restored, trainer.lightning_module, reduce=strategy.reduce, device=strategy.root_device
         )
+        ordered = self._ordered(dict(results))
+        results.clear()
+        results.update(ordered)
+        self._order = []
+
+    def _ordered(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: values[key] for key in [*self._order, *values] if key in values}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
