@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.parallel import apply, batchnorm, dtensors, gradients, mesh
+from armature.parallel import apply, batchnorm, dtensors, gradients, mesh, ties
 from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
@@ -150,6 +150,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._check_hooks(sharded=False)
         models = models_of(module)
         options = self._resolved(several=len(models) > 1)
+        if self.world_size > 1:
+            self._check_ties([name for name, _ in models])
         for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
@@ -162,6 +164,20 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             self.applied.append(applied)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+
+    def _check_ties(self, models: Sequence[str]) -> None:
+        """Raise ConfigError if models share a weight: each is sharded by itself, so each would train its own copy."""
+        for names in ties.find(self.module):
+            holders = {self.module.get_submodule(name.rpartition(".")[0]) for name in names}
+            if (
+                len(holders) > 1
+                and len({next((model for model in models if name.startswith(f"{model}.")), "") for name in names}) > 1
+            ):
+                raise ConfigError(
+                    f"{type(self.module).__name__}: {names[0]} and {names[1]} are one weight in two models, which "
+                    f"{self.layout} shards separately: it would become two. Put both into one module that calls them "
+                    "in its forward, or type strategy=ddp."
+                )
 
     def _replicate_others(self, module: L.LightningModule, sharded: set[torch.nn.Parameter]) -> None:
         """Average the gradients of parameters that no model holds; each rank has the whole of them."""
