@@ -310,14 +310,6 @@ class MasksRows(Regressor):
             self.handle.remove()
 
 
-class Scripted(Regressor):
-    """A part is compiled by TorchScript."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = torch.jit.trace(self.net, torch.zeros(2, 8), check_trace=False)
-
-
 class Draws(Regressor):
     """Mixup with NumPy's and teacher forcing with Python's random numbers."""
 
