@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,11 +235,16 @@ def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Modu
     """
     models: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
-        if type(child).forward is nn.Module.forward:
+        if not has_forward(child):
             models += models_of(child, prefix=f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
             models.append((prefix + name, child))
     return models
+
+
+def has_forward(module: nn.Module) -> bool:
+    # looked up without a call: TorchScript's modules define it by a descriptor that classes cannot be asked for
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def move_others(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
@@ -249,7 +255,7 @@ def move_others(module: nn.Module, models: set[nn.Module], device: torch.device)
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else buffer.to(device)
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if not has_forward(child):
             move_others(child, models, device)
         elif child not in models:
             child.to(device)
