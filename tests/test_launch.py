@@ -303,6 +303,41 @@ def test_an_unexpected_error_shows_its_traceback_once(devices, corpus, tmp_path)
         assert "Rank 1 failed first" in output
 
 
+SKIPPING = """
+from armature.tasks.language_modeling import LanguageModeling
+
+
+class Skipping(LanguageModeling):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if self.trainer.global_rank == 1 and batch_idx == 2 else loss
+"""
+
+
+def test_a_rank_whose_step_returns_none_ends_the_run_at_once(corpus, tmp_path):
+    """In the first of two micro-batches, while the other rank waits for it with the second."""
+    (tmp_path / "skipping").mkdir()
+    (tmp_path / "skipping" / "__init__.py").write_text(SKIPPING)
+    result = running.train(
+        "task._target_=skipping.Skipping",
+        "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,skipping]",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "data.micro_batch_size=2",
+        "launch.max_restarts=0",
+        "run.name=run",
+        cwd=tmp_path,
+        corpus=corpus,
+        check=False,
+        timeout=60,
+        PYTHONPATH=str(tmp_path),
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == 2, output
+    assert "Return a loss on every rank: 0 times the loss trains on nothing" in output
+    assert "Traceback" not in output
+
+
 def log_records(data: bytes):
     """The records of a wandb file: LevelDB's log format, blocks of 32 KiB after a head of 7 bytes."""
     position, record = 7, b""

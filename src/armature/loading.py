@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, run_dir
-from armature.checkpoint import directory, huggingface, lightning_file, resume, state, storage
+from armature.checkpoint import buffers, directory, huggingface, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
 from armature.errors import ConfigError
@@ -148,6 +148,8 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
     if checkpoint is not None:
         with storage.reading_beside_training(checkpoint):
             saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
+        if resized := saved.pop(buffers.RESIZED, None):
+            buffers.resize(checkpoint, task, resized)
         task.on_load_checkpoint(saved)
         if folder is not None:
             _convert_as(task, saved["state_dict"])

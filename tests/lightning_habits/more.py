@@ -30,10 +30,10 @@ LAYERS = [
     regression("parametrized", "layers.Parametrized"),
     regression("forward_hooks", "layers.Hooked"),
     regression("gradient_hooks", "layers.GradientHooks"),
-    regression("parameter_hooks", "layers.ParameterHooks"),
+    regression("parameter_hooks", "layers.ParameterHooks", sample=("fsdp2",)),
     regression("shared_block", "layers.Shared"),
     regression("late_buffers", "layers.LateBuffers"),
-    regression("growing_buffer", "layers.GrowingBuffer"),
+    regression("growing_buffer", "layers.GrowingBuffer", sample=SINGLE),
     regression("growing_buffer_loads", "layers.GrowingBufferLoads"),
     regression("sparse", "layers.Sparse", NO_CLIP),
     regression("embeddings", "layers.Embeddings"),
@@ -114,8 +114,9 @@ SURFACE = [
     regression("own_clipping_by_value", "surface.OwnClippingByValue"),
     regression("skips_nan", "surface.SkipsNaN"),
     regression("adds_group", "surface.AddsGroup", sample=SINGLE),
-    regression("unfreezes", "surface.Unfreezes", also=FIND_UNUSED),
-    regression("alternates", "surface.Alternates", also=FIND_UNUSED),
+    regression("unfreezes", "surface.Unfreezes"),
+    regression("alternates", "surface.Alternates"),
+    regression("alternates_unused", "surface.Alternates", also=FIND_UNUSED),
     regression("logs_everywhere", "surface.LogsEverywhere", apart=("val_batch",)),
     regression("collections", "surface.Collections"),
     regression("tracked", "surface.Tracked"),
@@ -213,4 +214,47 @@ LIMITS = [
     Habit(name="accumulated_metrics", task="vision.ListStates", data="images", overrides=("data.micro_batch_size=2",),
           apart=("train/mean_step",)),
 ]  # fmt: skip
-MORE = [*MANUAL, *LAYERS, *METHODS, *BATCHES, *SURFACE, *KEPT, *CALLED, *LIMITS]
+RECIPES = [
+    regression("logs_at_start", "recipes.LogsAtStart", sample=SINGLE),
+    regression("logs_at_start_first_epoch", "recipes.LogsAtStart", stop=3),
+    regression("logs_at_start_end_of_epoch", "recipes.LogsAtStart", stop=12),
+    regression("logs_at_start_accumulated", "recipes.LogsAtStart", "data.micro_batch_size=2"),
+    Habit(name="confusion", task="recipes.Confusion", data="images"),
+    Habit(
+        name="byol_by_callback", task="recipes.ByolByCallback", data="views",
+        overrides=("+callbacks.moves={_target_:tests.lightning_habits.recipes.MovesTarget}",), also=FIND_UNUSED,
+    ),
+    Habit(name="memory_bank", task="recipes.MemoryBank", data="views"),
+    regression("ppo", "recipes.PPO", NO_CLIP),
+    regression("manual_clips_by_torch", "recipes.ManualClipsByTorch", NO_CLIP),
+    regression("multitask_dict", "recipes.MultiTask", apart=("train/loss", "heads.sine.bias")),  # both come close to 0
+    regression("freezes", "recipes.Freezes", sample=("ddp2",)),
+    regression("freezes_by_batch", "recipes.FreezesByBatch"),
+    regression(  # by layout, other samples are in the micro-batches that it counts
+        "freezes_by_micro_batch", "recipes.FreezesByBatch", "data.micro_batch_size=2", random=True
+    ),
+    regression("tied_across", "recipes.TiedAcross", refused={"fsdp2": "are one weight in two models"}),
+    regression("on_pretrained", "recipes.OnPretrained"),
+    regression("injects_adapters", "recipes.InjectsAdapters"),
+    regression(
+        "late_parameter_hook", "recipes.LateParameterHook", refused={"fsdp2": "has a hook that"},
+    ),
+    regression("masks_rows", "recipes.MasksRows", sample=("fsdp2",)),
+    regression("mixup", "recipes.Draws", random=True),
+    regression(
+        "keeps_best", "regression.Regressor", callback("tests.lightning_habits.recipes.KeepsBest"),
+        refused={"fsdp2": "is a torch.distributed.tensor.DTensor, which no checkpoint can hold"},
+    ),
+    regression("range_test", "regression.Regressor", callback("tests.lightning_habits.recipes.RangeTest")),
+    regression(
+        "early_stopping_divergence", "regression.Regressor",
+        callback(
+            f"{STOCK}.EarlyStopping", monitor="val/loss", divergence_threshold=0.05, check_finite="true", patience=3
+        ),
+        "trainer.max_epochs=4",
+    ),
+    regression(
+        "accumulated_grad_norms", "regression.GradNorms", "trainer.gradient_clip_val=0.1", "data.micro_batch_size=2"
+    ),
+]  # fmt: skip
+MORE = [*MANUAL, *LAYERS, *METHODS, *BATCHES, *SURFACE, *KEPT, *CALLED, *LIMITS, *RECIPES]

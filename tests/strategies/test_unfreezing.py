@@ -1,4 +1,4 @@
-"""A module that unfreezes weights while it trains: their gradients are reduced, or it is refused by name."""
+"""A module that freezes and unfreezes weights while it trains: as in one process, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
 
 
 def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: str = "batch") -> dict[str, Any]:
-    """Return the final weights of a model whose first layer is unfrozen before the third global batch."""
+    """Return the final weights of a model whose first layer is unfrozen before the third global batch.
+
+    Args:
+        where: `batch`, between batches; `step`, inside training_step; `turns`, frozen and unfrozen in turns;
+            `micro`, the layer that was trained is frozen between the micro-batches of a global batch.
+    """
     import os
     import warnings
 
@@ -31,11 +36,16 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
             super().__init__()
             torch.manual_seed(0)
             self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-            self.model[0].requires_grad_(False)
+            self.model[0].requires_grad_(where == "micro")
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if where == "batch" and batch_idx == 2 * accumulate:
                 self.model[0].requires_grad_(True)
+            elif where == "turns":
+                self.model[0].requires_grad_(batch_idx // accumulate in (0, 1, 4))
+                self.model[2].requires_grad_(batch_idx // accumulate % 2 == 0)
+            elif where == "micro":
+                self.model[0].requires_grad_(batch_idx % 3 == 0)
 
         def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
             if where == "step" and batch_idx == 2:
@@ -58,16 +68,33 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
         use_distributed_sampler=False, accumulate_grad_batches=accumulate,
     )  # fmt: skip
     trainer.fit(module)
-    return {name: param.detach().flatten().tolist() for name, param in module.named_parameters()}
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}  # pyright: ignore[reportAttributeAccessIssue]
+    return {name: param.detach().flatten().tolist() for name, param in whole.items()}
+
+
+OTHER_VIEWS = {"gradient_as_bucket_view": False, "static_graph": True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "accumulate"), [({}, 2), ({"gradient_as_bucket_view": False, "static_graph": True}, 1)]
+    ("strategy", "options", "accumulate", "where"),
+    [
+        ("DDP", {}, 2, "batch"),
+        ("DDP", OTHER_VIEWS, 1, "batch"),
+        ("DDP", {}, 1, "turns"),
+        ("DDP", OTHER_VIEWS, 1, "turns"),
+        ("DDP", {}, 4, "micro"),
+        ("DDP", {"find_unused_parameters": True}, 4, "micro"),
+        ("MeshStrategy", {"shard": 2}, 1, "turns"),
+        ("MeshStrategy", {"shard": 2, "reduce_every_microbatch": False}, 4, "micro"),
+        ("MeshStrategy", {"shard": 2}, 2, "batch"),
+    ],
 )
-def test_ddp_reduces_the_gradients_of_weights_that_are_unfrozen(options: dict, accumulate: int) -> None:
-    (expected,) = on_ranks(trained, "SingleDevice", {}, accumulate, ranks=1)
-    ranks = on_ranks(trained, "DDP", options, accumulate, ranks=2)
+def test_gradients_of_weights_that_are_frozen_and_unfrozen_are_reduced(
+    strategy: str, options: dict, accumulate: int, where: str
+) -> None:
+    (expected,) = on_ranks(trained, "SingleDevice", {}, accumulate, where, ranks=1)
+    ranks = on_ranks(trained, strategy, options, accumulate, where, ranks=2)
     for name, values in expected.items():
         for found in ranks:
             assert found[name] == pytest.approx(values, abs=1e-5), name
@@ -77,8 +104,8 @@ def test_ddp_reduces_the_gradients_of_weights_that_are_unfrozen(options: dict, a
 @pytest.mark.parametrize(
     ("strategy", "options", "where", "message"),
     [
-        ("MeshStrategy", {"shard": 2}, "batch", r"model.0.weight, model.0.bias was frozen .* type strategy=ddp"),
-        ("DDP", {}, "step", r"is unfrozen inside training_step.* unfreeze them in on_train_batch_start"),
+        ("MeshStrategy", {"tensor": 2}, "batch", r"model.0.weight, model.0.bias was frozen .* type strategy=ddp"),
+        ("DDP", {}, "step", r"is unfrozen inside training_step.* unfreeze it in on_train_batch_start"),
     ],
 )
 def test_what_cannot_be_reduced_is_refused(strategy: str, options: dict, where: str, message: str) -> None:

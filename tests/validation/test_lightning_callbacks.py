@@ -34,8 +34,9 @@ def problems(target: str, method: str, objects: dict[str, Any]) -> list[str]:
         (f"{STOCK}.StochasticWeightAveraging", "pipeline", MODULE, "with this strategy (pipeline)"),
         (f"{STOCK}.StochasticWeightAveraging", "single", TASK, "averages nothing. Type callbacks=ema"),
         (OWN, "single", MODULE, None),
-        (OWN, "ddp", MODULE, "Type strategy=single trainer.devices=1"),
-        (f"{STOCK}.BackboneFinetuning", "shard", MODULE, "with this strategy (shard)"),
+        (OWN, "ddp", MODULE, None),
+        (OWN, "pipeline", MODULE, "Type strategy=ddp or strategy=fsdp"),
+        (f"{STOCK}.BackboneFinetuning", "tensor", MODULE, "with this strategy (tensor)"),
         (f"{STOCK}.EarlyStopping", "shard", TASK, None),
     ],
 )

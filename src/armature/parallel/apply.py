@@ -176,6 +176,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
     dtensors.watch_frozen_weights(model)
+    dtensors.carry_hooks(model)
     if plan is not None:
         units = sharding_units(model, plan, min_num_params=options.min_num_params)
         for unit in units:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,3 +147,47 @@ def watch_frozen_weights(model: nn.Module) -> None:
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
+
+
+# ---------------------------------------------------------------- hooks of weights
+def carry_hooks(model: nn.Module) -> None:
+    """Let hooks that `weight.register_hook` has added see the gradients of gathered weights, each rank's own.
+
+    Call it before `fully_shard`, which puts other tensors in place of the weights; their hooks would be lost.
+    """
+    for owner in model.modules():
+        hooks = {
+            name: p._backward_hooks for name, p in owner._parameters.items() if p is not None and p._backward_hooks
+        }
+        if hooks:
+            owner.register_forward_pre_hook(partial(_install, hooks, {}))
+
+
+def _install(hooks: dict[str, Mapping[Any, Any]], known: dict[str, Tensor], owner: nn.Module, _: Any) -> None:
+    for name, functions in hooks.items():
+        weight = getattr(owner, name)  # gathered by now, and the same tensor in each forward
+        if weight.requires_grad and known.get(name) is not weight:
+            known[name] = weight
+            weight.register_hook(partial(_call_each, functions))
+
+
+def _call_each(functions: Mapping[Any, Any], grad: Tensor) -> Tensor:
+    for function in functions.values():  # those that are not removed yet
+        result = function(grad)
+        grad = grad if result is None else result
+    return grad
+
+
+def names_with_lost_hooks(module: nn.Module, *, sharded: bool, carried: bool) -> list[str]:
+    """Return the weights with hooks that would never be called.
+
+    Args:
+        sharded: whether the weights have been sharded. Then FSDP calls hooks for gradients that have been added, and no
+            others; before, it is the other way round if hooks are `carried`.
+    """
+    if sharded:
+        return [n for n, param in module.named_parameters() if isinstance(param, DTensor) and param._backward_hooks]
+    hooked = (
+        (n, p._post_accumulate_grad_hooks or (not carried and p._backward_hooks)) for n, p in module.named_parameters()
+    )
+    return [name for name, hooks in hooked if hooks]

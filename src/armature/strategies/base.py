@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from armature.checkpoint import huggingface, state
+from armature.checkpoint import buffers, huggingface, state
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.finetune.lora import is_adapter
@@ -67,7 +68,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights = None, TargetWeights()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
-        self.first_flags, self.first_groups = {}, {}
+        self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -149,6 +150,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 huggingface.read(model, self.imported[name])
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
+        self.first_sizes = buffers.sizes(self.module)
         self.module.__dict__["_armature_built"] = True
 
     def _count(self) -> None:
@@ -233,11 +235,16 @@ def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Modu
     """
     models: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
-        if type(child).forward is nn.Module.forward:
+        if not has_forward(child):
             models += models_of(child, prefix=f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
             models.append((prefix + name, child))
     return models
+
+
+def has_forward(module: nn.Module) -> bool:
+    # looked up without a call: TorchScript's modules define it by a descriptor that classes cannot be asked for
+    return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def move_others(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
@@ -248,7 +255,7 @@ def move_others(module: nn.Module, models: set[nn.Module], device: torch.device)
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else buffer.to(device)
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if not has_forward(child):
             move_others(child, models, device)
         elif child not in models:
             child.to(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import directory, lightning_file, plain, resume, state, storage
+from armature.checkpoint import buffers, directory, lightning_file, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.finetune import base
 from armature.finetune.lora import is_adapter
@@ -47,6 +47,7 @@ class CheckpointMixin(LayoutMixin):
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores before its first draw.
         first_flags: `state.flags` of the module when it was set up.
+        first_sizes: sizes of the module's buffers when it was built.
         first_groups: the names of each optimizer's parameters when it was set up, by its index.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank holds the whole model.
         base: what a checkpoint's manifest says of the folder that frozen weights came from (`finetune.base.record`).
@@ -58,6 +59,7 @@ class CheckpointMixin(LayoutMixin):
     seed: int
     random_state: RankRandomState
     first_flags: dict[str, bool]
+    first_sizes: buffers.Sizes
     first_groups: dict[int, set[str]]
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -154,6 +156,7 @@ class CheckpointMixin(LayoutMixin):
             "random": self.random_state.gather(self.layout),
             "flags": {k: v for own in process_group.all_gather_object(self._changed_flags()) for k, v in own.items()},
         }
+        meta |= buffers.resized(self.module, self.first_sizes)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -183,6 +186,8 @@ class CheckpointMixin(LayoutMixin):
             meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
         ]
+        if resized := meta.pop(buffers.RESIZED, None):
+            buffers.resize(path, self.module, resized)
         if self._hooks_change_weights:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path

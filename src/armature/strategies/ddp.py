@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import ClassVar, Literal
 
 import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -90,14 +91,23 @@ class DDP(StrategyMixin, DDPStrategy):
             self.model.register_comm_hook(state=None, hook=COMM_HOOKS[self.comm_hook])
 
     @override
-    def reduce_unfrozen(self) -> None:
+    def reduce_changed(self, changed: Sequence[Tensor]) -> None:
+        if self._ddp_kwargs["find_unused_parameters"] and not any(param.requires_grad for param in changed):
+            return  # frozen weights are unused ones
         wrapped, self.model = self.model, self.module
         assert isinstance(wrapped, DistributedDataParallel)
+        wrapped._check_reducer_finalized()  # an error of the step before would be lost with its reducer
+        trainer = self.module.trainer
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+            for param in changed:  # what this step's earlier micro-batches have added is not reduced yet
+                if param.grad is not None and not param.requires_grad:
+                    dist.all_reduce(param.grad.div_(self.world_size))
         del wrapped.logger, wrapped.reducer  # with the last reference, its hooks on the weights are removed
         # the ranks are alike, and Lightning wraps on a stream that does not wait for the optimizer's kernels
         self._ddp_kwargs["init_sync"] = False
-        self._first_step = self.module.trainer.global_step  # a static graph is learned anew
+        self._first_step = trainer.global_step  # a static graph is learned anew
         self.configure_ddp()
+        self._reduced = [(param, param.requires_grad) for param, _ in self._reduced]
 
     @contextmanager
     @override

@@ -62,8 +62,8 @@ class GradientMixin(LayoutMixin):
     _hooks_read_gradients: bool = False
     _norm_sums_targets: bool = False  # whether the step's targets are added up with the norm, in one collective
     _skips_step: bool = False  # training_step returned None, after which Lightning clips but the scaler makes no step
-    # weights that were not trained when gradients were arranged to be reduced over the ranks; of one rank, none
-    _frozen: Sequence[Tensor] = ()
+    # weights, and whether their gradients are reduced over the ranks; of one rank, none
+    _reduced: Sequence[tuple[Tensor, bool]] = ()
     _mixtures: Sequence[Any] = ()  # models with experts, whose load is leveled (models/mixture)
 
     @override
@@ -76,7 +76,7 @@ class GradientMixin(LayoutMixin):
         if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
             plugin.scaler = SharedScaler.replacing(plugin.scaler, device=self.root_device, ranks=self.world_size)
         self._trainer, self._data_ranks = trainer, self.data_size
-        self._frozen = [p for p in self.module.parameters() if not p.requires_grad] if self.world_size > 1 else ()
+        self._reduced = [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
         self.target_weights.reset()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
@@ -152,9 +152,8 @@ class GradientMixin(LayoutMixin):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's, after counting the batch's targets if it is one of several of an optimizer step."""
-        if any(param.requires_grad for param in self._frozen):
-            self.reduce_unfrozen()
-            self._frozen = [param for param in self._frozen if not param.requires_grad]
+        if changed := [p for p, reduced in self._reduced if p.requires_grad != reduced]:
+            self.reduce_changed(changed)
         weights = self.target_weights
         if self._weighs_targets and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
             first = self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
@@ -172,8 +171,8 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(param.requires_grad for param in self._frozen):
-            raise ConfigError(self._unfrozen_problem("inside training_step", "unfreeze them in on_train_batch_start"))
+        if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
+            raise ConfigError(self._problem_of(changed, "inside training_step", "unfreeze it in on_train_batch_start"))
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(
@@ -192,18 +191,30 @@ class GradientMixin(LayoutMixin):
         self.post_backward(loss)
         return loss
 
-    # ------------------------------------------------------------ weights that are unfrozen while the run trains
-    def reduce_unfrozen(self) -> None:
-        """Reduce the gradients of weights that were frozen until now, or raise ConfigError if that is impossible."""
-        raise ConfigError(self._unfrozen_problem("during training", "type strategy=ddp"))
+    # ------------------------------------------------------------ weights that are frozen or unfrozen during training
+    def reduce_changed(self, changed: Sequence[Tensor]) -> None:
+        """Reduce the gradients of the weights that are trained now. Called by all ranks, between two steps.
 
-    def _unfrozen_problem(self, when: str, remedy: str) -> str:
-        names = [name for name, param in self.module.named_parameters() if any(param is p for p in self._frozen)]
-        trained = [name for name in names if self.module.get_parameter(name).requires_grad]
+        Args:
+            changed: weights that were frozen or unfrozen since gradients were arranged to be reduced.
+
+        Raises:
+            ConfigError: if that is impossible.
+        """
+        raise ConfigError(self._problem_of(changed, "during training", "type strategy=ddp"))
+
+    def _problem_of(self, changed: Sequence[Tensor], when: str, remedy: str) -> str:
+        trained = changed[0].requires_grad
+        alike = [param for param in changed if param.requires_grad == trained]
+        names = [name for name, param in self.module.named_parameters() if any(param is p for p in alike)]
+        happened = f"was frozen when training began and is unfrozen {when}"
+        result = "its gradients would not be reduced over the ranks"
+        if not trained:
+            happened, result = f"was trained when training began and is frozen {when}", "it would still change"
         return (
-            f"{type(self.module).__name__}: {', '.join(trained[:3])}{' …' if len(trained) > 3 else ''} was frozen when "
-            f"training began and is unfrozen {when}. With {self.layout} its gradients would not be reduced over the "
-            f"ranks: {remedy}, or train it from the first step on in a group with learning rate 0."
+            f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} {happened}. With "
+            f"{self.layout} {result}: {remedy}, or train it from the first step on in a group whose learning rate is 0 "
+            "while it is to stay as it is."
         )
 
     def gradient_scale(self) -> Tensor | None:

@@ -14,11 +14,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.parallel import apply, batchnorm, dtensors, gradients, mesh
+from armature.parallel import apply, batchnorm, dtensors, gradients, mesh, ties
 from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
@@ -89,7 +90,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.applied: list[apply.ParallelizedModel] = []
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
-        self._run_contexts = ExitStack()
+        self._run_contexts, self._knows_hooks = ExitStack(), False
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
@@ -146,8 +147,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def build(self, module: L.LightningModule) -> None:
         self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
         dtensors.support_user_code()
+        self._check_hooks(sharded=False)
         models = models_of(module)
         options = self._resolved(several=len(models) > 1)
+        if self.world_size > 1:
+            self._check_ties([name for name, _ in models])
         for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
@@ -160,6 +164,20 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             self.applied.append(applied)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+
+    def _check_ties(self, models: Sequence[str]) -> None:
+        """Raise ConfigError if models share a weight: each is sharded by itself, so each would train its own copy."""
+        for names in ties.find(self.module):
+            holders = {self.module.get_submodule(name.rpartition(".")[0]) for name in names}
+            if (
+                len(holders) > 1
+                and len({next((model for model in models if name.startswith(f"{model}.")), "") for name in names}) > 1
+            ):
+                raise ConfigError(
+                    f"{type(self.module).__name__}: {names[0]} and {names[1]} are one weight in two models, which "
+                    f"{self.layout} shards separately: it would become two. Put both into one module that calls them "
+                    "in its forward, or type strategy=ddp."
+                )
 
     def _replicate_others(self, module: L.LightningModule, sharded: set[torch.nn.Parameter]) -> None:
         """Average the gradients of parameters that no model holds; each rank has the whole of them."""
@@ -211,6 +229,30 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         super().teardown()
 
     # ------------------------------------------------------------ steps
+    @override
+    def reduce_changed(self, changed: Sequence[Tensor]) -> None:
+        """FSDP reduces the gradients of all of its weights that are trained."""
+        unfrozen = [param for param in changed if param.requires_grad]
+        if self.sizes["pipe"] > 1 or (unfrozen and not self._reduces_unfrozen()):
+            super().reduce_changed(changed)
+        if not unfrozen:
+            return  # FSDP may still reduce them later
+        if self.data_size > 1:
+            others = [param for param in unfrozen if not isinstance(param, DTensor)]
+            gradients.average(others, group=mesh.data_group(self.device_mesh))
+        self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
+
+    def _reduces_unfrozen(self) -> bool:
+        """Return whether FSDP can reduce the gradient of a weight that was frozen at first.
+
+        A unit whose weights were all frozen does not know the type of its gradients.
+        """
+        units = [part for applied in self.applied for whole in applied.parts for part in whole.modules()]
+        one_unit = sum(isinstance(unit, FSDPModule) for unit in units) <= len(self.applied)
+        dtypes = self.options["param_dtype"], self.options["reduce_dtype"]
+        mixed = any(dtypes) or not str(self.precision_plugin.precision).startswith(("32", "64"))
+        return self.sizes["tensor"] == self.options["expert"] == 1 and (one_unit or not mixed)
+
     def _step_context(self) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
@@ -219,8 +261,23 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._knows_hooks:
+            self._check_hooks(sharded=True)
+            self._knows_hooks = True
         with self._step_context():
             return super().training_step(*args, **kwargs)
+
+    def _check_hooks(self, *, sharded: bool) -> None:
+        """Raise ConfigError if hooks of weights would never be called."""
+        carried, divided = self.sizes["tensor"] == 1, self.data_size * self.sizes["context"] > 1
+        if not divided and (carried or sharded):  # DTensors of the tensor axis alone call them
+            return
+        if names := dtensors.names_with_lost_hooks(self.module, sharded=sharded, carried=carried):
+            raise ConfigError(
+                f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
+                "Call register_hook in __init__ or configure_model (register_post_accumulate_grad_hook cannot work), "
+                "change the gradient in on_after_backward, or type strategy=ddp."
+            )
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -129,13 +129,19 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, keep_s
     metric._update_count = sum(one["updates"] for one in found)
 
 
-def resume(results: Any, before: Facts) -> None:
-    """Continue each value from where it was, when it is logged for the first time after the resume."""
-    update, left = results.update_metrics, {key: facts for key, facts in before.items() if "value" in facts}
+def resume(results: Any, left: Facts) -> None:
+    """Continue each value from where it was, when it is logged for the first time after the resume.
+
+    Args:
+        left: the values that the checkpoint holds. Those that are logged again are removed; `restore` takes the others,
+            which no hook logs again in this epoch, such as `on_train_epoch_start`.
+    """
+    update = results.update_metrics
 
     def update_from_there(key: str, value: Any, batch_size: int) -> None:
-        if key in left:
-            _restore(results[key], left.pop(key))
+        facts = left.pop(key, {})
+        if "value" in facts:
+            _restore(results[key], facts)
         update(key, value, batch_size)
 
     results.update_metrics = update_from_there
@@ -144,7 +150,7 @@ def resume(results: Any, before: Facts) -> None:
 def restore(
     results: Any, before: Facts, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device
 ) -> None:
-    """Restore the values as if they had been logged: if no batch is left, the end of the epoch needs them."""
+    """Restore values as if they had been logged: the end of the epoch needs those that nobody logs again."""
     metrics = dict(_metrics(module))
     for key, facts in before.items():
         meta = _Metadata(
@@ -164,10 +170,10 @@ def restore(
         results[key] = metric
 
 
-def clear(results: Any, before: Facts) -> None:
+def clear(results: Any, restored: Facts) -> None:
     """Discard restored values after their epoch, so that they are logged anew with the caller's own settings."""
     vars(results).pop("update_metrics", None)
-    for key in before:
+    for key in restored:
         results.pop(key, None)
 
 

@@ -35,6 +35,7 @@ class MetricsCSV(Logger):
         self._early: dict[int, dict[str, Any]] = {}  # by step, values that came before their row
         self._size = 0  # bytes of the file after this process's last write; fewer: somebody has deleted or emptied it
         self.is_expected = False  # whether a run that resumes has a file
+        self.is_silent = False  # while hooks of the start, whose values the first start has logged, run again
 
     @property
     def name(self) -> str:
@@ -63,8 +64,8 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
-        if self.step < self.held.get("step", 0):
-            return  # in on_fit_start of a resumed run, before `resume_from`: its first start has logged it
+        if self.is_silent or self.step < self.held.get("step", 0):
+            return  # the latter in on_fit_start of a resumed run, before `resume_from`
         if values and self.step > self.held.get("step", 0):  # StepLog writes that row later, with several others
             self._early.setdefault(self.step, {}).update(values)
         elif values:

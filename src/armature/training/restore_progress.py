@@ -1,6 +1,5 @@
 """Restore Lightning's counters after a resume at any step, also on other ranks or with another micro-batch size."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ class RestoreProgress(Callback):
         self._data_ranks: list[int] = []  # of each rank
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
         self._states: list[epoch_metrics.Facts] = []  # of each rank
+        self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
+        self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
         self._trainer: OurTrainer | None = None
 
@@ -47,7 +48,7 @@ class RestoreProgress(Callback):
         assert trainer is not None
         module = trainer.lightning_module
         own = (
-            epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module),
+            self._ordered(self._left | epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module)),
             epoch_metrics.metric_states(module),
             _data_rank(trainer),
         )
@@ -98,22 +99,48 @@ class RestoreProgress(Callback):
 
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
         known = trainer.callback_metrics.keys()  # of the validation that the checkpoint owed
-        trainer.callback_metrics.update({n: torch.tensor(v) for n, v in self._metrics.items() if n not in known})
+        restored = {n: torch.tensor(v) for n, v in self._metrics.items() if n not in known}
+        trainer.callback_metrics.update(restored)
         trainer.step_metrics.step_values.update(self._step_values)
-        module, strategy, results = trainer.lightning_module, trainer.strategy, trainer.fit_loop.epoch_loop._results
-        own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer)) if self._logged else {}
-        if closing:
-            self._restored = own
-            epoch_metrics.restore(results, own, module, reduce=strategy.reduce, device=strategy.root_device)
-        elif mid_epoch:
-            epoch_metrics.resume(results, own)
+        module, own = trainer.lightning_module, {}
+        if self._logged and (closing or mid_epoch):
+            own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
         same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
-        trainer.fit_loop.before_first_batch.append(partial(epoch_metrics.restore_states, module, states, **same))
+
+        def replace_logged() -> None:
+            """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
+            epoch_metrics.restore_states(module, states, **same)
+            results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
+            trainer.callback_metrics.update(restored)
+            results.clear()
+            if closing:
+                self._restore_left(trainer)
+            elif own:
+                epoch_metrics.resume(results, own)
+
+        trainer.fit_loop.before_first_batch.append(replace_logged)
+
+    def _restore_left(self, trainer: OurTrainer) -> None:
+        """Restore the values that are not logged again in this epoch."""
+        self._restored, self._left = self._left, {}
+        results, strategy = trainer.fit_loop.epoch_loop._results, trainer.strategy
+        epoch_metrics.restore(
+            results, self._restored, trainer.lightning_module, reduce=strategy.reduce, device=strategy.root_device
+        )
+        ordered = self._ordered(dict(results))
+        results.clear()
+        results.update(ordered)
+        self._order = []
+
+    def _ordered(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {key: values[key] for key in [*self._order, *values] if key in values}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
+        if self._left:
+            self._restore_left(trainer)
         trainer.fit_loop.epoch_loop.close_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

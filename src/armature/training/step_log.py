@@ -143,10 +143,17 @@ class StepLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.samples_seen = _samples_seen(trainer)
+        if completed_batches(trainer):
+            assert isinstance(trainer, OurTrainer)
+            self.csv.is_silent = True  # for what on_train_start of the user's callbacks and module logs
+            trainer.fit_loop.before_first_batch.append(self._speak)
         self.expert_load = ExpertLoad.of(pl_module)
         others = [monitor for monitor in self.monitors if not isinstance(monitor, ExpertLoad)]
         self.monitors = others + ([self.expert_load] if self.expert_load is not None else [])
         self.restart_clock()
+
+    def _speak(self) -> None:
+        self.csv.is_silent = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = None  # left over from an epoch that ended within a global batch
@@ -315,6 +322,7 @@ class StepLog(Callback):
             self.flush(trainer)  # `rows_read` may refuse what a callback of the user's is about to save
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._speak()  # a callback may have ended the run before the first batch
         self.flush(trainer)
         self.timings.flush()
 

@@ -16,6 +16,7 @@ AVERAGING = f"{_CALLBACKS}.weight_averaging.WeightAveraging"
 SWA = f"{_CALLBACKS}.stochastic_weight_avg.StochasticWeightAveraging"
 FINETUNING = f"{_CALLBACKS}.finetuning.BaseFinetuning"
 WHOLE = ("single", "ddp")  # every rank holds the whole model
+UNFREEZE = (*WHOLE, "shard", "context")  # strategies that reduce gradients of weights that are unfrozen
 OURS = "Type callbacks=ema, which averages under every strategy"
 
 
@@ -39,10 +40,10 @@ def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str |
         return f"copies the model before it has weights: {task.rpartition('.')[2]} builds it later. {OURS}"
     if SWA in classes and builds_late:
         return f"copies the module before its model is built in configure_model, and averages nothing. {OURS}"
-    if FINETUNING in classes and method != "single":
+    if FINETUNING in classes and (other := next((m for m in layout.methods if m not in UNFREEZE), None)):
         return (
-            f"unfreezes weights during training, but with this strategy ({method}) only weights that are trained from "
-            "the first step on are kept equal on all ranks. Type strategy=single trainer.devices=1, or give these "
-            "weights a group with learning rate 0 until they train"
+            f"unfreezes weights during training, but with this strategy ({other}) only weights that are trained from "
+            "the first step on are kept equal on all ranks. Type strategy=ddp or strategy=fsdp, or give these weights "
+            "a group with learning rate 0 until they train"
         )
     return None

@@ -1,0 +1,33 @@
+"""Buffers whose size changes while a run trains: checkpoints name them, so that a resume gives them that size first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import nn
+
+from armature.checkpoint import storage
+
+RESIZED = "resized_buffers"  # in checkpoints: their names
+
+Sizes = dict[str, tuple[int, ...]]
+
+
+def sizes(module: nn.Module) -> Sizes:
+    return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
+
+
+def resized(module: nn.Module, first: Sizes) -> dict[str, list[str]]:
+    """Return the entry of a checkpoint, which is empty if all buffers have the sizes that they had at `first`."""
+    names = sorted(name for name, size in sizes(module).items() if first.get(name, size) != size)
+    return {RESIZED: names} if names else {}
+
+
+def resize(checkpoint: Path, module: nn.Module, names: Iterable[str]) -> None:
+    """Give these buffers the sizes that they had when the checkpoint was saved."""
+    saved, own = storage.read_metadata(checkpoint).state_dict_metadata, dict(module.named_buffers())
+    for name in names:
+        if name in own and name in saved:
+            owner, _, key = name.rpartition(".")
+            setattr(module.get_submodule(owner), key, own[name].new_empty(saved[name].size))  # pyright: ignore[reportAttributeAccessIssue]
