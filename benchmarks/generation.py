@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]
 
 from armature.finetune.export import read_decoder
 from armature.launcher import heap

@@ -42,6 +42,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "parallel/experts.py",
     ),
     ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/experts.py"),
+    ("torch.utils.checkpoint", "SAC_IGNORED_OPS", None, "parallel/blocks.py"),
+    ("torch.ops:profiler", "_record_function_enter_new", None, "parallel/blocks.py"),
+    ("torch.ops:profiler", "_record_function_exit", None, "parallel/blocks.py"),
     ("lightning.pytorch.utilities.combined_loader:CombinedLoader", "_mode", None, "data/adapter.py"),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),

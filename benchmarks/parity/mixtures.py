@@ -24,6 +24,7 @@ LAYOUTS: dict[str, Job] = {
         "mixture, fsdp 2, expert 2, ignored": mesh(2, shard=2, expert=2),
         "mixture, fsdp 2, expert 2, packed": mesh(2, shard=2, expert=2),
         "mixture, fsdp 2, expert 2, recomputed": mesh(2, shard=2, expert=2, activation_checkpointing="every"),
+        "mixture, fsdp 4, expert 2, selective": mesh(4, shard=4, expert=2, activation_checkpointing="selective"),
         "mixture, fsdp 2, expert 2, ZeRO-2": mesh(2, shard=2, expert=2, reshard_after_forward=False),
         "mixture, fsdp 4, expert 2": mesh(4, shard=4, expert=2),
         "mixture, fsdp 4, expert 4": mesh(4, shard=4, expert=4),

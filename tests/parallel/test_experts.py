@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 SAMPLE = (  # each of these holds something that the others do not
     "mixture, ddp 2",
     "mixture, fsdp 2, expert 2, ignored",
-    "mixture, fsdp 4, expert 2",
+    "mixture, fsdp 4, expert 2, selective",
     "mixture, hsdp 2×2, expert 2",
     "mixture, fsdp 2 × tensor 2, expert 4",
     "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble",

@@ -51,12 +51,16 @@ def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
     assert re.search(r"^single .* does not fit$", out, re.MULTILINE)
     commands = re.findall(r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE)
     assert commands == ["2", "4", "1", "1"]  # the last two train adapters
-    assert re.search(r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host", out, re.MULTILINE)
     # Muon, the default, is refused by DeepSpeed
     assert re.search(
         r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$", out, re.MULTILINE
     )
     assert re.search(r"^  ddp on 2, 4: strategy=fsdp instead \([\d.]+-[\d.]+ GiB\)$", out, re.MULTILINE)
+
+
+def test_offloaded_layouts_say_what_the_host_holds(plan) -> None:
+    out = plan("model=llama3_70b", "data=synthetic", "hardware=h100_80gb", "trainer.devices=8", "--quick")
+    assert re.search(r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host", out, re.MULTILINE)
 
 
 def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> None:

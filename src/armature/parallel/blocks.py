@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from armature.data import cache
 
@@ -23,6 +28,9 @@ EXPENSIVE_OPERATORS = (
     "_c10d_functional.all_reduce", "_c10d_functional.all_to_all_single", "aten._grouped_mm",
     "flex_attention", "inductor_compiled_code",  # inside a compiled block, and compiled on its own
 )  # fmt: skip
+# what FSDP calls around units inside a block, such as experts: not as often when the block is computed again
+_PROFILER = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit)
+LABELS = {getattr(packet, overload) for packet in _PROFILER for overload in packet.overloads()}
 
 
 def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
@@ -54,6 +62,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> N
     step = 1 if mode in ("every", "selective") else int(mode)
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
+        SAC_IGNORED_OPS.update(LABELS)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
     for i, block in enumerate(blocks):
         if i % step == 0:

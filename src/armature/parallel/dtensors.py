@@ -156,7 +156,7 @@ def carry_hooks(model: nn.Module) -> None:
     Call it before `fully_shard`, which puts other tensors in place of the weights; their hooks would be lost.
     """
     for owner in model.modules():
-        hooks = {
+        hooks: dict[str, Mapping[Any, Any]] = {
             name: p._backward_hooks for name, p in owner._parameters.items() if p is not None and p._backward_hooks
         }
         if hooks:
