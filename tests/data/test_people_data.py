@@ -160,6 +160,10 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
     assert sorted(orders[0]) == orders[1] == list(range(40))
     with pytest.raises(ConfigError, match=r"has no column gone. Its columns: width, height, kind"):
         build("hf", **{**changes, "inputs": "gone"}).dataset("train")
+    several = build("hf", **{**changes, "inputs": ["width", "height"]})
+    assert next(iter(several.train_dataloader()))["inputs"].shape == (8, 2)
+    with pytest.raises(ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"):
+        build("hf", **{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

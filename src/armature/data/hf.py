@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from armature.data import extras
 from armature.data.base import Split
 from armature.data.labels import LabeledData
 from armature.errors import ConfigError, error_line
+
+Of = dict[str, str | list[str]]  # columns by name in a sample
 
 
 class HFData(LabeledData):
@@ -24,7 +27,8 @@ class HFData(LabeledData):
         name: the configuration of the data set, if it has several.
         data_files, data_dir: of local files.
         splits: their names there, for train, val and test; null: there is none.
-        inputs, targets: columns.
+        inputs: a column, or a list of columns of numbers, which become one vector (F,).
+        targets: a column.
         streaming: read the samples one after the other, without downloading all of them first.
         classes: whether texts as targets are names of classes; else they stay texts.
         loader: batch sizes and the other arguments of DataModule.
@@ -34,7 +38,7 @@ class HFData(LabeledData):
 
     def __init__(
         self, *, path: str, name: str | None = None, data_files: Any = None, data_dir: str | None = None,
-        splits: dict[str, str | None] | None = None, inputs: str = "inputs", targets: str = "targets",
+        splits: dict[str, str | None] | None = None, inputs: str | Sequence[str] = "inputs", targets: str = "targets",
         streaming: bool = False, classes: bool = True, **loader: Any,
     ) -> None:  # fmt: skip
         super().__init__(**loader)
@@ -42,7 +46,8 @@ class HFData(LabeledData):
         files = data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
         self.source = {"path": path, "name": name, "data_files": files, "data_dir": data_dir, "streaming": streaming}
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
-        self.columns = {"inputs": inputs, "targets": targets}
+        self.targets = targets
+        self.columns: Of = {"inputs": inputs if isinstance(inputs, str) else [*inputs], "targets": targets}
         self._loaded: dict[str, Any] = {}  # rows by split, since a name on the hub is looked up at each load
 
     @override
@@ -52,16 +57,16 @@ class HFData(LabeledData):
             return None
         rows, columns = self._load(of), dict(self.columns)
         known = rows.column_names
-        if split == "predict" and known is not None and columns["targets"] not in known:
+        if split == "predict" and known is not None and self.targets not in known:
             del columns["targets"]
-        self._check(rows, list(columns.values()))
+        self._check(rows, _flat(columns))
         names = self._class_names(rows) if "targets" in columns else None
         numbers = None
         if names is not None and split == "predict" and not self.knows(names):
             del columns["targets"]  # they are not needed, and have no numbers
         elif names is not None:
-            where = f"data.path={self.path}, split {self.splits[of]}, column {columns['targets']},"
-            keys = names if _is_text(rows, columns["targets"]) else range(len(names))
+            where = f"data.path={self.path}, split {self.splits[of]}, column {self.targets},"
+            keys = names if _is_text(rows, self.targets) else range(len(names))
             numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}  # -1: not labeled
         kind = StreamedColumns if self.source["streaming"] else Columns
         return kind(rows.with_format("torch"), columns, numbers)
@@ -73,7 +78,7 @@ class HFData(LabeledData):
 
     def _class_names(self, rows: Any) -> list[str] | None:
         """Return the names of the classes in the column of targets, or None if it holds numbers."""
-        column = self.columns["targets"]
+        column = self.targets
         feature: Any = (rows.features or {}).get(column)
         if hasattr(feature, "names"):
             return list(feature.names)
@@ -120,7 +125,7 @@ class HFData(LabeledData):
 class Columns(Dataset[dict[str, Any]]):
     """Two columns of a map-style data set."""
 
-    def __init__(self, rows: Any, columns: dict[str, str], numbers: dict[Any, int] | None = None) -> None:
+    def __init__(self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None) -> None:
         self.rows, self.columns, self.numbers = rows, columns, numbers
 
     def __len__(self) -> int:
@@ -134,7 +139,7 @@ class Columns(Dataset[dict[str, Any]]):
 class StreamedColumns(IterableDataset[dict[str, Any]]):
     """Two columns of a streamed data set, read as data/iterable.py says."""
 
-    def __init__(self, rows: Any, columns: dict[str, str], numbers: dict[Any, int] | None = None) -> None:
+    def __init__(self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None) -> None:
         self.rows, self.columns, self.numbers = rows, columns, numbers
 
     def set_epoch(self, epoch: int) -> None:
@@ -145,14 +150,28 @@ class StreamedColumns(IterableDataset[dict[str, Any]]):
         return (_sample(row, self.columns, self.numbers) for row in self.rows)
 
 
-def _sample(row: dict[str, Any], columns: dict[str, str], numbers: dict[Any, int] | None) -> dict[str, Any]:
+def _sample(row: dict[str, Any], columns: Of, numbers: dict[Any, int] | None) -> dict[str, Any]:
     """Return a sample. `numbers`: of targets that are classes, by their text or their number in the data set."""
-    sample = {name: row[column] for name, column in columns.items()}
+    sample = {name: row[of] if isinstance(of, str) else _vector(row, of) for name, of in columns.items()}
     if numbers is not None and "targets" in sample:
         target = sample["targets"]
         sample["targets"] = torch.tensor(numbers[target if isinstance(target, str) else int(target)])
     images = isinstance(sample["inputs"], torch.Tensor) and sample["inputs"].dtype == torch.uint8
     return {**sample, "inputs": sample["inputs"].float() / 255} if images else sample
+
+
+def _vector(row: dict[str, Any], columns: list[str]) -> torch.Tensor:
+    values = [row[column] for column in columns]
+    for column, value in zip(columns, values, strict=True):
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            raise ConfigError(
+                f"data.inputs={columns}: column {column} holds no single numbers. Type data.inputs={column}"
+            )
+    return torch.stack([value.float() for value in values])
+
+
+def _flat(columns: Of) -> list[str]:
+    return [column for of in columns.values() for column in ([of] if isinstance(of, str) else of)]
 
 
 def _is_text(rows: Any, column: str) -> bool:
