@@ -57,10 +57,12 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
             "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command line."
         )
     single = alone(cfg)
+    single.data.global_batch_size = single.data.micro_batch_size = 1  # a plain LightningDataModule may name none
     if setup_of(single, Layout.of(single)) is None:
         raise ConfigError(
-            "There is no formula for pairs of answers, nor for adapters of some Linears or with other weights "
-            "(task.adapter.targets, task.adapter.train). Type scripts/simulate.py with this command line."
+            "There is no formula for pairs of answers, nor for adapters of a mixture, of some Linears, with "
+            "other weights or with norms (task.adapter.targets, train, dora). "
+            "Type scripts/simulate.py with this command line."
         )
     values = dict(each.split("=", 1) for each in typed)
     micro, count, num_nodes = (

@@ -114,6 +114,9 @@ def test_the_formulas_of_an_expert_axis_are_near_the_simulator() -> None:
     cost = mixture_cost(arguments("qwen3_30b_a3b"))
     setup = Setup(cost=cost, accumulate=8, recompute="every", expert=8, **mesh(shard=8))
     assert memory.peak(setup).allocated_bytes / GIB == pytest.approx(61.44, rel=0.1)
+    for recompute, simulated_gib in (("selective", 73.97), ("none", 87.61)):  # one micro-batch per step
+        changed = setup.with_(accumulate=1, recompute=recompute)
+        assert memory.peak(changed).allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.05)
     found = seconds.step_seconds(setup, H100)
     assert found.communication == pytest.approx(0.979, rel=0.1)
     assert found.compute == pytest.approx(5.383, rel=0.2)  # all experts' weights are read for each micro-batch

@@ -94,8 +94,8 @@ def add_to(model: nn.Module, path: Path) -> None:
     problems += [f"lora_alpha={alpha}"] * (not isinstance(alpha, int | float))
     if problems:
         raise ConfigError(
-            f"{path / CONFIG}: {', '.join(problems)}: only LoRA of plain form is read. Merge the adapter with peft "
-            "(merge_and_unload), and name the folder of the result."
+            f"{path / CONFIG}: {', '.join(problems)}: only LoRA and DoRA of whole matrices are read. "
+            "Merge the adapter with peft (merge_and_unload), and name the folder of the result."
         )
     scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     weights = {str(theirs(name)): param for name, param in model.named_parameters() if theirs(name)}

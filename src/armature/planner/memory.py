@@ -166,6 +166,9 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         products = (cost.products - cost.outputs) / tensor + cost.outputs
         if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
             products += (2 * cost.queries + cost.keys + copied) / tensor
+        if setup.expert > 1:  # so are the rows that arrive and return; products are as many as rows arrive
+            beyond = setup.expert_load - 1
+            products += ((2 + beyond) * cost.rows + beyond * (cost.routed - cost.rows) / 2) / tensor
         return positions * (stream + c * products)
     return positions * stream
 

@@ -124,7 +124,8 @@ def sort(found: Iterable[Candidate]) -> list[Candidate]:
 
 def _of_count(cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, fixed: Fixed) -> Iterator[Candidate]:
     shared, plan = device.shared_by(devices), Layout.of(cfg).plan
-    experts = cfg.model[plan.expert_count] if plan is not None and plan.expert_count else 1
+    count = cfg.model.get(plan.expert_count) if plan is not None and plan.expert_count else None
+    experts = count if isinstance(count, int) else 1
     for choice in layouts.choices(devices=devices, num_nodes=num_nodes, experts=experts):
         if device.accelerator == "cpu" and choice.effort > 6:
             continue  # on a CPU there is nothing to offload from, and DeepSpeed has no kernels
@@ -261,7 +262,8 @@ def with_adapters(cfg: DictConfig, device: Device, runs: Sequence[Candidate], *,
     for words, quantize in (("task=lora", None), ("task=lora task.adapter.quantize=nf4", "nf4")):
         counts = {"devices": base.devices, "num_nodes": base.num_nodes}
         changed = layouts.applied(cfg, base.choice, **counts)
-        changed.task.adapter = {"_target_": LORA, "rank": 16, "alpha": 32.0, "quantize": quantize}
+        typed = cfg.task.get("adapter") or {"_target_": LORA, "rank": 16, "alpha": 32.0}
+        changed.task.adapter = {**typed, "quantize": quantize}
         choice = replace(base.choice, words=f"{words} {base.choice.words}")
         found.append(_best(changed, device.shared_by(base.devices), choice, **counts, fixed=fixed))
     return [each for each in found if each is not None and each.refused is None and each.fits]
