@@ -49,11 +49,12 @@ def train(directory: Path, words: list[str]) -> dict:
     """Run `train.py`, unless the run has ended already, and return its summary.json."""
     place = [f"run.root={directory.parent}", f"run.name={directory.name}"]
     command = [sys.executable, "train.py", *words, *place, "logger=none"]
-    if not (directory / "summary.json").exists():
+    summary = directory / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["stop_reason"] != "finished":  # else the run resumes
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
-    return json.loads((directory / "summary.json").read_text())
+    return json.loads(summary.read_text())
 
 
 if __name__ == "__main__":

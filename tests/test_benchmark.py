@@ -345,7 +345,7 @@ def test_mixture_compares_the_runs_that_ended_seed_by_seed(tmp_path, monkeypatch
     values = {"dense0": 1.5, "mixture0": 1.4, "dense1": 1.7, "mixture1": 1.5}
     for name, value in values.items():
         (tmp_path / name).mkdir()
-        summary = {"metrics": {mixture.METRIC: value}, "seconds": 90.0}
+        summary = {"metrics": {mixture.METRIC: value}, "seconds": 90.0, "stop_reason": "finished"}
         (tmp_path / name / "summary.json").write_text(json.dumps(summary))
     monkeypatch.setattr(sys, "argv", ["mixture", "--seeds", "0", "1", "--out", str(tmp_path)])
     assert mixture.main() == 0

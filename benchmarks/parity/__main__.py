@@ -61,8 +61,8 @@ def main() -> int:
     parser.add_argument("--resume", nargs="?", const="all", choices=CHECKPOINTS, help="checkpoints too")
     parser.add_argument("--no-train", action="store_true", help="compare only checkpoints")
     args = parser.parse_args()
-    if args.no_train and not args.resume:
-        parser.error("--no-train leaves nothing to compare: type --resume with it")
+    if args.no_train and args.resume in (None, "same"):
+        parser.error("--no-train leaves nothing to compare: type --resume, or --resume distinct, with it")
     every = LAYOUTS | mixtures.LAYOUTS
     chosen = {n: job for n, job in every.items() if args.only is None or any(word in n for word in args.only)}
     if not chosen:

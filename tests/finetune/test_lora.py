@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear, is_adapter, merge
@@ -120,6 +121,37 @@ def test_what_cannot_be_right_is_refused(options, says):
     with pytest.raises(ConfigError) as caught:
         adapted(**options)
     assert says in " ".join(str(caught.value).split())
+
+
+def test_a_weight_of_two_modules_takes_no_adapter():
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with pytest.raises(ConfigError, match="head shares its weight with another module"):
+        Lora(targets=["head"]).add_to(model)
+
+
+class Products(TorchDispatchMode):
+    """Records how many elements matrix products return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket == torch.ops.aten.mm:
+            self.elements.append(result.numel())
+        return result
+
+
+def test_norms_of_rows_take_no_product_of_a_matrixs_size():
+    """Selective recomputation would keep it."""
+    model = nn.ModuleDict({"q": nn.Linear(32, 48, bias=False)})
+    Lora(rank=2, dora=True, targets=["q"]).add_to(model)
+    with Products() as products:
+        model["q"](torch.randn(1, 32))
+    assert products.elements
+    assert max(products.elements) < model["q"].weight.numel() / 4
 
 
 def test_adapters_are_no_hidden_matrices_for_muon():

@@ -18,6 +18,7 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 
 from armature.errors import ConfigError
 
+CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 (or -f utf-16)."
 PIECE_BYTES = 1 << 20  # part of a file that is in memory at once
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GOLDEN_RATIO = 0.6180339887498949
@@ -162,7 +163,9 @@ def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, objec
         where = f"data.path: {file.path}, line {line_number}"
         try:
             yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: not UTF-8 text ({error.reason}). {CONVERT}") from error
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not a line of JSON ({error}).") from error
 
 
@@ -205,8 +208,7 @@ def _decode(file: SourceFile, data: bytes, offset: int) -> str:
     except UnicodeDecodeError as error:
         at = offset + error.start
         raise ConfigError(
-            f"data.path: {file.path} is not UTF-8 text (byte {at:,} is 0x{data[error.start]:02x}). Convert it, "
-            f"for example: iconv -f latin1 -t utf-8."
+            f"data.path: {file.path} is not UTF-8 text (byte {at:,} is 0x{data[error.start]:02x}). {CONVERT}"
         ) from error
 
 

@@ -45,6 +45,10 @@ def fill(cfg: DictConfig) -> DictConfig:
     args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
     problems += _tokenizer_problems(cfg, path, args.get("vocab_size"))
+    try:
+        folder.end_tokens(path)
+    except ConfigError as error:
+        problems += error.problems
     if run_dir is None:
         problems += weight_problems(path, args) if target in OURS else folder.weights(path).problems
     if problems:

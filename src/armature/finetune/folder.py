@@ -161,8 +161,8 @@ def end_tokens(folder: Path) -> list[int]:
             most = tokens if isinstance(tokens, int) else math.inf
             if not all(isinstance(each, int) and 0 <= each < most for each in ends):
                 raise ConfigError(
-                    f"{folder / name}: eos_token_id={found}: must be the id of one of the model's {tokens} tokens, or "
-                    "a list of such ids."
+                    f"{folder / name}: eos_token_id={found}: must be the id of one of the model's "
+                    f"{'' if tokens is None else f'{tokens} '}tokens, or a list of such ids."
                 )
             return ends
     return []

@@ -7,6 +7,7 @@ with a few more parameters per Linear. The frozen weights may be held in 4 bits 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -102,9 +103,12 @@ class DoraLinear(LoraLinear):
         """Return m / ‖W + scale · B A‖ (out,) in fp32: 1 at first."""
         with torch.autocast(self.weight.device.type, enabled=False):
             with torch.no_grad():
-                whole = merged(self.weight, self.lora_A, self.lora_B, scale=self.scale)
-                own, new = row_norms(self.weight), row_norms(whole).clamp_min(TINY)  # a row may be zero
-            return (own + self.lora_magnitude.float()) / new
+                # ‖W + s B A‖² from small products: B A has the weight's size, and selective recomputation would keep it
+                w, a, b = (each.float() for each in (self.weight, self.lora_A, self.lora_B))
+                own = row_norms(w).square()
+                change = self.scale * ((2 * (w @ a.mT) + self.scale * (b @ (a @ a.mT))) * b).sum(1)
+                new = (own + change).clamp_min(0).sqrt().clamp_min(TINY)  # a row may be zero
+            return (own.sqrt() + self.lora_magnitude.float()) / new
 
 
 class Lora:
@@ -165,6 +169,12 @@ class Lora:
             raise ConfigError(
                 f"task.adapter.targets: {', '.join(special[:3])} is a {type(linears[special[0]]).__name__}, which "
                 f"takes no adapter. Train it as a whole: task.adapter.train=[{special[0]}]."
+            )
+        times = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        if shared := [name for name in targets if times[id(linears[name].weight)] > 1]:
+            raise ConfigError(
+                f"task.adapter.targets: {', '.join(shared[:3])} shares its weight with another module, which its "
+                "adapter would not reach. Leave it out of task.adapter.targets."
             )
         if self.quantize is not None:
             linears |= self._in_4_bits({name: linears[name] for name in _inside(linears)}, extra)
