@@ -30,6 +30,7 @@ STOCK = "lightning.pytorch.callbacks.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
+FSDP = "torch.distributed.fsdp._fully_shard"
 SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
@@ -42,6 +43,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "parallel/experts.py",
     ),
     ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/experts.py"),
+    ("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", ("self",), "parallel/dtensors.py"),
+    (f"{FSDP}._fsdp_state:FSDPState", "_fsdp_param_group", None, "parallel/dtensors.py"),
+    (f"{FSDP}._fsdp_param_group:FSDPParamGroup", "_init_mp_dtypes", ("self",), "parallel/dtensors.py"),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS", None, "parallel/blocks.py"),
     ("torch.ops:profiler", "_record_function_enter_new", None, "parallel/blocks.py"),
     ("torch.ops:profiler", "_record_function_exit", None, "parallel/blocks.py"),

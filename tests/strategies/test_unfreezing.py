@@ -14,7 +14,8 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
 
     Args:
         where: `batch`, between batches; `step`, inside training_step; `turns`, frozen and unfrozen in turns;
-            `micro`, the layer that was trained is frozen between the micro-batches of a global batch.
+            `micro`, the layer that was trained is frozen between the micro-batches of a global batch; `backbone`, as
+            `batch`, of a model of its own.
     """
     import os
     import warnings
@@ -35,12 +36,16 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
             self.model[0].requires_grad_(where == "micro")
+            self.backbone = self.model[:2] if where == "backbone" else nn.Identity()
+            self.model = self.model[2:] if where == "backbone" else self.model
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if where == "batch" and batch_idx == 2 * accumulate:
                 self.model[0].requires_grad_(True)
+            elif where == "backbone" and batch_idx == 2:
+                self.backbone.requires_grad_(True)
             elif where == "turns":
                 self.model[0].requires_grad_(batch_idx // accumulate in (0, 1, 4))
                 self.model[2].requires_grad_(batch_idx // accumulate % 2 == 0)
@@ -50,7 +55,7 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
         def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
             if where == "step" and batch_idx == 2:
                 self.model[0].requires_grad_(True)
-            return (self.model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean()
+            return (self.model(self.backbone(x)) - x.sum(dim=1, keepdim=True).sin()).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -98,6 +103,15 @@ def test_gradients_of_weights_that_are_frozen_and_unfrozen_are_reduced(
     for name, values in expected.items():
         for found in ranks:
             assert found[name] == pytest.approx(values, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_backbone_is_unfrozen_in_mixed_precision() -> None:
+    """Its unit of FSDP has had nothing to train, and no type for its gradients."""
+    options = {"shard": 2, "param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    (expected,) = on_ranks(trained, "SingleDevice", {}, 1, "backbone", ranks=1)
+    for found in on_ranks(trained, "MeshStrategy", options, 1, "backbone", ranks=2):
+        assert found["backbone.0.weight"] == pytest.approx(expected["backbone.0.weight"], abs=2e-2)
 
 
 @pytest.mark.slow

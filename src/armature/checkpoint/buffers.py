@@ -18,10 +18,9 @@ def sizes(module: nn.Module) -> Sizes:
     return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
 
 
-def resized(module: nn.Module, first: Sizes) -> dict[str, list[str]]:
-    """Return the entry of a checkpoint, which is empty if all buffers have the sizes that they had at `first`."""
-    names = sorted(name for name, size in sizes(module).items() if first.get(name, size) != size)
-    return {RESIZED: names} if names else {}
+def resized(module: nn.Module, first: Sizes) -> list[str]:
+    """Return the names of the buffers that do not have the sizes that they had at `first`."""
+    return [name for name, size in sizes(module).items() if first.get(name, size) != size]
 
 
 def resize(checkpoint: Path, module: nn.Module, names: Iterable[str]) -> None:

@@ -65,4 +65,6 @@ def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 def _shards(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith(SHARDING)
+    hook = getattr(hook, "hook", hook)
+    function = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(function, "__module__", "")).startswith(SHARDING)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -149,25 +150,36 @@ def watch_frozen_weights(model: nn.Module) -> None:
     model.register_forward_hook(end)
 
 
+def learn_gradient_types(model: nn.Module) -> None:
+    """Let FSDP look again at which weights are trained: a unit that was all frozen has no type for its gradients."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            unit: Any = part._get_fsdp_state()
+            for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]:  # one in older torch
+                if group is not None:
+                    group._init_mp_dtypes()
+
+
 # ---------------------------------------------------------------- hooks of weights
 def carry_hooks(model: nn.Module) -> None:
     """Let hooks that `weight.register_hook` has added see the gradients of gathered weights, each rank's own.
 
     Call it before `fully_shard`, which puts other tensors in place of the weights; their hooks would be lost.
     """
+    known: dict[int, Tensor] = {}  # by id, of all owners: tied weights have several
     for owner in model.modules():
         hooks: dict[str, Mapping[Any, Any]] = {
             name: p._backward_hooks for name, p in owner._parameters.items() if p is not None and p._backward_hooks
         }
         if hooks:
-            owner.register_forward_pre_hook(partial(_install, hooks, {}))
+            owner.register_forward_pre_hook(partial(_install, hooks, known))
 
 
-def _install(hooks: dict[str, Mapping[Any, Any]], known: dict[str, Tensor], owner: nn.Module, _: Any) -> None:
+def _install(hooks: dict[str, Mapping[Any, Any]], known: dict[int, Tensor], owner: nn.Module, _: Any) -> None:
     for name, functions in hooks.items():
         weight = getattr(owner, name)  # gathered by now, and the same tensor in each forward
-        if weight.requires_grad and known.get(name) is not weight:
-            known[name] = weight
+        if weight.requires_grad and id(weight) not in known:
+            known[id(weight)] = weight
             weight.register_hook(partial(_call_each, functions))
 
 

@@ -31,6 +31,9 @@ def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
+    for param in module.parameters():
+        if param._backward_hooks:
+            param._backward_hooks = param._backward_hooks  # registers them anew: torch's own record stayed behind
     return meta_names
 
 

@@ -148,9 +148,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         for name, model in models:
             if self.imported[name]:
                 huggingface.read(model, self.imported[name])
+        self.first_sizes = buffers.sizes(self.module)
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
-        self.first_sizes = buffers.sizes(self.module)
         self.module.__dict__["_armature_built"] = True
 
     def _count(self) -> None:

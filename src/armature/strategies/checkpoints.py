@@ -151,12 +151,15 @@ class CheckpointMixin(LayoutMixin):
                 continue
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
+        # of the modules that this rank has
+        own = process_group.all_gather_object((self._changed_flags(), buffers.resized(self.module, self.first_sizes)))
         meta |= {
             "param_groups": groups,
             "random": self.random_state.gather(self.layout),
-            "flags": {k: v for own in process_group.all_gather_object(self._changed_flags()) for k, v in own.items()},
+            "flags": {name: value for flags, _ in own for name, value in flags.items()},
         }
-        meta |= buffers.resized(self.module, self.first_sizes)
+        if resized := {name for _, names in own for name in names}:
+            meta[buffers.RESIZED] = sorted(resized)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -186,7 +189,8 @@ class CheckpointMixin(LayoutMixin):
             meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
         ]
-        if resized := meta.pop(buffers.RESIZED, None):
+        grown = buffers.resized(self.module, self.first_sizes)  # since an older checkpoint was saved
+        if resized := {*meta.pop(buffers.RESIZED, ()), *grown}:
             buffers.resize(path, self.module, resized)
         if self._hooks_change_weights:
             meta["state_dict"] = self.read_weights(path)
@@ -267,6 +271,7 @@ class CheckpointMixin(LayoutMixin):
         Adapters that the checkpoint does not have begin anew.
         """
         if not directory.is_file(path):
+            buffers.resize(path, self.module, storage.read_meta(path).get(buffers.RESIZED, ()))
             _warn_of_left_out(path, state.load_weights(path, self.module, may_lack=self._may_lack))
             return
         checkpoint = lightning_file.read(path)

@@ -233,25 +233,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def reduce_changed(self, changed: Sequence[Tensor]) -> None:
         """FSDP reduces the gradients of all of its weights that are trained."""
         unfrozen = [param for param in changed if param.requires_grad]
-        if self.sizes["pipe"] > 1 or (unfrozen and not self._reduces_unfrozen()):
-            super().reduce_changed(changed)
+        divided = self.sizes["tensor"] > 1 or self.options["expert"] > 1
+        if self.sizes["pipe"] > 1 or (unfrozen and divided):
+            super().reduce_changed(unfrozen or changed)
         if not unfrozen:
             return  # FSDP may still reduce them later
+        for part in (part for applied in self.applied for part in applied.parts):
+            dtensors.learn_gradient_types(part)
         if self.data_size > 1:
             others = [param for param in unfrozen if not isinstance(param, DTensor)]
             gradients.average(others, group=mesh.data_group(self.device_mesh))
         self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
-
-    def _reduces_unfrozen(self) -> bool:
-        """Return whether FSDP can reduce the gradient of a weight that was frozen at first.
-
-        A unit whose weights were all frozen does not know the type of its gradients.
-        """
-        units = [part for applied in self.applied for whole in applied.parts for part in whole.modules()]
-        one_unit = sum(isinstance(unit, FSDPModule) for unit in units) <= len(self.applied)
-        dtypes = self.options["param_dtype"], self.options["reduce_dtype"]
-        mixed = any(dtypes) or not str(self.precision_plugin.precision).startswith(("32", "64"))
-        return self.sizes["tensor"] == self.options["expert"] == 1 and (one_unit or not mixed)
 
     def _step_context(self) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
@@ -269,14 +261,18 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     def _check_hooks(self, *, sharded: bool) -> None:
         """Raise ConfigError if hooks of weights would never be called."""
-        carried, divided = self.sizes["tensor"] == 1, self.data_size * self.sizes["context"] > 1
+        carried = self.sizes["tensor"] == self.options["expert"] == 1
+        divided = self.data_size * self.sizes["context"] > 1
         if not divided and (carried or sharded):  # DTensors of the tensor axis alone call them
             return
         if names := dtensors.names_with_lost_hooks(self.module, sharded=sharded, carried=carried):
+            early = (
+                "Call register_hook in __init__ or configure_model (register_post_accumulate_grad_hook cannot work), "
+            )
             raise ConfigError(
                 f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
-                "Call register_hook in __init__ or configure_model (register_post_accumulate_grad_hook cannot work), "
-                "change the gradient in on_after_backward, or type strategy=ddp."
+                f"{early if carried else ''}{'c' if carried else 'C'}hange the gradient in on_after_backward, or type "
+                "strategy=ddp."
             )
 
     @override
