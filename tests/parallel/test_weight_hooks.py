@@ -42,12 +42,16 @@ def gradients(case: str) -> Any:
         return grad.full_tensor() if hasattr(grad, "full_tensor") else grad  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportReturnType]
 
     mesh = init_device_mesh("cpu", (2,))
+
+    def shard(whole: nn.Module) -> None:
+        fully_shard(whole, mesh=mesh)
+
     plain, model = gradient(Model()), Model()
     dtensors.support_user_code()
     dtensors.carry_hooks(model)
-    fully_shard(model, mesh=mesh)
+    shard(model)
     if case == "copied":
-        copies.allow(model, lambda copied: [fully_shard(copied, mesh=mesh), None][1])
+        copies.allow(model, shard)
         gradient(model)
         copied = copy.deepcopy(model)
         return [len(copied.a._forward_pre_hooks), (gradient(model) / plain).mean().item()]
