@@ -70,8 +70,6 @@ def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> N
 
 
 def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if not torch.is_grad_enabled():  # backward needs none of it
-        return CheckpointPolicy.PREFER_RECOMPUTE
     name = str(op)
     if name in EXPENSIVE_OPERATORS or name.rpartition(".")[0] in EXPENSIVE_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
