@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from armature import loading, run_dir
 from armature.data import adapter as data_adapter
 from armature.finetune import inference
-from armature.finetune.lora import is_adapter
+from armature.models.adapters import is_adapter
 from armature.models.decoder.names import theirs
 from armature.parallel import initialization
 from tests import running

@@ -21,8 +21,9 @@ from armature.callbacks.monitors import Norms
 from armature.checkpoint import directory, storage
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, check, folder
-from armature.finetune.lora import Lora, is_adapter
+from armature.finetune.lora import Lora
 from armature.layout import Layout
+from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check

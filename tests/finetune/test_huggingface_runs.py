@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from armature.checkpoint.storage import read_metadata
 from armature.finetune import folder
-from armature.finetune.lora import is_adapter
+from armature.models.adapters import is_adapter
 from tests import running
 from tests.data.chat_parts import CHATS, write
 from tests.data.chat_parts import folder as write_tokenizer

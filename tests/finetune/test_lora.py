@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature.errors import ConfigError
-from armature.finetune.lora import Lora, LoraLinear, is_adapter, merge
+from armature.finetune.lora import Lora, LoraLinear, merge
+from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.optim.groups import parameter_groups
 from benchmarks.parity.harness import DECODER, LAYOUTS, difference, fit, fit_once

@@ -14,7 +14,8 @@ from torch import nn
 from armature.checkpoint import huggingface
 from armature.errors import ConfigError
 from armature.finetune import nf4
-from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, is_adapter, merge
+from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, merge
+from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
 from benchmarks.parity.harness import LAYOUTS, difference, fit_once

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armature.errors import ConfigError
-from armature.finetune.lora import is_adapter
+from armature.models.adapters import is_adapter
 from armature.models.loss import IGNORED
 from armature.parallel.initialization import initialize_by_name, materialize
 from benchmarks.parity.harness import difference

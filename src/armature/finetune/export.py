@@ -23,8 +23,9 @@ from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder, nf4, others
-from armature.finetune.lora import Lora, is_adapter, merge, merged, row_norms
+from armature.finetune.lora import Lora, merge, merged, row_norms
 from armature.loading import load_task
+from armature.models.adapters import is_adapter
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.names import HEAD

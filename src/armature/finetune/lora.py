@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.finetune import nf4
+from armature.models.adapters import is_adapter
 
-ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -276,11 +276,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for module in adapted:
             module.active = True
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter's name is that of an adapter."""
-    return name.rpartition(".")[2] in ADAPTERS
 
 
 def initialize(name: str, param: Tensor, generator: torch.Generator | None) -> None:

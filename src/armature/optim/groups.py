@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from armature.finetune.lora import is_adapter
+from armature.models.adapters import is_adapter
 from armature.models.plan import Plan
 
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.finetune.lora import ADAPTERS
 from armature.finetune.nf4 import PARTS, Nf4Linear
+from armature.models.adapters import ADAPTERS
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan

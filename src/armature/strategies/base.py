@@ -17,7 +17,7 @@ from typing_extensions import override
 from armature.checkpoint import buffers, huggingface, state
 from armature.errors import ConfigError
 from armature.finetune import nf4
-from armature.finetune.lora import is_adapter
+from armature.models.adapters import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices

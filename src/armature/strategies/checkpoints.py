@@ -19,7 +19,7 @@ from typing_extensions import override
 from armature.checkpoint import buffers, directory, lightning_file, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.finetune import base
-from armature.finetune.lora import is_adapter
+from armature.models.adapters import is_adapter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies import hooks

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from armature.models.adapters import is_adapter
 from armature.models.wrapped import Match
 
 UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # tables in older folders, which are computed
-ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")
 
 
 def match(model: Any, saved: Iterable[str]) -> Match:
@@ -66,7 +66,7 @@ def _own(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules():
         left_out = module._non_persistent_buffers_set
         names |= {f"{prefix}.{name}".lstrip(".") for name in module._buffers if name not in left_out}
-    return {name for name in names if name.rpartition(".")[2] not in ADAPTERS}
+    return {name for name in names if not is_adapter(name)}
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

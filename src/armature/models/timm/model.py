@@ -6,7 +6,6 @@ Shapes: B batch, C channels, I image side, N classes.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from armature.models.adapters import is_adapter
 from armature.models.loss import mean_cross_entropy
 from armature.models.plan import Plan
 from armature.models.timm import package
@@ -80,9 +80,7 @@ class ImageClassifier(WrappedModel):
 
     @override
     def match(self, saved: Collection[str]) -> Match:
-        own = {*self.inner.state_dict(keep_vars=True)}
-        adapters = re.compile(r".*\.lora_(A|B|magnitude)")
-        own = {name for name in own if not adapters.fullmatch(name)}
+        own = {name for name in self.inner.state_dict(keep_vars=True) if not is_adapter(name)}
         return Match({name: name for name in own & {*saved}}, sorted(own - {*saved}), sorted({*saved} - own), [])
 
     def is_head(self, name: str) -> bool:

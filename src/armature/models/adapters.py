@@ -1,0 +1,8 @@
+"""Names of adapters' parameters (`armature.finetune.lora`), which a folder's weights do not have."""
+
+ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")  # the last one of DoRA
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter."""
+    return name.rpartition(".")[2] in ADAPTERS
