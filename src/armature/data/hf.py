@@ -46,8 +46,9 @@ class HFData(LabeledData):
         files = data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
         self.source = {"path": path, "name": name, "data_files": files, "data_dir": data_dir, "streaming": streaming}
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
-        self.targets = targets
-        self.columns: Of = {"inputs": inputs if isinstance(inputs, str) else [*inputs], "targets": targets}
+        self.inputs, self.targets = inputs if isinstance(inputs, str) else [str(each) for each in inputs], targets
+        if not self.inputs:
+            raise ConfigError(f"data.inputs={inputs}: name a column, or several columns of numbers.")
         self._loaded: dict[str, Any] = {}  # rows by split, since a name on the hub is looked up at each load
 
     @override
@@ -55,7 +56,7 @@ class HFData(LabeledData):
         of = next((s for s in ("test", "val", "train") if self.splits.get(s)), "test") if split == "predict" else split
         if self.splits.get(of) is None:
             return None
-        rows, columns = self._load(of), dict(self.columns)
+        rows, columns = self._load(of), Of(inputs=self.inputs, targets=self.targets)
         known = rows.column_names
         if split == "predict" and known is not None and self.targets not in known:
             del columns["targets"]
