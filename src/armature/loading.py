@@ -148,8 +148,7 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
     if checkpoint is not None:
         with storage.reading_beside_training(checkpoint):
             saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
-        if resized := saved.pop(buffers.RESIZED, None):
-            buffers.resize(checkpoint, task, resized)
+        buffers.resize(checkpoint, task, saved.pop(buffers.RESIZED, ()))
         task.on_load_checkpoint(saved)
         if folder is not None:
             _convert_as(task, saved["state_dict"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import nn
@@ -23,8 +23,10 @@ def resized(module: nn.Module, first: Sizes) -> list[str]:
     return [name for name, size in sizes(module).items() if first.get(name, size) != size]
 
 
-def resize(checkpoint: Path, module: nn.Module, names: Iterable[str]) -> None:
+def resize(checkpoint: Path, module: nn.Module, names: Collection[str]) -> None:
     """Give these buffers the sizes that they had when the checkpoint was saved."""
+    if not names:
+        return
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, dict(module.named_buffers())
     for name in names:
         if name in own and name in saved:

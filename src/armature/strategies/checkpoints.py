@@ -190,8 +190,7 @@ class CheckpointMixin(LayoutMixin):
             for index, groups in enumerate(meta["param_groups"])
         ]
         grown = buffers.resized(self.module, self.first_sizes)  # since an older checkpoint was saved
-        if resized := {*meta.pop(buffers.RESIZED, ()), *grown}:
-            buffers.resize(path, self.module, resized)
+        buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
         if self._hooks_change_weights:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path

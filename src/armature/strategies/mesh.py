@@ -266,13 +266,14 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if not divided and (carried or sharded):  # DTensors of the tensor axis alone call them
             return
         if names := dtensors.names_with_lost_hooks(self.module, sharded=sharded, carried=carried):
-            early = (
-                "Call register_hook in __init__ or configure_model (register_post_accumulate_grad_hook cannot work), "
-            )
+            remedy = "Change the gradient in on_after_backward, or type strategy=ddp."
+            if carried:
+                remedy += (
+                    " Or call register_hook in __init__ or configure_model; not register_post_accumulate_grad_hook."
+                )
             raise ConfigError(
                 f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
-                f"{early if carried else ''}{'c' if carried else 'C'}hange the gradient in on_after_backward, or type "
-                "strategy=ddp."
+                f"{remedy}"
             )
 
     @override
