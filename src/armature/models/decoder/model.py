@@ -29,16 +29,25 @@ from armature.models.loss import mean_cross_entropy, token_losses
 class KeyValueCache:
     """Keys and values of all positions so far, so that generation computes each of them once.
 
-    Room for `positions` positions, the model's context if None, is taken once and written in place.
+    Room for `positions` positions, the model's context if None, is taken once and written in place. With `lengths_B`
+    the first input's rows count up to these lengths. Once read they are moved to the right, so that they end together:
+    later inputs of one position continue each row at its own place.
+
+    Attributes:
+        newest_only: whether the model returns the logits of each row's newest position alone (B, 1, V).
     """
 
-    def __init__(self, *, positions: int | None = None) -> None:
+    newest_only = False
+
+    def __init__(self, *, positions: int | None = None, lengths_B: Tensor | None = None) -> None:
         self.positions = positions
         self.length = 0
         self.layers: dict[str, Tensor] = {}  # (2, B, G, C, K): keys and values
         self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
         self._first: dict[str, int] = {}  # the position in the first place of a layer's room, 0 without a window
         self._rotary_C2K: Tensor | None = None
+        self._lengths_B = lengths_B  # of rows that do not end together yet
+        self._padding_B: Tensor | None = None  # places before each row, once they do
 
     def clear(self) -> None:
         """Forget all positions, and keep the room."""
@@ -49,7 +58,29 @@ class KeyValueCache:
         """Return the rows of the rotary table from the next position on. The table is computed once."""
         if self._rotary_C2K is None:
             self._rotary_C2K = table()
-        return self._rotary_C2K[self.length :]
+        if self._padding_B is None:
+            return self._rotary_C2K[self.length :]
+        return self._rotary_C2K[self.length - self._padding_B[:, None, None]]  # (B, 1, 1, 2, K/2): one position
+
+    def advance(self, x_BTD: Tensor) -> Tensor:
+        """Count the positions of an input that all layers have read, and return those whose logits are wanted."""
+        self.length += x_BTD.shape[1]
+        if self._lengths_B is None:
+            return x_BTD[:, -1:] if self.newest_only else x_BTD
+        lengths_B, self._lengths_B = self._lengths_B, None
+        self._end_together(lengths_B)
+        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), lengths_B - 1][:, None]
+
+    def _end_together(self, lengths_B: Tensor) -> None:
+        """Move each row to the right. What is left of it is document -1, which nothing else sees."""
+        self._padding_B = self.length - lengths_B
+        if self.documents_BS is None:
+            self.documents_BS = torch.zeros(len(lengths_B), self.length, dtype=torch.int32, device=lengths_B.device)
+        for row, padding in enumerate(self._padding_B.tolist()):
+            for kept in self.layers.values():
+                kept[:, row, :, padding : self.length] = kept[:, row, :, : self.length - padding].clone()
+            self.documents_BS[row, padding:] = self.documents_BS[row, : self.length - padding].clone()
+            self.documents_BS[row, :padding] = -1
 
     def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Append one layer's new keys and values, and return all that the new positions see.
@@ -78,7 +109,7 @@ class KeyValueCache:
 
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
     """Rotate each pair (i, i + K/2) by its position's angle (RoFormer, arXiv:2104.09864), always in fp32."""
-    cos_TK, sin_TK = rotary_C2K[: x_BHTK.shape[2]].unbind(1)
+    cos_TK, sin_TK = rotary_C2K[..., : x_BHTK.shape[2], :, :].unbind(-2)
     x, y = x_BHTK.float().chunk(2, dim=-1)
     return torch.cat([x * cos_TK - y * sin_TK, y * cos_TK + x * sin_TK], dim=-1).to(x_BHTK.dtype)
 
@@ -272,14 +303,15 @@ class Decoder(nn.Module):
         rotary = partial(self.rotary, device=inputs.device)
         rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
         masks: dict[int | None, Tensor] | dict[int | None, BlockMask] = {}
-        if documents is not None or self.document_token is not None:
+        within = cache is not None and cache.documents_BS is not None
+        if documents is not None or self.document_token is not None or within:
             masks = self.within_documents(inputs, cache, documents)
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
             mask = masks.get(self.windows[int(name)])
             x_BTD = block(x_BTD, rotary_C2K, mask, cache, name) if cache is not None else block(x_BTD, rotary_C2K, mask)
         if cache is not None:
-            cache.length += inputs.shape[1]
+            x_BTD = cache.advance(x_BTD)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss  # a tensor axis replaces it
@@ -317,7 +349,8 @@ class Decoder(nn.Module):
     ) -> dict[int | None, Tensor] | dict[int | None, BlockMask]:
         """Return, for each window, the mask that lets each position see its own document up to itself."""
         if document_BT is None:
-            document_BT = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
+            begins_BT = torch.zeros_like(inputs_BT) if (token := self.document_token) is None else inputs_BT == token
+            document_BT = begins_BT.cumsum(dim=1, dtype=torch.int32)
         document_BS = document_BT
         if cache is not None:
             if cache.documents_BS is not None:
