@@ -16,6 +16,8 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.strategies.base import StrategyMixin
 from armature.strategies.single import SingleDevice
 from armature.training.checkpointing import Checkpointing
+from benchmarks.parity.harness import on_ranks
+from benchmarks.volume import CollectiveCounter
 from tests.running import train, write_corpus
 
 POLICY = {
@@ -108,6 +110,34 @@ def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, mo
     callback._save(trainer)
     callback.on_exception(trainer, log, ValueError("the rank's own"))
     assert "The last checkpoint could not be saved: [Errno 28] No space left" in caplog.text
+
+
+def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
+    """Return the steps of saves where only rank 1's clock says that the time is up, and the collectives by step."""
+    saved, sent = [], []
+    log: Any = Quiet()
+    minutes = 0.0 if torch.distributed.get_rank() else 1000.0
+    callback = Checkpointing(
+        Path(), log, **{**POLICY, "every_n_steps": None, "every_n_minutes": minutes}, on_failure="stop"
+    )
+    trainer: Any = SimpleNamespace(
+        world_size=2, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
+    )
+    callback._save = lambda trainer, **_: (saved.append(trainer.global_step), setattr(callback, "_due", False))  # pyright: ignore[reportAttributeAccessIssue]
+    for step in range(1, 26):
+        trainer.global_step = step
+        with CollectiveCounter() as counter:
+            callback.step_ended(trainer)
+        sent += [(step, each["kind"]) for each in counter.collectives]
+    callback.on_train_end(SimpleNamespace(should_stop=False, global_step=25), log)  # pyright: ignore[reportArgumentType]
+    return saved, sent
+
+
+@pytest.mark.slow
+def test_ranks_agree_that_the_time_is_up_without_waiting_for_each_other():
+    for saved, sent in on_ranks(saved_by_time, ranks=2):
+        assert saved == [10, 20, 25]
+        assert sent == [(9, "all_reduce"), (19, "all_reduce")]
 
 
 class Module(L.LightningModule):
