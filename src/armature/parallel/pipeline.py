@@ -23,7 +23,7 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import randomness
+from armature.parallel import gradients, randomness
 from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
 from armature.parallel.split import (
@@ -129,8 +129,9 @@ class ScheduledLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
         scale = scale if ctx.factor is None else scale / ctx.factor
+        if scale.device.type != "cpu" or scale != 1:  # on a GPU, the host would wait for the number
+            gradients.multiply(gradients.local_parts(grad for _, grad in ctx.pairs), by=scale)
         for param, grad in ctx.pairs:
-            local_part(grad).mul_(scale)
             if param.grad is None:
                 param.grad = grad
             else:
