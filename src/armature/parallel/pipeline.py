@@ -230,6 +230,15 @@ class Runner:
     def holds_last(self) -> bool:
         return self.stages.count - 1 in self.stages.indices
 
+    @property
+    def forward_takes_targets(self) -> bool:
+        """Whether the last stage's forward returns the loss: the model can compute it without holding all the outputs.
+
+        Only where a rank has one stage, since torch calls all of a rank's stages with the same arguments.
+        """
+        alone = self.stages.indices == [self.stages.count - 1] and self.positions is None
+        return alone and getattr(self.model, "computes_loss_in_forward", False)
+
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
 
@@ -255,6 +264,7 @@ class Runner:
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
                 losses=losses if self.holds_last else None, return_outputs=False,
+                **({"targets": targets} if self.forward_takes_targets else {}),
             )  # fmt: skip
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
@@ -270,7 +280,7 @@ class Runner:
 
         With a context axis these are targets of this rank's positions, and the mean is also over the axis.
         """
-        loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+        loss = outputs if self.forward_takes_targets else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss = loss if self.step_scale is None else loss * self.step_scale
         if self.loss_divisor is None:
             return loss

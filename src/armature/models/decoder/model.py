@@ -255,6 +255,7 @@ class Decoder(nn.Module):
     """
 
     modality = "tokens"
+    computes_loss_in_forward = True  # without all the logits: a pipeline gives its last stage the targets
     pretrained_name = staticmethod(names.theirs)
 
     def __init__(
