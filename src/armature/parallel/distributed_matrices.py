@@ -163,9 +163,8 @@ def _exchanged(
         result = function(torch.cat(pieces, dims[i]))
         for piece, shard in zip(pieces, result.split([piece.shape[dims[i]] for piece in pieces], dims[i]), strict=True):
             piece.copy_(shard)
-    returned = torch.empty_like(outgoing)
-    dist.all_to_all_single(returned, incoming, sent, received, group=group)
-    parts = dict(zip(order, returned.split([shards[i].numel() for i in order]), strict=True))
+    dist.all_to_all_single(outgoing, incoming, sent, received, group=group)
+    parts = dict(zip(order, outgoing.split([shards[i].numel() for i in order]), strict=True))
     return [_sharded_like(m, parts[i].view_as(shards[i])) for i, m in enumerate(matrices)]
 
 
