@@ -1,6 +1,7 @@
 """A save that fails: what is reported, what is kept, and that training continues."""
 
 import errno
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,9 +80,10 @@ def test_on_failure_stop_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_exception", "teardown"])
 def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monkeypatch, hook):
-    write = directory.write_manifest
+    write, may_end = directory.write_manifest, threading.Event()
 
     def slow_write(*args: Any) -> None:
+        may_end.wait(60)
         time.sleep(0.2)
         write(*args)
 
@@ -92,6 +94,7 @@ def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monke
     trainer.global_step, trainer.should_stop = 1, False
     callback._save(trainer)
     assert not (tmp_path / "step=000001").exists()
+    may_end.set()
     last_argument: dict[str, Any] = {"on_exception": [ValueError("another rank's")], "teardown": ["fit"]}
     getattr(callback, hook)(trainer, log, *last_argument.get(hook, []))
     assert directory.problem(tmp_path / "step=000001") is None
