@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from armature.models.decoder import generation
+from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.generation import complete, generate, sample
-from armature.models.decoder.model import Decoder, KeyValueCache
+from armature.models.decoder.model import Decoder
 
 PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armature.models.decoder.model import KeyValueCache
+from armature.models.decoder.cache import KeyValueCache
 
 # tokens per look at whether all rows have ended, for which the host waits for the device
 READ_EVERY, OTHER_READ_EVERY = {"cpu": 1}, 8

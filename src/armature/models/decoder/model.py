@@ -9,7 +9,7 @@ Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,90 +21,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from armature.models.autocast import to_compute_dtype
 from armature.models.decoder import documents as packing
 from armature.models.decoder import names, rope
+from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy, token_losses
-
-
-class KeyValueCache:
-    """Keys and values of all positions so far, so that generation computes each of them once.
-
-    Room for `positions` positions, the model's context if None, is taken once and written in place. With `lengths_B`
-    the first input's rows count up to these lengths. Once read they are moved to the right, so that they end together:
-    later inputs of one position continue each row at its own place.
-
-    Attributes:
-        newest_only: whether the model returns the logits of each row's newest position alone (B, 1, V).
-    """
-
-    newest_only = False
-
-    def __init__(self, *, positions: int | None = None, lengths_B: Tensor | None = None) -> None:
-        self.positions = positions
-        self.length = 0
-        self.layers: dict[str, Tensor] = {}  # (2, B, G, C, K): keys and values
-        self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
-        self._first: dict[str, int] = {}  # the position in the first place of a layer's room, 0 without a window
-        self._rotary_C2K: Tensor | None = None
-        self._lengths_B = lengths_B  # of rows that do not end together yet
-        self._padding_B: Tensor | None = None  # places before each row, once they do
-
-    def clear(self) -> None:
-        """Forget all positions, and keep the room."""
-        self.length, self.documents_BS = 0, None
-        self._first.clear()
-
-    def rotary(self, table: Callable[[], Tensor]) -> Tensor:
-        """Return the rows of the rotary table from the next position on. The table is computed once."""
-        if self._rotary_C2K is None:
-            self._rotary_C2K = table()
-        if self._padding_B is None:
-            return self._rotary_C2K[self.length :]
-        return self._rotary_C2K[self.length - self._padding_B[:, None, None]]  # (B, 1, 1, 2, K/2): one position
-
-    def advance(self, x_BTD: Tensor) -> Tensor:
-        """Count the positions of an input that all layers have read, and return those whose logits are wanted."""
-        self.length += x_BTD.shape[1]
-        if self._lengths_B is None:
-            return x_BTD[:, -1:] if self.newest_only else x_BTD
-        lengths_B, self._lengths_B = self._lengths_B, None
-        self._end_together(lengths_B)
-        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), lengths_B - 1][:, None]
-
-    def _end_together(self, lengths_B: Tensor) -> None:
-        """Move each row to the right. What is left of it is document -1, which nothing else sees."""
-        self._padding_B = self.length - lengths_B
-        if self.documents_BS is None:
-            self.documents_BS = torch.zeros(len(lengths_B), self.length, dtype=torch.int32, device=lengths_B.device)
-        for row, padding in enumerate(self._padding_B.tolist()):
-            for kept in self.layers.values():
-                kept[:, row, :, padding : self.length] = kept[:, row, :, : self.length - padding].clone()
-            self.documents_BS[row, padding:] = self.documents_BS[row, : self.length - padding].clone()
-            self.documents_BS[row, :padding] = -1
-
-    def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values, and return all that the new positions see.
-
-        With a window there is room for about two windows. When it is full, what is still in reach moves to its front.
-        """
-        batch, groups, new, head_dim = k_BGTK.shape
-        kept, first = self.layers.get(name), self._first.get(name, 0)
-        oldest = 0 if window is None else max(0, self.length - window + 1)
-        end = self.length - first + new
-        if kept is None or end > kept.shape[3]:
-            assert self._rotary_C2K is not None
-            reach = 0 if kept is None else self.length - oldest
-            positions = self.positions or self._rotary_C2K.shape[0]
-            places = positions if window is None else min(positions, max(2 * window, reach + new))
-            room = torch.empty((2, batch, groups, places, head_dim), dtype=v_BGTK.dtype, device=v_BGTK.device)
-            if kept is not None:
-                room[:, :, :, :reach] = kept[:, :, :, oldest - first : self.length - first]
-                first = self._first[name] = oldest
-            kept, end = room, self.length - first + new
-            self.layers[name] = kept
-        kept[0, :, :, end - new : end] = k_BGTK
-        kept[1, :, :, end - new : end] = v_BGTK
-        return kept[0, :, :, oldest - first : end], kept[1, :, :, oldest - first : end]
 
 
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
@@ -141,8 +61,11 @@ class AttentionCore(nn.Module):
         mask: Tensor | BlockMask | None = None, cache: KeyValueCache | None = None, name: str = "",
     ) -> Tensor:  # fmt: skip
         """Return attention (B, H, T, K)."""
-        q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
-        if cache is not None:
+        if cache is None:
+            q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
+        else:  # of one position, the number of operations is what takes time
+            both = rotate(torch.cat([q_BHTK, k_BGTK], dim=1), rotary_C2K)
+            q_BHTK, k_BGTK = both.split([q_BHTK.shape[1], k_BGTK.shape[1]], dim=1)
             k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK, window=self.window)
         seen = k_BGTK.shape[2]
         if mask is None:  # made here: only here T is whole under sequence parallelism
