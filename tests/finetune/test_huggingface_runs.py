@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
 def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
     command(SCRIPT, "logits", folders, folders / "logits.json")
     far = json.loads((folders / "logits.json").read_text())
-    assert len(far) == 3 * len(KINDS)
+    assert len(far) == 4 * len(KINDS)
     assert all(far[kind] == 0.0 for kind in KINDS), far
     assert max(far.values()) <= 5e-5, far
 

@@ -65,6 +65,11 @@ def logits(root: Path) -> dict[str, float]:
             cache = model.make_cache(positions=CONTEXT)
             pieces = torch.cat([model(piece, cache=cache) for piece in ids.split([17, 1, 1, 9, 1, 19], dim=1)], dim=1)
             found[f"{kind} with a cache"] = float((pieces - expected).abs().max())
+            cache = model.make_cache(positions=CONTEXT)
+            cache.newest_only = True
+            newest = model(ids, cache=cache)
+            assert newest.shape[1] == 1
+            found[f"{kind}, the newest alone"] = float((newest - expected[:, -1:]).abs().max())
             documents = (torch.arange(CONTEXT) >= 20).long().expand(2, -1)
             alone = torch.cat([theirs(part).logits for part in ids.split([20, 28], dim=1)], dim=1)
             found[f"{kind} packed"] = float((model(ids, documents=documents) - alone).abs().max())

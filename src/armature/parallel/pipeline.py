@@ -23,7 +23,7 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import randomness
+from armature.parallel import gradients, randomness
 from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
 from armature.parallel.split import (
@@ -129,8 +129,9 @@ class ScheduledLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
         scale = scale if ctx.factor is None else scale / ctx.factor
+        if scale.device.type != "cpu" or scale != 1:  # on a GPU, the host would wait for the number
+            gradients.multiply(gradients.local_parts(grad for _, grad in ctx.pairs), by=scale)
         for param, grad in ctx.pairs:
-            local_part(grad).mul_(scale)
             if param.grad is None:
                 param.grad = grad
             else:
@@ -229,6 +230,15 @@ class Runner:
     def holds_last(self) -> bool:
         return self.stages.count - 1 in self.stages.indices
 
+    @property
+    def forward_takes_targets(self) -> bool:
+        """Whether the last stage's forward returns the loss: the model can compute it without holding all the outputs.
+
+        Only where a rank has one stage, since torch calls all of a rank's stages with the same arguments.
+        """
+        alone = self.stages.indices == [self.stages.count - 1] and self.positions is None
+        return alone and getattr(self.model, "computes_loss_in_forward", False)
+
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
 
@@ -254,6 +264,7 @@ class Runner:
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
                 losses=losses if self.holds_last else None, return_outputs=False,
+                **({"targets": targets} if self.forward_takes_targets else {}),
             )  # fmt: skip
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
@@ -269,7 +280,7 @@ class Runner:
 
         With a context axis these are targets of this rank's positions, and the mean is also over the axis.
         """
-        loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+        loss = outputs if self.forward_takes_targets else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss = loss if self.step_scale is None else loss * self.step_scale
         if self.loss_divisor is None:
             return loss

@@ -16,6 +16,7 @@ CONTEXT_BYTES = GIB // 2  # CUDA's context and cuBLAS's workspace
 COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
+MUON_ROUND = {"whole": 2**28, "sharded": 2**26}  # a rank's elements per exchange (parallel/distributed_matrices.py)
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
 DEEPSPEED_BUCKET = 200_000_000  # elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
 DEEPSPEED_KEPT = 500_000_000  # the last weights stay gathered: backward needs them within stage3_max_reuse_distance
@@ -323,10 +324,17 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
 def _optimizer_temporary(setup: Setup, part: Part) -> float:
     """Return bytes of an optimizer's step: Muon orthogonalizes a few matrices at a time, fused Adam needs none.
 
+    Several ranks exchange the updates of many matrices together.
+
     DeepSpeed copies a rank's gradients to fp32.
     """
     if setup.kind == "deepspeed":
         return 4 * part.total / setup.world_size if setup.compute_bytes < 4 and not setup.offload_optimizer else 0
     if setup.adapters is not None:
         return 0
-    return 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0
+    if setup.matrix_state == setup.other_state:
+        return 0
+    sharded = setup.kind == "mesh"
+    held = part.blocks * part.block / (setup.weight_ranks if sharded else 1)
+    exchanged = min(held, MUON_ROUND["sharded" if sharded else "whole"]) if setup.world_size > 1 else 0
+    return setup.compute_bytes * (6 * part.block + 3 * exchanged)

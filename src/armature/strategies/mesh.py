@@ -245,6 +245,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             gradients.average(others, group=mesh.data_group(self.device_mesh))
         self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
 
+    @override
     def _step_context(self) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
@@ -256,8 +257,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if not self._knows_hooks:
             self._check_hooks(sharded=True)
             self._knows_hooks = True
-        with self._step_context():
-            return super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     def _check_hooks(self, *, sharded: bool) -> None:
         """Raise ConfigError if hooks of weights would never be called."""
@@ -275,11 +275,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
                 f"{remedy}"
             )
-
-    @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with self._step_context():  # activation checkpointing computes forwards again
-            return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

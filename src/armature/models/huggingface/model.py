@@ -8,6 +8,7 @@ Shapes: B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Collection
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,7 +25,13 @@ from armature.models.wrapped import WrappedModel, weights_on
 
 
 class Cache:
-    """What generation keeps of the positions so far, in the form of transformers."""
+    """What generation keeps of the positions so far, in the form of transformers.
+
+    Attributes:
+        newest_only: whether the model returns the newest position's logits alone (B, 1, V), if it can.
+    """
+
+    newest_only = False
 
     def __init__(self, config: Any, *, positions: int | None = None) -> None:
         self.positions, self.length, self._config = positions, 0, config
@@ -130,7 +137,8 @@ class CausalLM(PretrainedModel):
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each.
         """
         if cache is not None:
-            outputs = self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True)
+            kept = {"logits_to_keep": 1} if cache.newest_only and self._can_keep_newest else {}
+            outputs = self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept)
             cache.length += inputs.shape[1]
         else:
             places = {} if documents is None else {"position_ids": positions_within(documents)}
@@ -141,6 +149,10 @@ class CausalLM(PretrainedModel):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that are not -100."""
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    @cached_property
+    def _can_keep_newest(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.inner.forward).parameters
 
     def make_cache(self, *, positions: int | None = None) -> Cache:
         return Cache(self.inner.config, positions=positions)
