@@ -164,6 +164,9 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
         products = (cost.products - cost.outputs) / tensor + cost.outputs
+        if setup.adapters is not None:  # each Linear has two more products
+            rows = sum(rows for rows, _ in cost.linears)
+            products += (rows - cost.outputs) / tensor + cost.outputs + setup.adapters.rank * len(cost.linears)
         if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
             products += (2 * cost.queries + cost.keys + copied) / tensor
         if setup.expert > 1:  # so are the rows that arrive and return; products are as many as rows arrive
@@ -183,13 +186,18 @@ def residual_bytes(setup: Setup) -> int:
     return setup.compute_bytes if setup.kind in ("mesh", "deepspeed") else setup.weight_bytes
 
 
+def recomputed_blocks(setup: Setup, blocks: int) -> int:
+    """Return how many of so many blocks are computed again in backward."""
+    if setup.recompute == "none":
+        return 0
+    return -(-blocks // int(setup.recompute)) if str(setup.recompute).isdigit() else blocks
+
+
 def _kept(setup: Setup, blocks: int) -> float:
     """Return bytes that the blocks keep of one sample."""
-    if isinstance(setup.recompute, int) or str(setup.recompute).isdigit():
-        n = int(setup.recompute)
-        recomputed = -(-blocks // n)
-        return recomputed * kept_by_block(setup, "every") + (blocks - recomputed) * kept_by_block(setup, "none")
-    return blocks * kept_by_block(setup, setup.recompute)
+    recomputed = recomputed_blocks(setup, blocks)
+    how = "every" if str(setup.recompute).isdigit() else setup.recompute
+    return recomputed * kept_by_block(setup, how) + (blocks - recomputed) * kept_by_block(setup, "none")
 
 
 def samples_in_flight(setup: Setup, stage: int) -> float:
@@ -213,7 +221,7 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     working = block if setup.recompute != "none" else 0  # computed again when backward reaches the block
     gradients = piece * cost.positions / context * c * cost.inner / tensor
     working += gradients / 2  # of about half of them at a time
-    low = _low_copies(setup, part)
+    copied, low = _low_copies(setup, part)
     held = dict(state)
     stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)  # buckets; a flat buffer
     if setup.accumulate == 1 and not stays and pipe == 1:
@@ -226,11 +234,11 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
     finish = max(_unit(setup, part.first), _unit(setup, part.gathered)) if setup.adapters is None else 0
     return [
-        {**held, "activations": whole + end, "16-bit copies": low,
+        {**held, "activations": whole + end, "16-bit copies": copied,
          "gathered": last_gathered + arriving + _ahead(setup, part), "temporary": loss},
-        {**held, "activations": whole + end, "16-bit copies": low if setup.recompute == "none" else 0,
+        {**held, "activations": whole + end, "16-bit copies": low,
          "gathered": last_gathered + _ahead(setup, part), "temporary": loss_backward},
-        {**held, "activations": whole, "16-bit copies": low if setup.recompute == "none" else 0,
+        {**held, "activations": whole, "16-bit copies": low,
          "gathered": gathered, "temporary": working + unit_gradients},
         {**state, "activations": block if setup.recompute == "none" else 0, "gathered": gathered,
          "temporary": working + finish},
@@ -238,12 +246,19 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     ]  # fmt: skip
 
 
-def _low_copies(setup: Setup, part: Part) -> float:
-    """Return bytes of the 16-bit copies of weights that autocast makes and backward needs (no FSDP, no DeepSpeed)."""
+def _low_copies(setup: Setup, part: Part) -> tuple[float, float]:
+    """Return bytes of the 16-bit copies of weights that autocast makes (no FSDP, no DeepSpeed): in forward, and after.
+
+    Backward needs those of blocks that are not recomputed. Autocast keeps the others up to the end of forward, except
+    for frozen weights.
+    """
     autocast = setup.precision.endswith("-mixed") and (setup.kind in ("single", "ddp") or _is_unsharded(setup))
+    if not autocast or setup.matrix_bytes is not None:
+        return 0, 0
     cost = setup.cost
-    matrices = part.blocks * (cost.block_matrices + cost.idle_matrices) / setup.axes["tensor"]
-    return 2 * matrices if autocast and setup.matrix_bytes is None else 0
+    block = 2 * (cost.block_matrices + cost.idle_matrices) / setup.axes["tensor"]
+    saved = (part.blocks - recomputed_blocks(setup, part.blocks)) * block
+    return (saved if setup.adapters is not None else part.blocks * block), saved
 
 
 def _dense_matrix(setup: Setup) -> float:
