@@ -28,12 +28,16 @@ class Peak:
     Attributes:
         bytes_by_kind: allocated at the peak: parameters, gradients, optimizer state, activations, gathered, temporary.
         allowance_bytes: what comes on top: context, communication buffers, fragmentation.
-        state_bytes: parameters, gradients and optimizer state alone, which no smaller micro-batch changes.
+        state_bytes: what rests between steps (parameters, gradients, optimizer state, averages), which no smaller
+            micro-batch changes.
+        least_bytes: what the optimizer's step takes, with its allowance: no smaller micro-batch and no recomputation
+            changes it.
     """
 
     bytes_by_kind: Mapping[str, float]
     allowance_bytes: float
     state_bytes: float
+    least_bytes: float
 
     @property
     def allocated_bytes(self) -> float:
@@ -65,9 +69,12 @@ class Part:
 def peak(setup: Setup) -> Peak:
     """Return the peak of the rank that needs most."""
     stages = [_stage_peak(setup, stage) for stage in range(setup.axes["pipe"])]
-    kinds, state = max(stages, key=lambda found: sum(found[0].values()))
-    allowance = allowance_bytes(sum(kinds.values()), ranks=setup.world_size, on_cpu=setup.on_cpu)
-    return Peak(bytes_by_kind=kinds, allowance_bytes=allowance, state_bytes=state)
+    kinds, state, _ = max(stages, key=lambda found: sum(found[0].values()))
+    least = max(stepping for _, _, stepping in stages)
+    allowance, on_top = (
+        allowance_bytes(size, ranks=setup.world_size, on_cpu=setup.on_cpu) for size in (sum(kinds.values()), least)
+    )
+    return Peak(bytes_by_kind=kinds, allowance_bytes=allowance, state_bytes=state, least_bytes=least + on_top)
 
 
 def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> float:
@@ -76,8 +83,8 @@ def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> fl
     return fixed + FRAGMENTATION * allocated
 
 
-def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
-    """Return bytes by kind of one pipeline stage at its highest moment, and of weights, gradients and state alone."""
+def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float, float]:
+    """Return bytes by kind of one pipeline stage at its highest moment, of what rests, and of the optimizer's step."""
     part = _part(setup, stage)
     state = _state(setup, part)
     moments = _moments(setup, part, stage, state)
@@ -85,7 +92,7 @@ def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
         bucket = setup.compute_bytes * DEEPSPEED_BUCKET
         moments = [{**kinds, "gathered": kinds.get("gathered", 0) + bucket} for kinds in moments]
     highest = max(moments, key=lambda kinds: sum(kinds.values()))
-    return {kind: size for kind, size in highest.items() if size}, sum(state.values())
+    return {kind: size for kind, size in highest.items() if size}, sum(state.values()), sum(moments[-1].values())
 
 
 def _part(setup: Setup, stage: int) -> Part:
@@ -97,7 +104,17 @@ def _part(setup: Setup, stage: int) -> Part:
 
 
 def _state(setup: Setup, part: Part) -> dict[str, float]:
-    """Return resting bytes of parameters, gradients and optimizer state."""
+    """Return resting bytes of parameters, gradients and optimizer state, and of copies of the weights' size."""
+    state = _weights_and_state(setup, part)
+    trained = part.total if setup.adapters is None else part.blocks * setup.adapted
+    share = setup.weight_ranks if setup.kind == "mesh" else 1
+    separate = setup.separate_buckets and setup.kind == "ddp"
+    state["averaged weights"] = 4 * trained / share if setup.averaged and not setup.offload else 0
+    state["buckets"] = setup.weight_bytes * trained if separate else 0
+    return state
+
+
+def _weights_and_state(setup: Setup, part: Part) -> dict[str, float]:
     if setup.adapters is not None:
         return _adapted_state(setup, part)
     ends, matrices = part.first + part.last, part.blocks * part.block
@@ -108,7 +125,14 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
     share = setup.weight_ranks if setup.kind == "mesh" else 1
     on_device = 0 if setup.offload else 1 / share
     weights = part.total * setup.weight_bytes * on_device
-    return {"parameters": weights, "gradients": weights, "optimizer state": optimizer * on_device}
+    whole = (setup.axes["tensor"] - 1) * _embedding_bytes(setup, part)
+    return {"parameters": weights, "gradients": weights + whole, "optimizer state": optimizer * on_device}
+
+
+def _embedding_bytes(setup: Setup, part: Part) -> float:
+    """Return bytes of the embedding's part if its gradient is whole until the optimizer's step: no FSDP, untied."""
+    whole = _is_unsharded(setup) and setup.axes["tensor"] > 1 and not setup.cost.tied
+    return setup.weight_bytes * part.first if whole else 0
 
 
 def _adapted_state(setup: Setup, part: Part) -> dict[str, float]:
@@ -183,7 +207,7 @@ def _norm_bytes(setup: Setup) -> float:
 
 def residual_bytes(setup: Setup) -> int:
     """Return bytes of an element of the residual stream: of the embedding's output."""
-    return setup.compute_bytes if setup.kind in ("mesh", "deepspeed") else setup.weight_bytes
+    return setup.compute_bytes if _sharded(setup) or setup.kind == "deepspeed" else setup.weight_bytes
 
 
 def recomputed_blocks(setup: Setup, blocks: int) -> int:
@@ -223,7 +247,9 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     working += gradients / 2  # of about half of them at a time
     copied, low = _low_copies(setup, part)
     held = dict(state)
-    stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)  # buckets; a flat buffer
+    stays = (setup.kind == "ddp" and not setup.separate_buckets) or (
+        setup.kind == "deepspeed" and setup.stage == 3
+    )  # buckets; a flat buffer
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
     gathered, unit_gradients = _gathered(setup, part)
@@ -344,4 +370,5 @@ def _optimizer_temporary(setup: Setup, part: Part) -> float:
         return 4 * part.total / setup.world_size if setup.compute_bytes < 4 and not setup.offload_optimizer else 0
     if setup.adapters is not None:
         return 0
-    return 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0
+    muon = 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0
+    return max(muon, _embedding_bytes(setup, part))
