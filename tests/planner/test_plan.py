@@ -10,7 +10,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature import config
-from armature.planner import devices, memory, ranking, text
+from armature.planner import devices, memory, ranking, refine, text
 from armature.planner import layouts as layouts_of
 from armature.planner.setup import Setup
 from armature.simulation import settings
@@ -198,11 +198,19 @@ def test_configurations_of_another_folder_are_planned(plan, tmp_path: Path) -> N
     (tmp_path / "model").mkdir()
     text = (config.CONFIGS / "model" / "llama3_1b.yaml").read_text()
     (tmp_path / "model" / "mine.yaml").write_text(text)
-    out = plan(
-        f"--config-dir={tmp_path}", "model=mine", "data=synthetic", "hardware=t4", "trainer.devices=1", "--quick"
+    words = ("model=mine", "data=synthetic", "hardware=h100_80gb", "trainer.devices=1", "--quick")
+    assert f"python train.py --config-dir {tmp_path} model=mine data=synthetic" in plan(
+        f"--config-dir={tmp_path}", *words
     )
-    assert f"python train.py --config-dir {tmp_path} model=mine data=synthetic" in out or "Nothing of these fits" in out
-    assert "1,2" in out
+
+
+@pytest.mark.slow
+def test_the_best_layouts_are_simulated(plan) -> None:
+    small = ("model=gpt_nano", "model.layers=2", "model.width=64", "model.heads=4", "data=synthetic", "data.context=32")
+    out = plan(*small, "optimizer=adamw", "hardware=h100_80gb", "trainer.devices=4")
+    assert len(layouts(out)) >= 10
+    assert len(re.findall(r"^\S.*?\* +4 +\d+ (?:none|selective|every)", out, re.MULTILINE)) == refine.MOST, out
+    assert "* simulated; all others by closed formulas" in out
 
 
 def test_a_tensor_axis_is_offered_where_nothing_smaller_helps() -> None:
