@@ -35,6 +35,7 @@ with FakeTensorMode():
     torch.cuda.current_stream().synchronize()
     assert len(waits) == 4
     fake_cuda.present(fake_cuda.Device(name="T4", capability=(7, 5), processors=40))
+    q = torch.ones(1, 2, 8, 32, device="cuda", dtype=torch.bfloat16)  # the mode remembers answers by shape
     half = q.half()
     assert torch.cuda.get_device_properties(0).multi_processor_count == 40
     assert torch._fused_sdp_choice(half, half, half) == 2 and torch._fused_sdp_choice(q, q, q) == 0

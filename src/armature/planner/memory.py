@@ -259,6 +259,8 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     last_gathered = _unsharded(setup, _last_unit(setup, part))
     arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
     finish = max(_unit(setup, part.first), _unit(setup, part.gathered)) if setup.adapters is None else 0
+    if setup.accumulate > 1:  # added to the one before
+        finish = max(finish, tensor * _embedding_bytes(setup, part))
     return [
         {**held, "activations": whole + end, "16-bit copies": copied,
          "gathered": last_gathered + arriving + _ahead(setup, part), "temporary": loss},
