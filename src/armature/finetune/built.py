@@ -27,14 +27,22 @@ def problems(cfg: DictConfig) -> list[str]:
     A run that resumes reads its checkpoint: only the model is built.
     """
     try:
-        with torch.device("meta"):
-            model = instantiate(cfg.model)()
-    except (ValueError, ImportError) as error:
-        return [f"{str(error).rstrip('.')}."]
+        model = build(cfg.model)
+    except ConfigError as error:
+        return error.problems
     found = [] if check.resumed(cfg) is not None else _weight_problems(model, Path(cfg.model.pretrained), cfg)
     if not check.is_of_transformers(cfg):
         _warn_of_normalization(cfg)
     return found + _position_problems(model) + _packing_problems(model, cfg)
+
+
+def build(node: Any, **changes: Any) -> Any:
+    """Return the model of a configuration's node, on the meta device. Raises ConfigError if its library cannot."""
+    try:
+        with torch.device("meta"):
+            return instantiate(node, **changes)()
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{str(error).rstrip('.')}.") from error
 
 
 def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:

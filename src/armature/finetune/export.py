@@ -22,7 +22,7 @@ from armature.checkpoint import convert, huggingface, state, storage
 from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError
-from armature.finetune import architecture, check, folder, nf4, others
+from armature.finetune import architecture, built, check, folder, nf4, others
 from armature.finetune.lora import Lora, merge, merged, row_norms
 from armature.loading import load_task
 from armature.models.adapters import is_adapter
@@ -124,9 +124,7 @@ def form_of(cfg: DictConfig) -> Form:
 
 
 def _form_of_transformers(cfg: DictConfig) -> Form:
-    with torch.device("meta"):
-        model: Any = instantiate(cfg.model)()
-
+    model = built.build(cfg.model)
     head = _head_of(cfg, model) if cfg.model._target_ == others.CLASSIFIER else {}
 
     def config(dtype: str, base: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -135,9 +133,7 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
 
     def read(path: Path) -> nn.Module:
         own_head = {"new_head": False} if head else {}
-        with torch.device("meta"):
-            built = instantiate(cfg.model, pretrained=str(path), **own_head)()
-        return _read(built)
+        return _read(built.build(cfg.model, pretrained=str(path), **own_head))
 
     return Form(
         context=cfg.model.context, vocab_size=model.inner.config.get_text_config().vocab_size, rename=model.saved_name,
