@@ -26,6 +26,8 @@ def problems(cfg: DictConfig) -> list[str]:
 
     A run that resumes reads its checkpoint: only the model is built.
     """
+    if found := _kernel_problems(cfg):
+        return found
     try:
         model = build(cfg.model)
     except ConfigError as error:
@@ -129,6 +131,19 @@ def _warn_of_normalization(cfg: DictConfig) -> None:
             " and ".join(f"{key}={known[key]} (data.{key}={given[key]})" for key in other),
             " ".join(f"data.{key}={known[key]}".replace(" ", "") for key in other),
         )  # fmt: skip
+
+
+def _kernel_problems(cfg: DictConfig) -> list[str]:
+    """Return a problem if conversations are packed for a kernel that keeps them apart only in batches of one row."""
+    if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
+        return []
+    kernel = cfg.model.get("attention") or folder.config(Path(cfg.model.pretrained)).get("attn_implementation")
+    if not str(kernel).startswith("flash_attention"):
+        return []
+    return [
+        f"model.attention={kernel} with data.source.packing=true: this kernel of transformers keeps the conversations "
+        "of a row apart only in batches of one row. Type model.attention=sdpa, or data.source.packing=false."
+    ]
 
 
 def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
