@@ -18,6 +18,11 @@ from armature.models.decoder.model import Decoder
 from tests.data import chat_parts
 from tests.finetune.folders import write_random_model
 
+DEFAULTS = {  # what peft writes of LoRA besides: none of it changes the result
+    "auto_mapping": None, "bias": "none", "eva_config": None, "init_lora_weights": "gaussian", "kasa_config": None,
+    "layers_to_transform": [0, 1], "loftq_config": {}, "megatron_core": "megatron.core", "peft_version": "0.21.2",
+    "qalora_group_size": 16, "rank_pattern": {}, "setting_of_tomorrow": False, "use_bdlora": None,
+}  # fmt: skip
 IDS = torch.arange(12)[None]
 
 
@@ -52,7 +57,7 @@ def write_adapter(path: Path, model: Decoder, **changes) -> None:
     save_file(tensors, path / peft.WEIGHTS)
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}])
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}, DEFAULTS])
 def test_an_adapter_is_added_to_its_base(tmp_path, changes):
     model = write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", model, **changes)
@@ -82,6 +87,11 @@ def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
     ("changes", "says"),
     [
         ({"use_qalora": True}, "use_qalora=True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4: only LoRA"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=olora: only LoRA"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]"),
+        ({"arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1}}, "arrow_config=.*kasa_config="),
+        ({"setting_of_tomorrow": 1}, "setting_of_tomorrow=1"),
         ({"modules_to_save": ["lm_head"], "peft_type": "IA3"}, "modules_to_save.*peft_type=IA3"),
         ({"r": 8}, r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of rank 8"),
         ({"base_model_name_or_path": "/gone"}, "base model /gone is not there. Type --base FOLDER"),

@@ -23,10 +23,13 @@ from armature.models.decoder.names import theirs
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NORMS = "lora_magnitude_vector"
-_UNREAD = (  # settings of peft's that change the result and are not read
-    "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
-    "trainable_token_indices", "use_qalora",
-)  # fmt: skip
+_KNOWN = {  # settings of peft's that are read, or that do not change what a trained adapter adds
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
+    "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+_INITIALIZED = (None, True, False, "gaussian", "eva", "orthogonal")  # with others peft changes the base's weights
 
 
 def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = False) -> str:
@@ -86,7 +89,9 @@ def add_to(model: nn.Module, path: Path) -> None:
     Raises ConfigError with everything that is unreadable, or does not belong to this model.
     """
     config = folder.read_json(path / CONFIG)
-    problems = [f"{key}={config[key]}" for key in _UNREAD if config.get(key)]
+    problems = [f"{key}={value}" for key, value in config.items() if value and key not in _KNOWN]
+    how = config.get("init_lora_weights")
+    problems += [f"init_lora_weights={how}"] * (how not in _INITIALIZED)
     problems += [f"peft_type={config.get('peft_type')}"] * (config.get("peft_type") != "LORA")
     problems += [f"bias={config.get('bias')}"] * (config.get("bias") not in (None, "none"))
     rank, alpha = config.get("r"), config.get("lora_alpha")
