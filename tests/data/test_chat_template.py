@@ -279,9 +279,15 @@ def test_a_date_is_the_same_each_day():
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHAT) == "26 Jul 2024"
 
 
-@pytest.mark.parametrize(("style", "end"), [("chatml", "<|im_end|>"), ("trimmed", "<|eot_id|>"), ("instruct", "</s>")])
+@pytest.mark.parametrize(
+    ("style", "end"),
+    [
+        *(("chatml", "<|im_end|>"), ("trimmed", "<|eot_id|>"), ("instruct", "</s>"), ("thinking", "<|im_end|>")),
+        *(("headers", "<|eot_id|>"), ("hermes", "<|im_end|>"), ("reasoning", "<|im_end|>"), ("brackets", "</s>")),
+    ],
+)
 def test_the_end_of_a_turn_is_known(style, end):
-    assert ChatTemplate(STYLES[style], SPECIALS).end_of_turn == end
+    assert ChatTemplate({**STYLES, **TOOL_STYLES}[style], SPECIALS).end_of_turn == end
     assert ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}").end_of_turn is None
 
 

@@ -196,8 +196,8 @@ class ChatTemplate:
         except NotRenderable:
             return None
         start, end = spans[1]
-        closed = self._ends.search(text[start:end])
-        return closed.group() if closed else None
+        closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])  # thoughts have marks of their own
+        return closed.group(1) if closed else None
 
 
 def _environment() -> jinja2.Environment:
