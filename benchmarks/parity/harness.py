@@ -60,6 +60,7 @@ class Job:
     save: str | None = None
     validate: bool = False
     ignore: bool = False  # ignore some targets, more in some samples than in others
+    packed: bool = False  # each sample packs two or three documents, which the batch tells apart
     seed: int = 3
 
 
@@ -258,7 +259,10 @@ def _fit(job: Job) -> Run:
                 targets = self.data[sample, 1:].clone()
                 if job.ignore:
                     targets[: 16 if sample % 3 == 0 else sample * 7 % 13] = -100
-                return {"inputs": self.data[sample, :-1], "targets": targets}
+                place = torch.arange(len(targets))
+                documents = (place >= 3 + sample % 5).int() + (place >= 8 + sample % 11).int()
+                packed = {"documents": documents} if job.packed else {}
+                return {"inputs": self.data[sample, :-1], "targets": targets, **packed}
             return {"inputs": self.images[sample], "targets": self.labels[sample]}
 
     class Stream:

@@ -42,6 +42,14 @@ class Cache:
         self.length, self.values = 0, _transformers().DynamicCache(config=self._config)
 
 
+def _damaged(pretrained: str, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ValueError(
+        f"model.pretrained={pretrained}: transformers cannot build the model of its config.json ({reason}). Correct "
+        "that entry, or download the folder again"
+    )
+
+
 class PretrainedModel(WrappedModel):
     """A model of transformers, without its weights.
 
@@ -84,15 +92,23 @@ class PretrainedModel(WrappedModel):
                 f"model.pretrained={pretrained}: transformers {transformers.__version__} has no "
                 f"model_type={kind}. Install a newer version: code in a folder is never run"
             )
-        config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
+        try:
+            config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers checks the entries' types: its errors derive from Exception alone
+            raise _damaged(pretrained, error) from error
         if type(config) not in known:
             raise ValueError(f"model.pretrained={pretrained}: transformers has no {cls.parts} of model_type={kind}")
         for key, value in settings.items():
             setattr(config, key, value)
         options = {} if attention is None else {"attn_implementation": attention}
-        with weights_on(torch.get_default_device()):
-            built = getattr(transformers, cls.auto_class)
-            return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+        built = getattr(transformers, cls.auto_class)
+        try:
+            with weights_on(torch.get_default_device()):
+                return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+        except ImportError:  # of a kernel's package
+            raise
+        except Exception as error:  # such as a KeyError for an activation that there is not
+            raise _damaged(pretrained, error) from error
 
     @cached_property
     def plan(self) -> Plan | None:
