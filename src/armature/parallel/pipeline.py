@@ -248,9 +248,9 @@ class Runner:
             self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
         if self.positions is not None:
             targets = self.positions.part(targets)
-        counts: Any = getattr(self.model, "first_pass_uncounted", None)  # of a mixture's tokens
-        uncounted = counts(self.microbatches + 1) if counts is not None and is_new else nullcontext()
-        with without_gradients(params), uncounted:
+        # of a mixture's tokens: torch finds shapes with a first pass of its own
+        limit: Any = getattr(self.model, "counted_passes", None) if is_new else None
+        with without_gradients(params), nullcontext() if limit is None else limit(self.microbatches):
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
                 losses=losses if self.holds_last else None, return_outputs=False,
