@@ -293,6 +293,7 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
     sharded = layout.axes["replicate"] * layout.axes["shard"] * layout.axes["context"] > 1
+    sharded = sharded or (plan.experts is not None and layout.axes["tensor"] > 1)  # ranks of the tensor axis, too
     if schedule == "zero_bubble" and strategy["reshard_after_forward"] and sharded:
         problems.append(
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true: its backward in two parts needs "
@@ -301,6 +302,12 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if schedule == "zero_bubble" and strategy["compile"] != "none":
         why = "splits backward, which compiled blocks cannot"
         problems.append(f"strategy.schedule=zero_bubble {why}. Type strategy.compile=none.")
+    if schedule == "zero_bubble" and strategy["activation_checkpointing"] == "selective":
+        problems.append(
+            "strategy.schedule=zero_bubble computes a block again for each part of its backward, which "
+            "strategy.activation_checkpointing=selective does once only. Type strategy.activation_checkpointing=every, "
+            "or strategy.schedule=1f1b."
+        )
     return problems
 
 
