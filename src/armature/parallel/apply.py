@@ -182,6 +182,12 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
     dtensors.watch_frozen_weights(model)
     dtensors.carry_hooks(model)
+    # weights that must not be rounded to `param_dtype`: in one process they are not
+    exact = [module for module in model.modules() if getattr(module, "full_precision", False)]
+    for module in exact if options.param_dtype is not None else ():
+        policy = MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)
+        fully_shard(module, **arguments | {"mp_policy": policy})
+        sharded.append(module)
     if plan is not None:
         units = sharding_units(model, plan, min_num_params=options.min_num_params)
         for unit in units:

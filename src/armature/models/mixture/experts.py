@@ -71,7 +71,13 @@ def takes_groups(x: Tensor) -> bool:
 
 
 class Router(nn.Linear):
-    """Scores of all experts, always computed in fp32: choices depend on small differences of them."""
+    """Scores of all experts, always computed in fp32: choices depend on small differences of them.
+
+    Attributes:
+        full_precision: sharding gathers the weight in its own type, also where it gathers others in bf16.
+    """
+
+    full_precision = True
 
     def forward(self, x_BTD: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(x_BTD.device.type, enabled=False):
