@@ -59,7 +59,7 @@ def split(
     """Delete what this rank does not hold from the model, and make a view of the model for each of its stages.
 
     Names never change: the names of deleted blocks are missing, and an end that this rank does not hold is None.
-    Without `block_counts`, stages are balanced by parameter count, including the ends.
+    Without `block_counts`, stages are balanced by parameter count (`blocks_of_stages`), including the ends.
     """
     if problems := stage_ownership_problems(model):
         raise ConfigError(problems)
@@ -81,11 +81,17 @@ def split(
 def blocks_of_stages(
     model: nn.Module, plan: Plan, *, count: int, block_counts: list[int] | None = None
 ) -> list[list[str]]:
-    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many."""
+    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many.
+
+    A module's `used_share` is the share of its parameters that a token meets (1 without it): a mixture's experts.
+    """
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
 
     def cost(module: nn.Module | None) -> int:
-        return sum(p.numel() for p in module.parameters()) if module is not None else 0
+        parts = [*module.modules()] if module is not None else []
+        shares = {p: part.used_share for part in parts if hasattr(part, "used_share") for p in part.parameters()}
+        params = {p: None for part in parts for p in part.parameters()}
+        return round(sum(p.numel() * float(shares.get(p, 1)) for p in params))
 
     sizes = block_counts or balance_blocks(
         [cost(block) for block in blocks.values()],

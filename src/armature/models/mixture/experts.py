@@ -25,9 +25,11 @@ class Experts(nn.Module):
 
     Attributes:
         stacked: each parameter is a stack of matrices: Muon orthogonalizes each of them.
+        used_share: of its parameters, the share that one token meets, by which pipeline stages are balanced.
     """
 
     stacked = True
+    used_share = 1.0
 
     def __init__(self, width: int, *, experts: int, hidden: int) -> None:
         super().__init__()
