@@ -33,7 +33,7 @@ from armature.parallel.split import (
     stage_ownership_problems,
     stages_of_rank,
 )
-from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights
+from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights, weigh
 
 SCHEDULE_CLASSES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -226,7 +226,7 @@ class Runner:
         if self.positions is None:
             return self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss, share = self.model.loss(outputs, self.positions.part(targets)), self.positions.share(targets)  # pyright: ignore[reportCallIssue]
-        return loss if share is None else loss * share
+        return weigh(loss, share)
 
     def _mean(self, loss: Tensor) -> Tensor:
         return loss if self.positions is None else self.positions.mean(loss)
@@ -280,7 +280,7 @@ class Runner:
         if self.loss_divisor is None:
             return loss
         pieces = self.microbatches * (1 if self.positions is None else self.positions.size)
-        return loss * ((targets != IGNORED).sum() * pieces / self.loss_divisor)
+        return weigh(loss, (targets != IGNORED).sum() * pieces / self.loss_divisor)
 
     def _schedule(self, inputs: Tensor) -> Any:
         """Return the schedule for inputs of this shape: the first step fixes the shapes that stages exchange."""
