@@ -157,3 +157,12 @@ def test_shared_work_takes_the_same_steps_as_one_process(layout, ranks, most):
         assert count <= most, "a rank should orthogonalize only its share of the five matrices per step"
         for got, alone in zip(weights, expected, strict=False):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_stacks_that_are_left_to_adamw_are_named(caplog):
+    stack, position = torch.nn.Parameter(torch.ones(4, 2, 3)), torch.nn.Parameter(torch.ones(1, 2, 3))
+    Muon([{"params": [position], "hidden": False}, {"params": [stack], "hidden": True}])
+    assert not caplog.records
+    Muon([{"params": [stack, position], "hidden": False}])
+    assert "Muon leaves 1 three-dimensional parameters to AdamW, such as one of (4, 2, 3)" in caplog.text
+    assert "`stacked = True`" in caplog.text
