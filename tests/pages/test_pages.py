@@ -64,7 +64,9 @@ def test_the_load_of_experts_is_drawn(tmp_path):
     rows = (path / "metrics.csv").read_text().splitlines()
     loads = ["experts/load_max,experts/load_min", *("1.5,0.25" for _ in rows[1:])]
     (path / "metrics.csv").write_text("\n".join(f"{row},{load}" for row, load in zip(rows, loads, strict=True)) + "\n")
-    summary = json.loads((path / "summary.json").read_text()) | {"expert_load": {"1": [1.5, 0.25, 1.25, 1.0]}}
+    summary = json.loads((path / "summary.json").read_text()) | {
+        "expert_load": {"1": [1.5, 0.25, 1.25, 1.0], "2": [1.0] * 4}
+    }
     (path / "summary.json").write_text(json.dumps(summary))
     page = report.make(path)
     assert "<h2>Experts</h2>" in page
