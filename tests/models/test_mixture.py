@@ -146,7 +146,7 @@ def test_only_training_counts_tokens() -> None:
 def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: str) -> None:
     model, ids = decoder(), torch.arange(32).view(2, 16)
     blocks.checkpoint_activations(model.blocks.values(), mode=mode)
-    params = [model.blocks["1"].attention.q.weight, model.blocks["2"].attention.q.weight]
+    params = [param for name, param in model.named_parameters() if name.endswith("attention.q.weight")]
     loss = model(ids, ids)
     for param in params if mode != "selective" else ():  # as zero bubble's backward of weights; the other cannot
         torch.autograd.grad(loss, param, retain_graph=True)
@@ -166,9 +166,10 @@ def test_only_the_last_passes_of_a_context_are_counted() -> None:
         assert torch.equal(model.take_load(device=torch.device("cpu")), expected * before)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
 def test_compiled_blocks_are_not_compiled_anew_for_each_micro_batch() -> None:
-    model, ids, compiled = decoder(), torch.arange(32).view(2, 16), []
+    model, ids, compiled = decoder(layers=1, dense_layers=0), torch.arange(32).view(2, 16), []
 
     def backend(graph: Any, _: Any) -> Any:
         compiled.append(graph)
@@ -178,11 +179,11 @@ def test_compiled_blocks_are_not_compiled_anew_for_each_micro_batch() -> None:
         block.forward = torch.compile(block.forward, backend=backend)
     counts = []
     for _ in range(2):
-        for _ in range(5):
+        for _ in range(3):
             model(ids, ids).backward()
             counts.append(len(compiled))
-        assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [0, 5 * 64, 5 * 64]
-    assert counts[1:] == counts[1:2] * 9
+        assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [3 * 64]
+    assert counts[1:] == counts[1:2] * 5
 
 
 def test_a_frozen_router_counts_tokens_and_keeps_its_bias() -> None:

@@ -350,7 +350,7 @@ def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
 def test_a_replay_counts_no_tokens_of_experts():
     module = BoringModel()
     sizes = {"vocab_size": 9, "context": 8, "width": 8, "layers": 1, "heads": 2, "experts": 4, "active": 2}
-    module.part = part = MixtureDecoder(**sizes, expert_hidden=8)
+    module.part = part = MixtureDecoder(**sizes, expert_hidden=8)  # pyright: ignore[reportArgumentType]
     initialize_by_name(part, seed=0)
     strategy, ids = SingleDevice(), torch.arange(8)[None]
     strategy.connect(module)

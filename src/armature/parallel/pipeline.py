@@ -89,9 +89,11 @@ def blocks_of_stages(
 
     def cost(module: nn.Module | None) -> int:
         parts = [*module.modules()] if module is not None else []
-        shares = {p: part.used_share for part in parts if hasattr(part, "used_share") for p in part.parameters()}
+        shares: dict[Any, Any] = {
+            p: part.used_share for part in parts if hasattr(part, "used_share") for p in part.parameters()
+        }
         params = {p: None for part in parts for p in part.parameters()}
-        return round(sum(p.numel() * float(shares.get(p, 1)) for p in params))
+        return round(sum(p.numel() * shares.get(p, 1) for p in params))
 
     sizes = block_counts or balance_blocks(
         [cost(block) for block in blocks.values()],
