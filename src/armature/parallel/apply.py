@@ -185,8 +185,8 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     # weights that must not be rounded to `param_dtype`: in one process they are not
     exact = [module for module in model.modules() if getattr(module, "full_precision", False)]
     for module in exact if options.param_dtype is not None else ():
-        policy = MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)
-        fully_shard(module, **arguments | {"mp_policy": policy})
+        own = {**arguments, "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)}
+        fully_shard(module, **own)
         sharded.append(module)
     if plan is not None:
         units = sharding_units(model, plan, min_num_params=options.min_num_params)
