@@ -22,7 +22,7 @@ SAMPLE = (  # each of these holds something that the others do not
     "mixture, hsdp 2×2, expert 2",
     "mixture, fsdp 2 × tensor 2, expert 4",
     "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble",
-    "mixture, context 2 × pipeline 2, expert 2, zero bubble, recomputed",
+    "mixture, fsdp 2 × pipeline 2, expert 2, interleaved, recomputed",
     "mixture, tensor 2 × pipeline 2, zero bubble",
     "mixture, context 2 × fsdp 2, expert 4, ignored",
 )
