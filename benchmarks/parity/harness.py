@@ -98,6 +98,7 @@ LAYOUTS: dict[str, Job] = {
     "fsdp 2 × tensor 2": mesh(4, shard=2, tensor=2),
     "fsdp 2 × pipeline 2": mesh(4, shard=2, pipe=2),
     "tensor 2 × pipeline 2": mesh(4, tensor=2, pipe=2),
+    "tensor 2 × pipeline 2, zero bubble": mesh(4, tensor=2, pipe=2, schedule="zero_bubble"),
     "2×2×2": mesh(8, pipe=2, shard=2, tensor=2),
     "deepspeed 1 at 2": Job("DeepSpeed", {"stage": 1}, ranks=2),
     "deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
@@ -340,13 +341,13 @@ def _fit(job: Job) -> Run:
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
     trained = {name for name, param in task.named_parameters() if param.requires_grad}
+    own = {name: v.to_local().numel() if hasattr(v, "to_local") else v.numel() for name, v in task.state_dict().items()}
     facts = {
         "trained": {name for names in all_gather_object(trained) for name in names},
         "val/loss": float(trainer.callback_metrics.get("val/loss", torch.tensor(float("nan")))),
         "bubble_share": strategy.bubble_share,
-        "elements": sum(
-            v.to_local().numel() if hasattr(v, "to_local") else v.numel() for v in task.state_dict().values()
-        ),
+        "elements": sum(own.values()),
+        "expert_elements": sum(number for name, number in own.items() if ".experts." in name),
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
         "scaler": strategy.precision_plugin.state_dict(),

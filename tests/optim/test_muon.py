@@ -208,3 +208,12 @@ def test_all_matrices_of_a_step_travel_together_up_to_a_size(ranks):
         assert len(replicated_rounds[0]) == ranks + 1, "three rounds; with three ranks, one of two broadcasts"
         assert len(sharded_rounds[0]) == (4 if ranks == 3 else 6)
         assert replicated_rounds[1], sharded_rounds[1]
+
+
+def test_stacks_that_are_left_to_adamw_are_named(caplog):
+    stack, position = torch.nn.Parameter(torch.ones(4, 2, 3)), torch.nn.Parameter(torch.ones(1, 2, 3))
+    Muon([{"params": [position], "hidden": False}, {"params": [stack], "hidden": True}])
+    assert not caplog.records
+    Muon([{"params": [stack, position], "hidden": False}])
+    assert "Muon leaves 1 three-dimensional parameters to AdamW, such as one of (4, 2, 3)" in caplog.text
+    assert "`stacked = True`" in caplog.text

@@ -135,7 +135,8 @@ class Setup:
 
 @cache  # a ranking asks for the same few a thousand times
 def _balanced(cost: Cost, stages: int) -> Sequence[int]:
-    return balance_blocks([cost.block] * cost.blocks, stages=stages, first=cost.first, last=cost.last)
+    block = cost.block - cost.idle_matrices  # as `parallel.pipeline.blocks_of_stages`
+    return balance_blocks([block] * cost.blocks, stages=stages, first=cost.first, last=cost.last)
 
 
 def cost_of(cfg: DictConfig) -> Cost | None:

@@ -152,11 +152,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         options = self._resolved(several=len(models) > 1)
         if self.world_size > 1:
             self._check_ties([name for name, _ in models])
+        plans = {name: apply.plan_of(model) for name, model in models}
+        if options.expert > 1 and not any(plan is not None and plan.experts for plan in plans.values()):
+            raise ConfigError(
+                f"strategy.expert={options.expert}: {type(module).__name__} has no model with experts. Type "
+                "strategy.expert=1."
+            )
         for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
-                model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
+                model, plans[name], self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
                 imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,
             )  # fmt: skip
             if applied.runner is not None:
