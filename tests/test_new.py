@@ -44,9 +44,25 @@ def test_names_that_would_not_work_are_refused(name, expected):
         new.texts(name)
 
 
+@pytest.mark.parametrize("name", ["aaa", "moons", "zz_a_name_of_some_sixty_letters_for_points_on_two_half_moons"])
+def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
+    copies = {tmp_path / path.relative_to(ROOT): text for path, text in new.texts(name).items()}
+    for copy, text in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text)
+    for known in ("src/armature", "tests/running.py"):  # else ruff takes them for other people's packages
+        (tmp_path / known).symlink_to(ROOT / known)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ruff = shutil.which("ruff", path=Path(sys.executable).parent) or "ruff"
+    files = [copy for copy in copies if copy.suffix == ".py"]
+    for words in (["check"], ["format", "--check"]):
+        result = subprocess.run([ruff, *words, "--no-cache", *files], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
 @pytest.mark.slow
 def test_what_it_writes_passes_its_own_test(tmp_path):
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "test_*")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "test_*", "moons", "moons.yaml")  # a user's own
     for name in ("benchmarks", "configs", "scripts", "src", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("train.py", "pyproject.toml"):

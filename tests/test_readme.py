@@ -44,8 +44,9 @@ def copying(fences: list[tuple[str, str]]) -> list[str]:
 def clone(tmp_path_factory):
     """A copy of the template in which the README's commands to copy the example were run."""
     folder = tmp_path_factory.mktemp("clone")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "moons", "moons.yaml")  # a user's own
     for name in ("configs", "scripts", "src"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "train.py", folder)
     assert copying(FENCES) == copying(EXPLAINED) == ["make", "new", "NAME=moons"]
     subprocess.run([sys.executable, "scripts/new.py", "moons"], cwd=folder, check=True)
