@@ -11,9 +11,11 @@ EXTRAS ?=
 # own index is asked there, unless pip finds a CPU build without it. TORCH_CPU_INDEX= asks no other index. GPU=1: on a login
 # node without a GPU, whose environment jobs on GPUs use.
 GPU ?= $(wildcard /dev/nvidia[0-9]* /dev/dxg)
-TORCH := $(if $(GPU),torch,torch==2.13.0)
+TORCH := $(if $(GPU)$(TORCH_INDEX),torch,torch==2.13.0)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH_NEEDS_INDEX := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
+# TORCH_INDEX=https://download.pytorch.org/whl/cu126 (an older driver), …/rocm7.1 (AMD): torch comes from there and nowhere else
+TORCH_INDEX ?=
+TORCH_NEEDS_INDEX := $(if $(GPU)$(TORCH_INDEX),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
 # with that index nothing but the CPU build will do: where it cannot be reached, pip fails and names it
 TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
@@ -26,6 +28,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
+	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --index-url $(TORCH_INDEX) "$$(grep '^torch>' requirements.txt)")
 	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
 	@touch $@
 
@@ -37,7 +40,9 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
-	@$(if $(EXTRAS),$(BIN)/$(PIP_INSTALL) $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH_BUILD)",true)
+	@$(if $(filter-out timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) \
+		$(patsubst %,--requirement requirements-%.txt,$(filter-out timm,$(EXTRAS))) "$(TORCH_BUILD)",true)
+	@$(if $(filter timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) --no-deps --requirement requirements-timm.txt,true)
 
 setup-finetune: ## The same as make setup EXTRAS=finetune
 	@$(MAKE) setup EXTRAS=finetune

@@ -288,8 +288,11 @@ def test_the_program_that_the_page_about_migrating_moves_over_trains(tmp_path):
     for name, text in written.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "train.py", "experiment=points", "trainer.max_epochs=2", "logger=none", "run.name=run"]
+    command = [sys.executable, "train.py", "experiment=points", "logger=none"]
     env = {**running.environment(), "PYTHONPATH": ""}
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    for words in (["trainer.max_epochs=2", "run.name=run"], ["debug=overfit", "run.name=overfit"]):
+        result = subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
     assert running.summary(tmp_path / "outputs" / "run")["metrics"]["val/accuracy"] > 0.9
+    losses = running.losses(tmp_path / "outputs" / "overfit")
+    assert losses[-1] < 0.1 * losses[0]  # one batch over and over
