@@ -20,7 +20,8 @@ TORCH_NEEDS_INDEX := $(if $(GPU)$(TORCH_INDEX),,$(if $(filter Linux,$(shell unam
 TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
-PIP_INSTALL = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
+PIP_TOOLS = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
 	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
 
 $(VENV)/bin/python:
@@ -95,7 +96,7 @@ runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, wit
 	@echo '*' > .venv-notebooks/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-notebooks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
-	.venv-notebooks/bin/pip install --quiet --requirement requirements-notebooks.txt
+	.venv-notebooks/bin/$(PIP_TOOLS) --requirement requirements-notebooks.txt
 	@touch $@
 
 notebooks: .venv-notebooks/.installed ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
@@ -108,15 +109,18 @@ images: $(VENV)/.installed ## Make the images of README.md again, from real runs
 .venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv --clear .venv-docs
 	@echo '*' > .venv-docs/.gitignore
-	.venv-docs/bin/pip install --quiet --requirement requirements-docs.txt
+	.venv-docs/bin/$(PIP_TOOLS) --requirement requirements-docs.txt
 	@touch $@
 
+lock: CONSTRAINTS = # of what the tools of .venv-docs were, else a change of theirs could not be installed
+LOCKED := dev extras docs notebooks timm # dev and extras include the others
 # versions in the file stay, unless a requirement forbids them
 lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
 	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt
 	.venv-docs/bin/uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet $(if $(UPGRADE),--upgrade) \
-		--constraint .venv-docs/torch.txt requirements-dev.txt requirements-extras.txt --output-file constraints.txt
-	sed -i.old -E '/^(torch|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
+		--constraint .venv-docs/torch.txt --output-file constraints.txt \
+		$(LOCKED:%=requirements-%.txt)
+	sed -i.old -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
 	printf '%s\n' '# Everything but torch in the versions that were tested. make lock writes this file; CONSTRAINTS= ignores it.' \
 		| cat - constraints.txt > .venv-docs/constraints.txt && mv .venv-docs/constraints.txt constraints.txt
 

@@ -87,9 +87,8 @@ def test_issue_forms_ask_for_something():
 def test_the_lock_file_pins_every_requirement_but_torch():
     lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
     pinned = {each.name: str(each.specifier)[2:] for each in map(Requirement, lines)}
-    assert not {name for name in pinned if re.match(r"torch$|triton|nvidia|cuda", name)}
-    others = {f"requirements-{name}" for name in ("docs", "notebooks", "timm")}  # installed apart
-    files = [path for path in ROOT.glob("requirements*.txt") if path.stem not in others]
+    assert not {name for name in pinned if re.match(r"torch$|torchvision|triton|nvidia|cuda", name)}
+    files = ROOT.glob("requirements*.txt")
     wanted = [line.partition(" #")[0] for path in files for line in path.read_text().splitlines() if line[:1].isalpha()]
     assert len(wanted) > 30
     for requirement in map(Requirement, wanted):
