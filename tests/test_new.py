@@ -62,6 +62,7 @@ def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
     own = ("moons", "moons.yaml", "test_moons.py")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", *own)
@@ -72,7 +73,7 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
     made = call("scripts/new.py", "moons", cwd=tmp_path)
     assert "python train.py experiment=moons" in made.stdout
     train = tmp_path / "configs" / "train.yaml"
-    train.write_text(re.sub(r"(?m)^project:\n  name: \w+", "project:\n  name: mine", train.read_text()))
+    train.write_text(re.sub(r"(?m)^project:\n  name: \S+", "project:\n  name: mine", train.read_text()))
     assert "name: mine" in train.read_text()
     page = call("scripts/reference.py", "--check", cwd=tmp_path).stdout
     assert "configs/data/moons.yaml" in page  # named, but no mistake
