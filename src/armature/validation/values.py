@@ -164,6 +164,7 @@ def _is_dotted(name: str) -> bool:
 
 _clip = _number(above=0, null="no clipping")
 _steps = _number(least=1, whole=True, null="never")
+_limit = _number(least=1, whole=True, null="all samples, or batch for one global batch")
 _count = _number(least=1, whole=True)
 _seconds = _number(above=0, most=LONGEST, null="never")
 RANGES: dict[str, Rule] = {
@@ -191,7 +192,7 @@ RANGES: dict[str, Rule] = {
     "launch.allowed_packages": _packages,
     "data.eval_batch_size": _number(least=1, whole=True, null="the data module's own"),
     "data.num_workers": _number(least=0, whole=True),
-    "data.train_limit": _number(least=1, whole=True, null="all"),
+    "data.train_limit": lambda value: None if value == "batch" else _limit(value),
 }
 OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "task.preview_prompt": _prompts,
