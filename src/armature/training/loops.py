@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
@@ -223,6 +224,11 @@ class EpochLoop(_TrainingEpochLoop):
         return kwargs
 
     @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        with self.trainer.fit_loop.asking_for_data():
+            super().on_run_start(data_fetcher)
+
+    @override
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
         if self.data_wait is not None:
@@ -375,6 +381,7 @@ class FitLoop(_FitLoop):
     """
 
     epoch_loop: EpochLoop
+    asks_for_data = False  # else a hook or the user's code asks a data module for its training data
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
@@ -398,6 +405,20 @@ class FitLoop(_FitLoop):
             progress: Any = self.epoch_progress
             progress.current.processed = 0
         super().run()
+
+    @override
+    def setup_data(self) -> None:
+        with self.asking_for_data():
+            super().setup_data()
+
+    @contextmanager
+    def asking_for_data(self) -> Iterator[None]:
+        """Let data modules know that the loop itself asks for the training data, or begins to iterate over them."""
+        self.asks_for_data = True
+        try:
+            yield
+        finally:
+            self.asks_for_data = False
 
     @override
     def on_advance_start(self) -> None:
