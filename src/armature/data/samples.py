@@ -51,7 +51,7 @@ class Samples(Dataset[Batch]):
         shuffle_seed = seed if training else None
         self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
         iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
-        self._own = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
+        self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
 
     # ------------------------------------------------------------ what `loader.dataset` is asked for
     def __len__(self) -> int:
