@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -54,6 +54,7 @@ class CheckpointMixin(LayoutMixin):
             The checkpoint then leaves these weights out. None: it holds all weights.
         from_base: the weights that came from folders at this start, by name. A checkpoint that is loaded may lack them.
         frozen_base: those of them that were frozen then.
+        before_loading: called before anything loads a checkpoint.
     """
 
     seed: int
@@ -69,6 +70,7 @@ class CheckpointMixin(LayoutMixin):
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
     _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
+    before_loading: Sequence[Callable[[], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
@@ -181,6 +183,8 @@ class CheckpointMixin(LayoutMixin):
         Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a second copy.
         """
         path, self._loading = resume.to_path(checkpoint_path), None
+        for function in self.before_loading:
+            function()
         self.build_once()
         if directory.is_file(path):
             return lightning_file.read(path)

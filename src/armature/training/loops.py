@@ -29,6 +29,7 @@ from armature.data.prefetch import TRANSFER_HOOKS
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
+from armature.training import epoch_start
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -59,6 +60,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.step_ended = step_ended
         self._completed_batches: int | None = None  # unknown until a batch is trained or a checkpoint of ours is loaded
         self.data_wait: DataWait | None = None
+        self._in_eval: list[str] | None = None  # while it validates
         self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
         self._takes_index = True
 
@@ -225,7 +227,8 @@ class EpochLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        with self.trainer.fit_loop.asking_for_data():
+        fit_loop: Any = self.trainer.fit_loop
+        with fit_loop.asking_for_data():
             super().on_run_start(data_fetcher)
 
     @override
@@ -308,12 +311,21 @@ class EpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         trainer.validating = True
         first_loop_iter = trainer._logger_connector._first_loop_iter
+        self._in_eval = epoch_start.in_eval(trainer.lightning_module)
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
         self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
-        self.val_loop.run()
+        try:
+            self.val_loop.run()
+        finally:
+            self._in_eval = None
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
+
+    @property
+    def modules_in_eval(self) -> list[str]:
+        """The names of the modules that training has in eval mode, also while it validates."""
+        return epoch_start.in_eval(self.trainer.lightning_module) if self._in_eval is None else self._in_eval
 
     # ------------------------------------------------------------ resume
     @override
