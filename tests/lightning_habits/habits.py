@@ -168,7 +168,12 @@ CALLED = [
         callback(f"{STOCK}.BackboneFinetuning", unfreeze_backbone_at_epoch=1),
     ),
     regression("counts", "regression.Regressor", callback(f"{CALLBACKS}.Counts"), sample=SINGLE),
-    regression("own_ema", "regression.Regressor", callback(f"{CALLBACKS}.OwnEMA")),
+    regression(
+        "own_ema",
+        "regression.Regressor",
+        callback(f"{CALLBACKS}.OwnEMA"),
+        refused={"fsdp2": "is a torch.distributed.tensor.DTensor, which no checkpoint can hold"},
+    ),
     regression("stops_by_hand", "regression.Regressor", callback(f"{CALLBACKS}.StopsByHand")),
     regression("lowers_rate", "regression.Regressor", callback(f"{CALLBACKS}.LowersRate")),
     regression("probe", "regression.Regressor", callback(f"{CALLBACKS}.Probe")),
@@ -223,7 +228,9 @@ DATA = [
         refused=dict.fromkeys(ALL, "returns a dict"),
     ),
     regression("plain_distributed", data="plain.Distributed"),
-    regression("plain_curriculum", data="plain.Curriculum"),
+    regression(
+        "plain_curriculum", data="plain.Curriculum", refused=dict.fromkeys(ALL, "set it in on_train_epoch_start")
+    ),
     regression("plain_whole_batches", data="plain.OneByOne", refused=dict.fromkeys(ALL, "batch_size=None")),
 ]
 PARAMETERS = [

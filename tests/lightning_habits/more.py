@@ -257,4 +257,9 @@ RECIPES = [
         "accumulated_grad_norms", "regression.GradNorms", "trainer.gradient_clip_val=0.1", "data.micro_batch_size=2"
     ),
 ]  # fmt: skip
-MORE = [*MANUAL, *LAYERS, *METHODS, *BATCHES, *SURFACE, *KEPT, *CALLED, *LIMITS, *RECIPES]
+BEGINNINGS = [
+    regression("by_epoch", "beginnings.ByEpoch", "data.num_workers=1", data="beginnings.Weighted", sample=SINGLE),
+    regression("teacher_at_start", "beginnings.TeacherAtStart", sample=SINGLE),
+    regression("bank", "beginnings.Bank", "data.num_workers=1", "trainer.val_every_n_steps=4", data="plain.Vectors"),
+]
+MORE = [*BEGINNINGS, *MANUAL, *LAYERS, *METHODS, *BATCHES, *SURFACE, *KEPT, *CALLED, *LIMITS, *RECIPES]

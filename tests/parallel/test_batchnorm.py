@@ -28,6 +28,7 @@ class CallsItself(nn.BatchNorm2d):
 
 
 SHAPES = {nn.BatchNorm1d: (24, 6), nn.BatchNorm2d: (24, 6, 5, 4), nn.BatchNorm3d: (24, 6, 3, 2, 2), Own: (24, 6, 5, 4)}
+SHAPES |= {nn.InstanceNorm1d: (24, 6, 5), nn.InstanceNorm2d: (24, 6, 5, 4)}
 CASES = {
     "1d": (nn.BatchNorm1d, {}, 0.0, (12, 12)),
     "2d": (nn.BatchNorm2d, {}, 0.0, (12, 12)),
@@ -40,6 +41,8 @@ CASES = {
     "bias=False": (nn.BatchNorm2d, {"bias": False}, 0.0, (12, 12)),
     "untracked": (nn.BatchNorm2d, {"track_running_stats": False}, 0.0, (12, 12)),
     "own forward": (Own, {}, 0.0, (12, 12)),
+    "instances": (nn.InstanceNorm2d, {"track_running_stats": True, "affine": True}, 3.0, (12, 12)),
+    "instances, unequal": (nn.InstanceNorm1d, {"track_running_stats": True}, 0.0, (23, 1)),
 }
 
 

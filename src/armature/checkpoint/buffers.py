@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from armature.checkpoint import storage
 
@@ -21,6 +22,21 @@ def sizes(module: nn.Module) -> Sizes:
 def resized(module: nn.Module, first: Sizes) -> list[str]:
     """Return the names of the buffers that do not have the sizes that they had at `first`."""
     return [name for name, size in sizes(module).items() if first.get(name, size) != size]
+
+
+def sums(module: nn.Module) -> dict[str, float]:
+    """Return a sum over each saved buffer that a rank has as a whole, to compare ranks."""
+    saved = nn.Module.state_dict(module).keys()
+    return {
+        name: float((buffer.detach() if buffer.is_complex() else buffer.detach().double()).abs().sum())
+        for name, buffer in module.named_buffers()
+        if name in saved and not isinstance(buffer, DTensor)
+    }
+
+
+def unequal(of_ranks: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the names of the buffers that are not the same on all ranks, from the `sums` of each."""
+    return sorted({name for own in of_ranks for name, value in own.items() if str(value) != str(of_ranks[0].get(name))})
 
 
 def resize(checkpoint: Path, module: nn.Module, names: Collection[str]) -> None:

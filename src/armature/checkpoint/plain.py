@@ -13,6 +13,7 @@ import logging
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -180,7 +181,8 @@ def _warn_of_dropped(path: str, kind: str) -> None:
 def check_before_training(trainer: L.Trainer) -> None:
     """Raise a ConfigError if hyperparameters or the state of callbacks cannot be saved.
 
-    What hooks add when a checkpoint is saved is known at the first save only.
+    What hooks add when a checkpoint is saved is known at the first save only, but for sharded tensors: with sharded
+    weights, hooks are asked for a trial.
     """
     found: dict[str, Any] = {"callbacks": {}}
     for key, owner in zip(HYPER_PARAMETERS, (trainer.lightning_module, trainer.datamodule), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
@@ -191,4 +193,28 @@ def check_before_training(trainer: L.Trainer) -> None:
             found["callbacks"][callback.state_key] = callback.state_dict()
         except Exception as error:  # it may need what only training makes; the first save asks again
             log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
+    if any(isinstance(param, DTensor) for param in trainer.lightning_module.parameters()):
+        found |= _added_by_hooks(trainer)
     plain_checkpoint(found)
+
+
+def _added_by_hooks(trainer: L.Trainer) -> dict[str, Any]:
+    """Return the sharded tensors, by place, that hooks would put beside the weights into a checkpoint."""
+    module, trial = trainer.lightning_module, {"callbacks": {}, "state_dict": {}, "epoch": 0, "global_step": 0}
+    own = set(trial)
+    hooks = [partial(callback.on_save_checkpoint, trainer, module) for callback in trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+    users = [hook for hook in hooks if not hook.func.__module__.startswith(("armature.", "lightning."))]
+    for hook in (*users, module.on_save_checkpoint):
+        try:
+            hook(trial)
+        except Exception as error:  # it may need what only training makes
+            log.debug("%s failed before training: %s", hook, error)
+    return {key: value for key, value in trial.items() if key not in own and _holds_sharded(value)}
+
+
+def _holds_sharded(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return any(map(_holds_sharded, value))
+    return isinstance(value, DTensor)

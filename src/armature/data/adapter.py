@@ -22,7 +22,7 @@ from armature import files
 from armature.data import labels
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
-from armature.data.loaders import ReadLoader, read_loader
+from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
 from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import seeded
@@ -78,10 +78,11 @@ class PlainData(DataModule):
         )  # fmt: skip
         self._typed = {"global_batch_size": global_batch_size, "num_workers": num_workers}
         self._stages: set[str] = set()
-        self._prepared = self._ranks_agree = False
+        self._prepared = False
         self._read: dict[str, Any] = {}
         self._saved_classes: list[str] | None = None  # of the training data, if a trained model is used
         self.prepare_data_per_node = module.prepare_data_per_node
+        self._ranks_agree = False  # the last of our own: see `__setattr__`
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
             if is_overridden(name, module):
                 self.__dict__[name] = getattr(module, name)
@@ -94,6 +95,13 @@ class PlainData(DataModule):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is not an attribute of this class on the module, where its own code reads it."""
+        if "_ranks_agree" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
 
     @property
     def trainer(self) -> Any:
@@ -241,14 +249,14 @@ class PlainData(DataModule):
         return super().train_dataloader()
 
     @override
-    def _train_sampler(self) -> TrainSampler:
+    def _train_sampler(self, **arguments: Any) -> TrainSampler:
         read: ReadLoader = self._read["train"]
         if read.draw is None:
-            return TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments())
+            return TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments() | arguments)
         draw, limited = read.draw, self.train_limit is not None
         return DrawnSampler(
             self.train_size, draw=lambda epoch: draw(0 if limited else epoch),
-            **self._order_arguments() | {"population": len(read.dataset)},
+            **self._order_arguments() | {"population": len(read.dataset)} | arguments,
         )  # fmt: skip
 
     @override
@@ -292,9 +300,7 @@ class PlainData(DataModule):
         if training:
             self.num_workers = options["num_workers"]  # for the advice to a run that waits for data
         if not options["num_workers"]:
-            options = {
-                k: v for k, v in options.items() if k not in ("prefetch_factor", "multiprocessing_context", "timeout")
-            }
+            options = {name: value for name, value in options.items() if name not in OF_WORKERS}
         return super()._loader(
             name, dataset, sampler, training=training, collate_fn=read.collate_fn, foreign=True, **options
         )
@@ -332,6 +338,12 @@ def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> A
     return function(loaders, name)
 
 
+_BY_EPOCH = (
+    "For data that change by epoch, let the dataset read an attribute of its own, and set it in on_train_epoch_start "
+    "of the module or a callback: self.trainer.datamodule.train_set.epoch = self.current_epoch. The size must stay."
+)
+
+
 class _UnknownYet(ConfigError, AttributeError):
     """An AttributeError, so that `hasattr` is false."""
 
@@ -349,7 +361,7 @@ class _OneProcess:
     def __getattr__(self, name: str) -> Any:
         if self._trainer is None:
             raise _UnknownYet(
-                f"self.trainer.{name}: a data module is set up before the Trainer is made. Until then only world_size, "
-                "global_rank and their like are known."
+                f"self.trainer.{name}: a data module is set up, and its training loader made, once, before the Trainer "
+                f"is made. Until then only world_size, global_rank and their like are known. {_BY_EPOCH}"
             )
         return getattr(self._trainer, name)

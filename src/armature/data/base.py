@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,9 +19,10 @@ from typing_extensions import override
 from armature.data import iterable
 from armature.data.batching import Batches, plan_batches
 from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
-from armature.data.sampler import EvalSampler, TrainSampler
-from armature.data.samples import Batch, Samples
+from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
+from armature.data.samples import Batch, BeginWorker, Samples
 from armature.data.stream import Stream
+from armature.data.train_loader import TrainLoader
 from armature.errors import ConfigError
 from armature.training.progress import completed_batches
 
@@ -179,7 +181,13 @@ class DataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any] | PrefetchLoader:
-        """Return the same loader at each call (its workers stay alive), for the epoch that holds the position."""
+        """Return the loader for the epoch that holds the position: the same at each call, its workers stay alive.
+
+        A hook that calls this gets a new loader instead, of all samples of the epoch, on every rank.
+        """
+        if not self._asked_by_loop():
+            whole = EpochSampler(self._train_sampler())
+            return self._loader("train", self._dataset("train"), whole, training=True, fresh=True)
         batches = self.batches
         if self.trainer is not None and self.trainer.accumulate_grad_batches != batches.accumulate:
             raise ConfigError(
@@ -188,6 +196,10 @@ class DataModule(L.LightningDataModule):
                 f"{batches.data_ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
             )
         return self._loader("train", self._dataset("train"), self._train_sampler(), training=True)
+
+    def _asked_by_loop(self) -> bool:
+        """Return whether the training loop asks for data; True without our Trainer."""
+        return getattr(getattr(self.trainer, "fit_loop", None), "asks_for_data", True)
 
     @override
     def val_dataloader(self) -> Any:
@@ -203,9 +215,9 @@ class DataModule(L.LightningDataModule):
         sampler = self._evaluation_sampler(dataset, self.eval_batch_size, pads=False)
         return UnchangedLoader(self._loader("predictions", dataset, sampler))
 
-    def _train_sampler(self) -> TrainSampler:
+    def _train_sampler(self, **arguments: Any) -> TrainSampler:
         shuffled = not isinstance(self._dataset("train"), Stream)
-        return TrainSampler(self.train_size, shuffled=shuffled, **self._order_arguments())
+        return TrainSampler(self.train_size, shuffled=shuffled, **self._order_arguments() | arguments)
 
     def _order_arguments(self) -> dict[str, Any]:
         return {
@@ -246,13 +258,15 @@ class DataModule(L.LightningDataModule):
         return EvalSampler(len(dataset), batch_size=batch_size, rank=rank, ranks=ranks, pads=pads)
 
     def _loader(
-        self, name: str, dataset: Any, sampler: TrainSampler | EvalSampler, *, training: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False, **options: Any,
+        self, name: str, dataset: Any, sampler: TrainSampler | EpochSampler | EvalSampler, *, training: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False, fresh: bool = False,
+        persistent_workers: bool = True, worker_init_fn: Callable[[int], Any] | None = None, **options: Any,
     ) -> DataLoader[Any] | PrefetchLoader:  # fmt: skip
         """Return the loader of a name, made at the first call.
 
         Args:
             foreign: see `Samples`; its collate_fn is given.
+            fresh: return a new loader, which the training loop does not use.
             options: arguments of torch's DataLoader.
         """
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
@@ -262,23 +276,40 @@ class DataModule(L.LightningDataModule):
             collate_fn = self.collate_fn
         options = {"num_workers": self.num_workers, **options}
         workers = options["num_workers"] > 0
-        if key not in self._loaders:
-            if pin and workers:
-                # DataLoader warns about loaders that are made anew each epoch. Ours is made once.
-                warnings.filterwarnings("ignore", message="The combination of `DataLoader")
-            self._loaders[key] = DataLoader(
-                Samples(
-                    dataset, size=sampler.population, seed=self.seed, training=training, collate_fn=collate_fn,
-                    foreign=foreign,
-                ),
+
+        def make(kind: type[DataLoader[Any]], **arguments: Any) -> DataLoader[Any]:
+            samples = Samples(
+                dataset, size=sampler.population, seed=self.seed, training=training, collate_fn=collate_fn,
+                foreign=foreign,
+            )  # fmt: skip
+            loader = kind(
+                samples,
                 batch_sampler=sampler,
+                worker_init_fn=BeginWorker(worker_init_fn),
                 # otherwise each start of its workers would draw from the generator that the model draws from
                 generator=torch.Generator().manual_seed(self.seed),
                 collate_fn=_identity,  # `Samples` has collated the batch
                 pin_memory=pin,
-                persistent_workers=workers,
-                **options,
-            )  # fmt: skip
+                **options | arguments,
+            )
+            vars(loader)["batch_size"] = sampler.batch_size  # torch has None beside a batch_sampler
+            return loader
+
+        if fresh:
+            return make(DataLoader)
+        if key not in self._loaders:
+            if pin and workers:
+                # DataLoader warns about loaders that are made anew each epoch. Ours is made once.
+                warnings.filterwarnings("ignore", message="The combination of `DataLoader")
+            persistent: dict[str, Any] = {"persistent_workers": workers and persistent_workers}
+            if training:
+                whole = partial(self._train_sampler, position=lambda: self._train_sampler().first_position())
+                self._loaders[key] = make(
+                    TrainLoader, asked_by_loop=self._asked_by_loop, **persistent,
+                    whole_epoch=lambda: self._loader(name, dataset, whole(), training=True, fresh=True),
+                )  # fmt: skip
+            else:
+                self._loaders[key] = make(DataLoader, **persistent)
         return PrefetchLoader(self._loaders[key], device) if pin and self._prefetches() else self._loaders[key]
 
     def _prefetches(self) -> bool:

@@ -24,7 +24,8 @@ from armature.data import iterable
 from armature.data.samples import seed_of, seeded
 from armature.errors import ConfigError
 
-OPTIONS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "persistent_workers")
+OPTIONS = ("num_workers", "worker_init_fn", *OF_WORKERS)
 
 
 class Draw:

@@ -98,10 +98,11 @@ class MixtureData(TokenData):
         ])  # fmt: skip
 
     @override
-    def _train_sampler(self) -> TrainSampler:
+    def _train_sampler(self, **arguments: Any) -> TrainSampler:
         every = self._dataset("train")
         assert isinstance(every, Joined)
-        return DrawnSampler(self.train_size, draw=self._draw, **self._order_arguments() | {"population": len(every)})
+        given = self._order_arguments() | {"population": len(every)} | arguments
+        return DrawnSampler(self.train_size, draw=self._draw, **given)
 
     def _draw(self, epoch: int) -> NDArray[np.int64]:
         """Return the windows of an epoch: of corpus k, the next weight_k × N of its own order."""

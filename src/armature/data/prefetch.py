@@ -40,10 +40,13 @@ class PrefetchLoader:
         return len(cast(Sized, self.loader))
 
     def __iter__(self) -> Iterator[Any]:
+        return self._ahead(iter(self.loader))  # now: the loader asks who begins to iterate
+
+    def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         streams = torch.get_device_module(self.device)
         copy_stream = streams.Stream()
         ready: tuple[Any, Any] | None = None
-        for batch in self.loader:
+        for batch in batches:
             with streams.stream(copy_stream):
                 copy = move_data_to_device(batch, self.device)
                 copied = streams.Event()

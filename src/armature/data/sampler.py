@@ -52,9 +52,8 @@ class TrainSampler:
 
         An epoch consists of the steps whose first position lies in it.
         """
-        start, step = self._epoch() * self.size, self.batches.global_batch_size
-        first = start + (self._position() - start) % step
-        return max(0, -(-(start + self.size - first) // step)) * self.batches.accumulate
+        end, step = (self._epoch() + 1) * self.size, self.batches.global_batch_size
+        return max(0, -(-(end - self.first_position()) // step)) * self.batches.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
         position, end = self._position(), (self._epoch() + 1) * self.size
@@ -70,6 +69,18 @@ class TrainSampler:
         micro = self.batches.micro_batch_size
         starts = np.arange(self.batches.accumulate) * (micro * self.batches.data_ranks) + self.rank * micro
         return starts[:, None] + np.arange(micro)
+
+    def epoch_keys(self, batch_size: int) -> Iterator[list[int]]:
+        """Yield the keys of all samples of the epoch, in batches."""
+        start = self._epoch() * self.size
+        for place in range(0, self.size, batch_size):
+            positions = start + np.arange(place, min(place + batch_size, self.size))
+            yield self._keys(self.places_of(positions)).tolist()
+
+    def first_position(self) -> int:
+        """Return the position of the epoch's first step."""
+        start = self._epoch() * self.size
+        return start + (self._position() - start) % self.batches.global_batch_size
 
     def step_keys(self, position: int) -> list[list[int]]:
         """Return this rank's keys of the step that starts at a position, one list per micro-batch."""
@@ -122,6 +133,20 @@ class DrawnSampler(TrainSampler):
             before = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
             self._drawn = before | {epoch: self.draw(epoch)}
         return self._drawn[epoch][places]
+
+
+class EpochSampler:
+    """Yields the whole epoch of a TrainSampler for code outside of the training loop: all ranks' samples, each once."""
+
+    def __init__(self, sampler: TrainSampler) -> None:
+        self.sampler, self.population = sampler, sampler.population
+        self.batch_size = sampler.batches.micro_batch_size * sampler.batches.data_ranks
+
+    def __len__(self) -> int:
+        return -(-self.sampler.size // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.sampler.epoch_keys(self.batch_size)
 
 
 class EvalSampler:

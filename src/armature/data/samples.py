@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
 from armature.data.sampler import PADDING
@@ -41,30 +41,47 @@ class Samples(Dataset[Batch]):
         self, dataset: Any, *, size: int, seed: int, training: bool,
         collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False,
     ) -> None:  # fmt: skip
-        self.dataset, self.size, self.training = dataset, size, training
-        self.collate_fn = None if collate_fn is default_collate else collate_fn
-        self.seed = f"{seed}" if training else f"{seed}/evaluation"
+        self._source, self._size, self._training = dataset, size, training
+        self._collate_fn = None if collate_fn is default_collate else collate_fn
+        self._seed = f"{seed}" if training else f"{seed}/evaluation"
         augment = getattr(dataset, "augment", None) if training and not foreign else None
-        self.augment = augment if callable(augment) else None
+        self._augment = augment if callable(augment) else None
         self.describe = None if foreign else getattr(dataset, "describe", None)
-        self.batch = None if foreign or self.augment or self.collate_fn else getattr(dataset, "batch", None)
+        self._batch = None if foreign or self._augment or self._collate_fn else getattr(dataset, "batch", None)
         shuffle_seed = seed if training else None
-        self.reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
+        self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
+        iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
+        self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
 
+    # ------------------------------------------------------------ what `loader.dataset` is asked for
     def __len__(self) -> int:
-        return self.size
+        return self._size
 
     @override
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
+    def __getitem__(self, index: int) -> Any:
+        """Return the dataset's own sample."""
+        return self._own[index]
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_own" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is not our own on the dataset, which reads it."""
+        if "_own" not in self.__dict__ or name in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._own, name, value)
+
+    # ------------------------------------------------------------ batches
     def __getitems__(self, keys: list[int]) -> Batch:
         last = max(0, *keys)  # fills padding: for another key, a stream would have to be read again
         filled = [last if key == PADDING else key for key in keys]
-        if self.batch is not None:
+        if self._batch is not None:
             if get_worker_info() is not None:
                 seed_generators(self._seed_of(filled[0]))
-            batch = self.batch([key % self.size for key in filled])
+            batch = self._batch([key % self._size for key in filled])
         else:
             with preserved_generators():
                 generator = torch.Generator()
@@ -72,7 +89,7 @@ class Samples(Dataset[Batch]):
         if PADDING in keys:
             if not isinstance(batch, dict) or not isinstance(batch.get("targets"), Tensor):
                 raise ConfigError(
-                    f"{_name(self.dataset)} has {self.size} held-out samples, too few to give each rank one in every "
+                    f"{_name(self._source)} has {self._size} held-out samples, too few to give each rank one in every "
                     'batch, and only a batch with "targets" can be filled up with samples that do not count. Type '
                     "another data.eval_batch_size (not 1), or evaluate on fewer ranks."
                 )
@@ -80,30 +97,45 @@ class Samples(Dataset[Batch]):
         return batch
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
-        if self.collate_fn is not None:
+        if self._collate_fn is not None:
             seed_generators(
                 self._seed_of(key) ^ 1
             )  # mixup and the like, in a collate_fn, draw other numbers than samples
-            return self.collate_fn(samples)
+            return self._collate_fn(samples)
         try:
             return default_collate(samples)
         except (RuntimeError, TypeError, ValueError) as error:
             what = str(error).splitlines()[0]
             raise ConfigError(
-                f"The samples of {_name(self.dataset)} cannot be stacked into a batch ({what}). Give the data module a "
+                f"The samples of {_name(self._source)} cannot be stacked into a batch ({what}). Give the data module a "
                 "method collate_fn(self, samples) that returns a batch of a list of samples, for example padded "
                 "(docs/data.md)."
             ) from error
 
     def _sample(self, key: int, generator: torch.Generator) -> Any:
         seed = self._seed_of(key)
-        source = key % self.size if self.reader is None else self.reader.record(*divmod(key, self.size))
+        source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
         seed_generators(seed)
-        sample = self.dataset[source] if self.reader is None else self.dataset.sample(source)
-        return sample if self.augment is None else self.augment(sample, generator.manual_seed(seed))
+        sample = self._source[source] if self._reader is None else self._source.sample(source)
+        return sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
 
     def _seed_of(self, key: int) -> int:
-        return seed_of(self.seed, *divmod(key, self.size))
+        return seed_of(self._seed, *divmod(key, self._size))
+
+
+class BeginWorker:
+    """A worker_init_fn: lets `get_worker_info().dataset` be the user's dataset, then calls the user's own, if any."""
+
+    def __init__(self, function: Callable[[int], Any] | None) -> None:
+        self.function = function
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        own = vars(info.dataset).get("_own", info.dataset)
+        object.__setattr__(info, "dataset", own)  # frozen, but each worker has its own
+        if self.function is not None:
+            self.function(worker)
 
 
 def seed_of(seed: str, *place: int) -> int:

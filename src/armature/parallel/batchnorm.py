@@ -1,5 +1,7 @@
 """BatchNorm over the batches of all data ranks, equal to one process with the whole batch; on CPUs too.
 
+InstanceNorm normalizes each sample by itself; only the running statistics that it may keep are synchronized.
+
 torch.nn.SyncBatchNorm refuses CPUs. Here the class of each BatchNorm module is replaced by a subclass of that class, so
 that no name changes and `isinstance(module, nn.BatchNorm2d)` stays true. GPUs run torch's own kernels.
 """
@@ -16,14 +18,27 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 Running = tuple[Tensor, Tensor]  # mean and variance
 
 
-class SynchronizedBatchNorm(_BatchNorm):
-    """BatchNorm of inputs (B, C, …) over all ranks of `group`. Evaluation with tracked statistics is torch's own."""
+class _Synchronized(nn.Module):
+    """What stands in for a class. A pickled module is one of the original class, for any process."""
 
     group: ClassVar[dist.ProcessGroup]  # of the class: a group can be neither copied nor pickled
     original: ClassVar[type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (self.original,), self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
+        twin = memo[id(self)] = self.__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+class SynchronizedBatchNorm(_Synchronized, _BatchNorm):
+    """BatchNorm of inputs (B, C, …) over all ranks of `group`. Evaluation with tracked statistics is torch's own."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -49,13 +64,22 @@ class SynchronizedBatchNorm(_BatchNorm):
                 return 1 / float(self.num_batches_tracked)
         return self.momentum or 0.0
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a pickled module is an ordinary BatchNorm, for any process
-        return object.__new__, (self.original,), self.__dict__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SynchronizedBatchNorm:
-        twin = memo[id(self)] = self.__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+class SynchronizedInstanceNorm(_Synchronized):
+    """InstanceNorm whose running statistics are those of all ranks' samples."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        mean, variance = self.running_mean, self.running_var
+        if self.training and isinstance(mean, Tensor) and isinstance(variance, Tensor):
+            # each rank has moved the same statistics towards the mean over its own samples
+            total = torch.cat([mean.double(), variance.double(), mean.new_ones(1, dtype=torch.float64)]) * len(input)
+            dist.all_reduce(total, group=self.group)
+            both = total[:-1] / total[-1]
+            mean.copy_(both[: len(mean)])
+            variance.copy_(both[len(mean) :])
+        return output
 
 
 class _Normalize(torch.autograd.Function):
@@ -122,11 +146,17 @@ def _broadcast(per_channel: Tensor, x: Tensor) -> Tensor:
 def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     """Let every BatchNorm inside use the batches of all ranks of `group`; SyncBatchNorms stay as they are.
 
+    InstanceNorms that keep running statistics share these.
+
     Raises:
         ValueError: if a class computes BatchNorm by its own calls, which cannot be synchronized.
     """
     classes: dict[type, type] = {}
     for name, child in module.named_modules():
+        if isinstance(child, _INSTANCE_NORMS) and child.track_running_stats and not isinstance(child, _Synchronized):
+            cls: Any = type(child)
+            names = {"group": group, "original": cls}
+            child.__class__ = classes.setdefault(cls, type(cls.__name__, (SynchronizedInstanceNorm, cls), names))
         if isinstance(child, _BatchNorm) and not isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
             cls: Any = type(child)
             if cls not in classes:

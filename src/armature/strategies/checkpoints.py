@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -54,6 +55,8 @@ class CheckpointMixin(LayoutMixin):
             The checkpoint then leaves these weights out. None: it holds all weights.
         from_base: the weights that came from folders at this start, by name. A checkpoint that is loaded may lack them.
         frozen_base: those of them that were frozen then.
+        copies_buffers: whether each step begins with rank 0's buffers on all ranks.
+        before_loading: called before anything loads a checkpoint.
     """
 
     seed: int
@@ -69,6 +72,8 @@ class CheckpointMixin(LayoutMixin):
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
     _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
+    copies_buffers: bool = False
+    before_loading: Sequence[Callable[[], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
@@ -152,13 +157,17 @@ class CheckpointMixin(LayoutMixin):
             tensors |= saved["tensors"]
             groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
         # of the modules that this rank has
-        own = process_group.all_gather_object((self._changed_flags(), buffers.resized(self.module, self.first_sizes)))
+        sums = buffers.sums(self.module) if 1 < self.world_size == self.data_size and not self.copies_buffers else {}
+        own = process_group.all_gather_object(
+            (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums)
+        )
+        _warn_of_unequal_buffers(*buffers.unequal([each[-1] for each in own]))
         meta |= {
             "param_groups": groups,
             "random": self.random_state.gather(self.layout),
-            "flags": {name: value for flags, _ in own for name, value in flags.items()},
+            "flags": {name: value for flags, *_ in own for name, value in flags.items()},
         }
-        if resized := {name for _, names in own for name in names}:
+        if resized := {name for _, names, _ in own for name in names}:
             meta[buffers.RESIZED] = sorted(resized)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
@@ -181,6 +190,8 @@ class CheckpointMixin(LayoutMixin):
         Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a second copy.
         """
         path, self._loading = resume.to_path(checkpoint_path), None
+        for function in self.before_loading:
+            function()
         self.build_once()
         if directory.is_file(path):
             return lightning_file.read(path)
@@ -293,6 +304,16 @@ class CheckpointMixin(LayoutMixin):
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
     if late:
         rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module has None there.")
+
+
+@functools.cache
+def _warn_of_unequal_buffers(*names: str) -> None:
+    if names:
+        rank_zero_warn(
+            f"Checkpoints hold {', '.join(names)} of rank 0 only, but other ranks have other values: this strategy "
+            "does not copy buffers from rank to rank. A resume gives all ranks those of rank 0, so it is not exact. "
+            "Reduce what your code puts there over the ranks (self.all_gather(value).mean(0)), or type strategy=ddp."
+        )
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

@@ -1,4 +1,4 @@
-"""Lightning's loops over epochs and batches: the only place that knows their private parts.
+"""Lightning's loop over batches. This file and `fit_loop.py` are the only places that know its loops' private parts.
 
 `EpochLoop.advance` and `on_advance_end` are one training step, with every hook in Lightning's order.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as BatchStage
@@ -28,6 +27,7 @@ from armature.data.prefetch import TRANSFER_HOOKS
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
+from armature.training import epoch_start
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -58,6 +58,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.step_ended = step_ended
         self._completed_batches: int | None = None  # unknown until a batch is trained or a checkpoint of ours is loaded
         self.data_wait: DataWait | None = None
+        self._in_eval: list[str] | None = None  # while it validates
         self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
         self._takes_index = True
 
@@ -223,6 +224,12 @@ class EpochLoop(_TrainingEpochLoop):
         return kwargs
 
     @override
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        fit_loop: Any = self.trainer.fit_loop
+        with fit_loop.asking_for_data():
+            super().on_run_start(data_fetcher)
+
+    @override
     def _on_before_fetch(self) -> None:
         self.trainer.profiler.start(FETCH)  # pyright: ignore[reportAttributeAccessIssue]
         if self.data_wait is not None:
@@ -302,12 +309,21 @@ class EpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         trainer.validating = True
         first_loop_iter = trainer._logger_connector._first_loop_iter
+        self._in_eval = epoch_start.in_eval(trainer.lightning_module)
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
         self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
-        self.val_loop.run()
+        try:
+            self.val_loop.run()
+        finally:
+            self._in_eval = None
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
+
+    @property
+    def modules_in_eval(self) -> list[str]:
+        """The names of the modules that training has in eval mode, also while it validates."""
+        return epoch_start.in_eval(self.trainer.lightning_module) if self._in_eval is None else self._in_eval
 
     # ------------------------------------------------------------ resume
     @override
@@ -364,57 +380,3 @@ class EpochLoop(_TrainingEpochLoop):
         """Forget that the run was resumed: at the end of a resumed epoch."""
         self.restarting = False
         self.reset_restart_stage()
-
-
-class FitLoop(_FitLoop):
-    """Run the epochs.
-
-    Args:
-        before_training: called once, when everything is set up and restored and no batch has been fetched; also if a
-            resumed run has no step left.
-    """
-
-    epoch_loop: EpochLoop
-
-    def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
-        super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
-        self._before_training = before_training
-        self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
-
-    @property
-    @override
-    def done(self) -> bool:
-        return self.epoch_loop.all_global_batches_are_done or super().done
-
-    @override
-    def run(self) -> None:
-        functions, self._before_training = self._before_training, []
-        if functions:
-            self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
-        for function in functions:
-            function()
-        if self.restarting and not self.epoch_loop.last_batch_is_done:
-            # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
-            progress: Any = self.epoch_progress
-            progress.current.processed = 0
-        super().run()
-
-    @override
-    def on_advance_start(self) -> None:
-        # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
-        if (strategy := StrategyMixin.find(self.trainer)) is not None:
-            strategy.random_state.restore()
-        functions, self.before_first_batch = self.before_first_batch, []
-        for function in functions:
-            function()
-        super().on_advance_start()
-
-    def restore_progress(self, *, epoch: int, started: bool) -> None:
-        """Set the counters of a resumed run: complete epochs, and whether some batches of the next one are done."""
-        progress: Any = self.epoch_progress
-        for count in (progress.total, progress.current):
-            count.ready = count.started = epoch + started
-            count.processed = count.completed = epoch
-        self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
-        self._restarting = False  # else the schedulers that are due at the end of this epoch would be skipped
-        self._last_train_dl_reload_epoch = epoch

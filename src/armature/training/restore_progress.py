@@ -1,5 +1,6 @@
 """Restore Lightning's counters after a resume at any step, also on other ranks or with another micro-batch size."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import epoch_metrics
+from armature.training import epoch_metrics, epoch_start
 from armature.training.progress import completed_batches
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -33,6 +34,9 @@ class RestoreProgress(Callback):
         self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
         self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
+        self._in_eval: list[str] | None = None  # None: the checkpoint does not know
+        self._attributes: epoch_start.RestoredAttributes | None = None
+        self._saved_attributes: dict[int, set[str]] = {}
         self._trainer: OurTrainer | None = None
 
     @property
@@ -42,6 +46,8 @@ class RestoreProgress(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(trainer, OurTrainer)
         self._trainer = trainer
+        if (strategy := StrategyMixin.find(trainer)) is not None:
+            strategy.before_loading = [partial(self.loading, trainer)]
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -51,8 +57,9 @@ class RestoreProgress(Callback):
             self._ordered(self._left | epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module)),
             epoch_metrics.metric_states(module),
             _data_rank(trainer),
+            trainer.fit_loop.epoch_loop.modules_in_eval,
         )
-        logged, states, data_ranks = zip(*process_group.all_gather_object(own), strict=True)
+        logged, states, data_ranks, in_eval = zip(*process_group.all_gather_object(own), strict=True)
         return {
             "epoch": trainer.current_epoch,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -60,6 +67,7 @@ class RestoreProgress(Callback):
             "data_ranks": list(data_ranks),
             "logged": list(logged),
             "states": list(states),
+            "in_eval": sorted({name for names in in_eval for name in names}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -67,6 +75,15 @@ class RestoreProgress(Callback):
         self._logged, self._states = state_dict["logged"], state_dict.get("states", [])
         self._step_values = state_dict.get("step_values", [])
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
+        self._in_eval = state_dict.get("in_eval")
+
+    def loading(self, trainer: Trainer) -> None:
+        """Before modules and callbacks load their own state."""
+        self._attributes = epoch_start.RestoredAttributes(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._attributes is not None:
+            self._saved_attributes, self._attributes = self._attributes.find(), None
 
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch, and before the validation that a checkpoint owes: restore metric objects."""
@@ -107,10 +124,16 @@ class RestoreProgress(Callback):
             own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
+        weights = epoch_start.copy_weights(trainer)  # Lightning has restored them: on_train_start must not change them
         same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
 
         def replace_logged() -> None:
             """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
+            if mid_epoch:
+                epoch_start.repeat(trainer, self._saved_attributes)
+            epoch_start.put_back(module, weights)
+            if self._in_eval is not None:
+                epoch_start.set_modes(module, self._in_eval)
             epoch_metrics.restore_states(module, states, **same)
             results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
-from armature.training.loops import EpochLoop, FitLoop
+from armature.training.fit_loop import FitLoop
+from armature.training.loops import EpochLoop
 
 
 class NoSignals:

@@ -48,7 +48,7 @@ FOREIGN: dict[str, str] = {
     "trainer.inference_mode": "Nothing to type: validation and test always run without gradients",
     "trainer.barebones": "Type logger=none callbacks=none",
     "trainer.use_distributed_sampler": _SAMPLER,
-    "trainer.reload_dataloaders_every_n_epochs": "Nothing to type: loaders are made anew for each epoch",
+    "trainer.reload_dataloaders_every_n_epochs": "Loaders are made once. Change the dataset in on_train_epoch_start",
     "trainer.model_registry": "Type checkpoint.root=s3://… to keep checkpoints in an object store",
     "trainer.enable_autolog_hparams": "Nothing to type: every logger gets the whole configuration",
     # its older arguments
@@ -166,7 +166,7 @@ FOREIGN: dict[str, str] = {
     "data.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "data.pin_memory": "Nothing to type: memory is pinned if the device is a GPU",
-    "data.persistent_workers": "Nothing to type: workers live for an epoch",
+    "data.persistent_workers": "Nothing to type: workers live as long as the run; your own DataLoader keeps its value",
     "data.shuffle": "Nothing to type: training samples are shuffled in each epoch, by seed",
     # ------------------------------------------------------------------ Hugging Face's Trainer and other scripts
     "epochs": "Type trainer.max_epochs={value}",

@@ -1,0 +1,84 @@
+"""Lightning's loop over epochs, as `loops.py` is its loop over the batches of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from typing_extensions import override
+
+from armature.strategies.base import StrategyMixin
+from armature.training.loops import EpochLoop
+
+
+class FitLoop(_FitLoop):
+    """Run the epochs.
+
+    Args:
+        before_training: called once, when everything is set up and restored and no batch has been fetched; also if a
+            resumed run has no step left.
+    """
+
+    epoch_loop: EpochLoop
+    asks_for_data = False  # else a hook or the user's code asks a data module for its training data
+
+    def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
+        super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
+        self._before_training = before_training
+        self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
+
+    @property
+    @override
+    def done(self) -> bool:
+        return self.epoch_loop.all_global_batches_are_done or super().done
+
+    @override
+    def run(self) -> None:
+        functions, self._before_training = self._before_training, []
+        if functions:
+            self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
+        for function in functions:
+            function()
+        if self.restarting and not self.epoch_loop.last_batch_is_done:
+            # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
+            progress: Any = self.epoch_progress
+            progress.current.processed = 0
+        super().run()
+
+    @override
+    def setup_data(self) -> None:
+        with self.asking_for_data():
+            super().setup_data()
+
+    @contextmanager
+    def asking_for_data(self) -> Iterator[None]:
+        """Let data modules know that the loop itself asks for the training data, or begins to iterate over them."""
+        self.asks_for_data = True
+        try:
+            yield
+        finally:
+            self.asks_for_data = False
+
+    @override
+    def on_advance_start(self) -> None:
+        # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
+        if (strategy := StrategyMixin.find(self.trainer)) is not None:
+            strategy.random_state.restore()
+        functions, self.before_first_batch = self.before_first_batch, []
+        for function in functions:
+            function()
+        super().on_advance_start()
+
+    def restore_progress(self, *, epoch: int, started: bool) -> None:
+        """Set the counters of a resumed run: complete epochs, and whether some batches of the next one are done."""
+        progress: Any = self.epoch_progress
+        for count in (progress.total, progress.current):
+            count.ready = count.started = epoch + started
+            count.processed = count.completed = epoch
+        self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
+        self._restarting = False  # else the schedulers that are due at the end of this epoch would be skipped
+        self._last_train_dl_reload_epoch = epoch
