@@ -42,8 +42,8 @@ launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_to
 data.source.tokenizer_bytes=-1 data.source.vocab_size=100 data.source.val_fraction=nan data.source.path=5
 data.seed=-1 data.num_workers=null data.context=0 data.source=5 strategy.activation_checkpointing=some
 strategy.compile=yes strategy.backend=tcp model._target_=null model._target_=5 model._target_=[a]
-model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.name=. run.name=.. run.dir=x
-run.id=x run.git=x run.micro_batch_size=4 resume='' resume=/dev/zero
+model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.root=s3://bucket/runs run.name=. run.name=..
+run.dir=x run.id=x run.git=x run.micro_batch_size=4 resume='' resume=/dev/zero
 model.layers=100000000 model.vocab_size=1000000000000 model.context=1000000000000 model.width=1000000000000
 data.num_workers=100000 data.global_batch_size=1000000000000 data.eval_batch_size=1000000000000
 data.source.context=1000000000000 trainer.devices=100000 trainer.num_nodes=1000000 task.preview_tokens=100000000
@@ -51,7 +51,7 @@ data.source.context=1000000000000 trainer.devices=100000 trainer.num_nodes=10000
 OF_ANOTHER_FORM = words("""
 model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5 logger=5 ~run
 +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
-+callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
+~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
 +logger.e._target_=torch.nn.Identity
 +callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
 """)
@@ -116,6 +116,15 @@ def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
 def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(problems_of(*typed), typed[-1])
+
+
+@pytest.mark.parametrize("key", ["run.name", "run.root", "checkpoint.root"])
+def test_a_folder_that_cannot_be_printed_is_refused(key, default):
+    for name in ("a\0b", "a\nb\x1b[31m"):
+        cfg = default.copy()
+        OmegaConf.update(cfg, key, name)
+        with pytest.raises(ConfigError, match=rf"{key}='a.*': holds characters that cannot be printed"):
+            check(cfg, prepare=False)
 
 
 @pytest.mark.parametrize("length", [256, 300, 5000])

@@ -308,6 +308,10 @@ def _name_problems(name: str | None) -> list[str]:
 
 
 def _folder_problems(key: str, folder: str | None) -> list[str]:
+    if folder is not None and not folder.isprintable():
+        return [f"{key}={folder!r}: holds characters that cannot be printed. Type another {key}."]
+    if folder is not None and "://" in folder and key == "run.root":
+        return [f"{key}={folder}: must be a folder of this machine. Type checkpoint.root={folder} for the checkpoints."]
     if folder is None or "://" in folder:
         return []
     try:
