@@ -36,7 +36,7 @@ from armature.validation import (
     values,
 )
 
-MOST_PROCESSES = 64  # on a machine of few CPUs
+MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
