@@ -75,6 +75,10 @@ TOGETHER = [
     ("experiment=digits", "model.image_size=1000000000"),
     *(("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", each) for each in words("""
       data.std=[0,0,0] data.std=0.5 data.mean=[1] data.margin=-3 data.size=1000000000 data.val_fraction=2""")),
+    ("data=mixture", "data.paths=[a]"), ("data=mixture", "data.paths={a: 1}"),
+    ("data=mixture", "data.paths={a: b}", "data.weights=[1]"),
+    ("data=mixture", "data.paths={a: b}", "data.weights={a: -1}"),
+    ("data=tokens", "data.path=.", "data.source.dtype=abc"),
     ("data=text", "data.path=null"), ("data=text", "data.path=[1,2]"), ("data=text", "data.path=/dev/zero"),
 ]  # fmt: skip
 

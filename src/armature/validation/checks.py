@@ -163,8 +163,8 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
         key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
         if key.startswith("model.") and (lacking := re.search(r"key '(data\.\S+)' not found", lines[0])):
             return [
-                f"{key}: it is {lacking[1]}, which data._target_={cfg.data._target_} does not have. Type task=… and "
-                f"model=… for these data (docs/data.md), or {key}=…"
+                f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… for them "
+                f"(docs/data.md), or {key}=…"
             ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
         return [f"{key}: {said}.".removeprefix(": ")]

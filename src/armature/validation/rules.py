@@ -92,6 +92,19 @@ def paths(value: Any) -> str | None:
     return None if good else "must be a path, a pattern, or a list of them"
 
 
+def named_paths(value: Any) -> str | None:
+    good = (
+        isinstance(value, dict) and value and all(each is not None and paths(each) is None for each in value.values())
+    )
+    return None if good else "must be a path or a list of them for each name, as in {a: a/*.txt, b: b}"
+
+
+def named_weights(value: Any) -> str | None:
+    positive = number(above=0)
+    good = value is None or (isinstance(value, dict) and value and not any(map(positive, value.values())))
+    return None if good else "must be a number above 0 for each name, as in {a: 3, b: 1}, or null for all alike"
+
+
 def duration(value: Any) -> str | None:
     found = re.fullmatch(r"(\d{1,5}):(\d{2}):(\d{2}):(\d{2})", str(value))
     days, hours, minutes, seconds = map(int, found.groups()) if found else (0, 0, 0, 0)

@@ -32,6 +32,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.stage": (1, 2, 3),
+    "data.source.dtype": ("uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"),
     "strategy.sequence_parallel": ("auto", True, False),
 }
 ALIASES = {
@@ -139,6 +140,8 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.global_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True),
     "data.path": rules.paths,
     "data.source.path": rules.paths,
+    "data.paths": rules.named_paths,
+    "data.weights": rules.named_weights,
     "data.source.context": _size,
     "data.multiple": rules.number(least=1, most=2**24, whole=True, null="data.context"),
     "data.source.vocab_size": rules.number(least=257, most=2**24, whole=True),
