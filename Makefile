@@ -11,14 +11,17 @@ EXTRAS ?=
 # own index is asked there, unless pip finds a CPU build without it. TORCH_CPU_INDEX= asks no other index. GPU=1: on a login
 # node without a GPU, whose environment jobs on GPUs use.
 GPU ?= $(wildcard /dev/nvidia[0-9]* /dev/dxg)
-TORCH := $(if $(GPU),torch,torch==2.13.0)
+TORCH := $(if $(GPU)$(TORCH_INDEX),torch,torch==2.13.0)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH_NEEDS_INDEX := $(if $(GPU),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
+# TORCH_INDEX=https://download.pytorch.org/whl/cu126 (an older driver), …/rocm7.1 (AMD): torch comes from there and nowhere else
+TORCH_INDEX ?=
+TORCH_NEEDS_INDEX := $(if $(GPU)$(TORCH_INDEX),,$(if $(filter Linux,$(shell uname -s)),$(TORCH_CPU_INDEX)))
 # with that index nothing but the CPU build will do: where it cannot be reached, pip fails and names it
 TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
-PIP_INSTALL = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
+PIP_TOOLS = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
 	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
 
 $(VENV)/bin/python:
@@ -26,6 +29,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
+	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --index-url $(TORCH_INDEX) "$$(grep '^torch>' requirements.txt)")
 	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
 	@touch $@
 
@@ -37,7 +41,9 @@ help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
-	@$(if $(EXTRAS),$(BIN)/$(PIP_INSTALL) $(EXTRAS:%=--requirement requirements-%.txt) "$(TORCH_BUILD)",true)
+	@$(if $(filter-out timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) \
+		$(patsubst %,--requirement requirements-%.txt,$(filter-out timm,$(EXTRAS))) "$(TORCH_BUILD)",true)
+	@$(if $(filter timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) --no-deps --requirement requirements-timm.txt,true)
 
 setup-finetune: ## The same as make setup EXTRAS=finetune
 	@$(MAKE) setup EXTRAS=finetune
@@ -90,7 +96,7 @@ runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, wit
 	@echo '*' > .venv-notebooks/.gitignore
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(.venv-notebooks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
-	.venv-notebooks/bin/pip install --quiet --requirement requirements-notebooks.txt
+	.venv-notebooks/bin/$(PIP_TOOLS) --requirement requirements-notebooks.txt
 	@touch $@
 
 notebooks: .venv-notebooks/.installed ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
@@ -103,15 +109,18 @@ images: $(VENV)/.installed ## Make the images of README.md again, from real runs
 .venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv --clear .venv-docs
 	@echo '*' > .venv-docs/.gitignore
-	.venv-docs/bin/pip install --quiet --requirement requirements-docs.txt
+	.venv-docs/bin/$(PIP_TOOLS) --requirement requirements-docs.txt
 	@touch $@
 
+lock: CONSTRAINTS = # of what the tools of .venv-docs were, else a change of theirs could not be installed
+LOCKED := dev extras docs notebooks timm # dev and extras include the others
 # versions in the file stay, unless a requirement forbids them
 lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
 	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt
 	.venv-docs/bin/uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet $(if $(UPGRADE),--upgrade) \
-		--constraint .venv-docs/torch.txt requirements-dev.txt requirements-extras.txt --output-file constraints.txt
-	sed -i.old -E '/^(torch|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
+		--constraint .venv-docs/torch.txt --output-file constraints.txt \
+		$(LOCKED:%=requirements-%.txt)
+	sed -i.old -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
 	printf '%s\n' '# Everything but torch in the versions that were tested. make lock writes this file; CONSTRAINTS= ignores it.' \
 		| cat - constraints.txt > .venv-docs/constraints.txt && mv .venv-docs/constraints.txt constraints.txt
 

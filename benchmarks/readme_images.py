@@ -154,7 +154,7 @@ def as_svg(lines: list[str], colors: str) -> str:
     from rich.text import Text
 
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-    for line in lines:
+    for line in [*lines, " "]:  # rich cuts the underscores of the last one
         console.print(Text.from_ansi(line), overflow="fold", highlight=False)
     text = console.export_svg(title="Armature", theme=getattr(terminal_theme, colors), unique_id="terminal")
     return re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)  # fonts of a server

@@ -6,6 +6,7 @@ python scripts/convert.py outputs/<run.name> lightning.ckpt           for Lightn
 python scripts/convert.py outputs/<run.name> my-model                 a folder that transformers loads (decoders)
 python scripts/convert.py outputs/<run.name> my-adapter --adapter     a folder that peft loads (task=lora)
 python scripts/convert.py outputs/<run.name> my-model model.pretrained=FOLDER   if the base model has moved (task=lora)
+python scripts/convert.py my-adapter my-model --base FOLDER           an adapter of peft's added to its base model
 python scripts/convert.py outputs/<run.name> model.onnx               for models that export
 python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
@@ -31,13 +32,16 @@ SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="a run directory or a checkpoint in one; .safetensors; .ckpt")
+    parser.add_argument(
+        "source", type=Path, help="a run directory or a checkpoint in one; .safetensors; .ckpt; an adapter"
+    )
     parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2; a folder")
     parser.add_argument("--average", action="store_true", help="the averaged weights of the EMA callback")
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
     parser.add_argument("--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats")
     parser.add_argument("--dtype", help="of a folder's weights: float32, bfloat16 or float16; default: as imported")
     parser.add_argument("--adapter", action="store_true", help="a folder for peft with the adapters alone")
+    parser.add_argument("--base", help="of an adapter's folder: its base model, if it is not where it was")
     parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
     args = cli.parse_arguments(parser)
     try:
@@ -60,10 +64,13 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"{target} exists already. Name another, or remove it.")
     if not source.exists():
         raise ConfigError(f"{source}: no such path.")
-    check_options(args, from_file=from_file)
+    from_adapter = is_adapter(source)
+    check_options(args, from_file=from_file, from_adapter=from_adapter)
     from armature.checkpoint import convert, storage
 
-    if from_file:
+    if from_adapter and to_folder:
+        print(merge(args))
+    elif from_file:
         print(f"{target}: {len(convert.from_file(source, target))} tensors")
     elif to_folder:
         print(export_folder(args))
@@ -79,11 +86,34 @@ def run(args: argparse.Namespace) -> None:
             print(f"{target}: {len(write(checkpoint, target, average=args.average, base=weights))} tensors")
 
 
-def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
+def is_adapter(source: Path) -> bool:
+    """Return whether a folder is an adapter's, as peft writes it."""
+    return (source / "adapter_config.json").is_file() and not (source / "config.yaml").is_file()
+
+
+def merge(args: argparse.Namespace) -> str:
+    """Write an adapter's base model with the adapter added, and return what was written."""
+    from armature import worker
+    from armature.finetune import merge
+
+    worker.quiet()
+    return merge.merge(args.source, args.target, base=args.base)
+
+
+def check_options(args: argparse.Namespace, *, from_file: bool, from_adapter: bool = False) -> None:
     """Raise ConfigError for options that this conversion does not use."""
-    typed = {"--average": args.average, "--best": args.best} if from_file else {}
+    typed = {"--average": args.average, "--best": args.best} if from_file or from_adapter else {}
+    typed |= {"--base": not from_adapter and vars(args).get("base") is not None}
+    if from_adapter:
+        if args.target.suffix in FILES + PROGRAMS:
+            raise ConfigError(
+                f"{args.source} → {args.target}: an adapter is added to its model in a new folder. Name one."
+            )
+        typed |= {"--adapter": args.adapter, "--trust": args.trust, "--dtype": args.dtype is not None}
     if args.target.suffix not in PROGRAMS:
-        others = [each for each in args.overrides if from_file or not each.startswith("model.pretrained=")]
+        others = [
+            each for each in args.overrides if from_file or from_adapter or not each.startswith("model.pretrained=")
+        ]
         typed |= {"--input": args.input is not None, **dict.fromkeys(others, True)}
     if from_file or args.target.suffix in FILES + PROGRAMS:
         own = vars(args)

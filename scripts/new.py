@@ -20,7 +20,7 @@ from armature.errors import ConfigError
 
 GROUPS = ("model", "data", "task", "experiment")
 VALUES = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "nan", "inf", "none", "default")
-TEST = '''"""`experiment=example` passes the checks, learns, and gives the same losses under another strategy."""
+TEST = '''"""The experiment passes the checks, learns, and gives the same losses under another strategy."""
 
 import sys
 
@@ -29,20 +29,19 @@ import pytest
 import armature
 from tests import running
 
-TRAIN = [sys.executable, str(running.ROOT / "train.py"), "experiment=example", "logger=none", "trainer.accelerator=cpu"]
+NAME = "example"
+FIXED = ("logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_steps=20", "run.name=run")
 
 
 def losses(folder, *overrides, ranks=1):
-    command = [*TRAIN, "trainer.precision=32-true", "trainer.max_steps=20", "run.name=run", *overrides]
-    result = running.run(
-        [*command, f"trainer.devices={ranks}"], cwd=folder, env=running.environment(), ranks=ranks
-    )
+    command = [sys.executable, str(running.ROOT / "train.py"), f"experiment={NAME}", *FIXED, *overrides]
+    result = running.run([*command, f"trainer.devices={ranks}"], cwd=folder, env=running.environment(), ranks=ranks)
     assert result.returncode == 0, result.stderr[-6000:]
     return running.losses(folder / "outputs" / "run")
 
 
 def test_it_passes_the_checks():
-    assert armature.compose("experiment=example").model._target_.startswith("example.")
+    assert armature.compose(f"experiment={NAME}").model._target_.startswith(f"{NAME}.")
 
 
 @pytest.mark.slow
@@ -66,7 +65,9 @@ def main() -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
-    print(f"\nnext: python train.py experiment={name}\n      python -m pytest tests/test_{name}.py")
+    print(f"\nnext: python train.py experiment={name}")
+    print(f"      make test-fast ARGS=tests/test_{name}.py      # installs pytest, and checks the configuration")
+    print(f"      .venv/bin/python -m pytest tests/test_{name}.py   # then this also trains, alone and under ddp")
     print("docs/your-own.md explains each part.")
 
 
@@ -82,7 +83,14 @@ def texts(name: str) -> dict[Path, str]:
     found = {copy: path.read_text(encoding="utf-8") for copy, path in copies.items()}
     found[target / "__init__.py"] = '"""Model, plan, data and task of experiment=example."""\n'
     found[ROOT / "tests" / f"test_{name}.py"] = TEST
-    return {path: re.sub(r"\bexample\b", name, text) for path, text in found.items()}
+    return {path: renamed(text, name) for path, text in found.items()}
+
+
+def renamed(text: str, name: str) -> str:
+    """Return a text of the example under the name, its imports of our packages in the order that ruff wants."""
+    text = re.sub(r"\bexample\b", name, text)
+    imports = rf"(?:^from (?:armature|{name})\b.*\n)+"
+    return re.sub(imports, lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.MULTILINE)
 
 
 def name_problems(name: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 python scripts/notebooks.py            all, in the environment of make notebooks
 python scripts/notebooks.py 1 4        some
-python scripts/notebooks.py --check    write nothing: do they still run, and do scripts and notebooks agree?
+python scripts/notebooks.py --check    write nothing: do they still run, do scripts and notebooks agree, and did the
+                                       cells of the committed one take less than two minutes?
 """
 
 # pyright: reportMissingImports=false
@@ -16,7 +17,8 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-CELL_SECONDS = 600  # after which a cell counts as hanging; on two quiet cores a notebook takes less than 120
+CELL_SECONDS = 600  # after which a cell counts as hanging
+MOST_SECONDS = 120  # of all cells of a notebook that is committed, on two cores; its metadata have the number
 
 
 def main() -> None:
@@ -40,12 +42,23 @@ def execute(script: Path, *, write: bool) -> list[str]:
     NotebookClient(
         notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
     ).execute()
-    print(f"{target.name}: {time.monotonic() - started:.0f} s")
+    seconds = time.monotonic() - started
+    print(f"{target.name}: {seconds:.0f} s")
+    notebook.metadata["armature"] = {"seconds": round(seconds)}
     clean(notebook)
     if write:
         nbformat.write(notebook, target)
         return []
-    return [f"{target.name} lags behind {script.name}. Type make notebooks"] * (not agree(script, target))
+    problems = [] if agree(script, target) else [f"{target.name} lags behind {script.name}. Type make notebooks"]
+    return problems + too_slow(target)
+
+
+def too_slow(target: Path) -> list[str]:
+    """Return the problem of a committed notebook whose cells took too long; an older one has no number."""
+    seconds = nbformat.read(target, as_version=4).metadata.get("armature", {}).get("seconds", 0)
+    if seconds <= MOST_SECONDS:
+        return []
+    return [f"{target.name} took {seconds} s, more than {MOST_SECONDS} s. On an idle machine type make notebooks"]
 
 
 def clean(notebook: nbformat.NotebookNode) -> None:

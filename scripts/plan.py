@@ -10,6 +10,8 @@ recomputation are chosen, unless they are typed. docs/planner.md explains the re
 """
 
 import argparse
+import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from armature.simulation import settings
 from armature.training.limits import prefer_typed
 from armature.validation import checks
 
-KEPT = tuple(f"strategy.{name}=" for name in ("activation_checkpointing", "compile", "compile_mode", "float8"))
+KEPT = tuple(f"strategy.{name}" for name in ("activation_checkpointing", "compile", "compile_mode", "float8"))
 CHOSEN = ("strategy", "trainer.devices", "trainer.num_nodes", "hardware")  # keys that the plan's command replaces
 
 
@@ -39,15 +41,48 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, help="tokens (or samples) to train on, instead of the configuration's")
     parser.add_argument("--budget", help="FLOPs as in 1e22, or GPU hours as in 5000h: the compute-optimal sizes for it")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw memory and throughput of the layouts")
+    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
+        check(arguments)
         plan(arguments, typed)
     except ConfigError as error:
         cli.refuse(error.problems)
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that would fail only after the work."""
+    problems = []
+    if arguments.tokens is not None and not 0 < arguments.tokens < math.inf:
+        problems.append(f"--tokens {arguments.tokens:g}: type a number above 0, such as 1e11.")
+    if arguments.budget is not None:
+        try:
+            budget.flops_of(arguments.budget, flops_per_device_second=1.0)
+        except ConfigError as error:
+            problems += error.problems
+    picture = arguments.svg
+    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
+        what = "it is a folder" if picture.is_dir() else f"there is no folder {picture.parent}"
+        problems.append(f"--svg {picture}: {what}. Type the name of a file in a folder that exists.")
+    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
+        problems.append(f"--config-dir {arguments.config_dir}: there is no such folder.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def kept_words(arguments: argparse.Namespace, typed: list[str]) -> str:
+    """Return the typed words that the plan's command keeps, quoted for a shell."""
+    words = ["--config-dir", arguments.config_dir] if arguments.config_dir else []
+    for each in typed:
+        key = each.partition("=")[0].lstrip("+~")
+        if key in KEPT or not (key in CHOSEN or key.startswith("strategy.")):
+            words.append(each)
+    return shlex.join(words)
+
+
 def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
-    cfg, device = composed(typed)
+    own = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
+    cfg, device = composed([*own, *typed])
     if problems := settings.problems(alone(cfg), device):  # what no layout can mend
         raise ConfigError(problems)
     cost = cost_of(cfg)
@@ -64,7 +99,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
             "other weights or with norms (task.adapter.targets, train, dora). "
             "Type scripts/simulate.py with this command line."
         )
-    values = dict(each.split("=", 1) for each in typed)
+    values = dict(each.lstrip("+").split("=", 1) for each in typed)
     micro, count, num_nodes = (
         cli.whole_number(key, values.get(key, "auto"))
         for key in ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes")
@@ -75,7 +110,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     if not arguments.quick:
         runs = refine.simulated(cfg, device, runs)
     units = arguments.tokens or configured_units(cfg, cost.units_per_sample)
-    kept = " ".join(each for each in typed if each.startswith(KEPT) or not each.startswith(CHOSEN))
+    kept = kept_words(arguments, typed)
     print(f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of weights in 16 bits")
     if units:
         print(f"Run: {units:,.0f} {cost.unit}, {'as typed' if arguments.tokens else 'by trainer.max_steps'}")

@@ -3,6 +3,8 @@
 python scripts/reference.py            prints it
 python scripts/reference.py --write    writes docs/reference.md
 python scripts/reference.py --check    fails if docs/reference.md differs
+
+A clone's own files need no place on the page: --check compares the files that it shows, and names the others.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs" / "reference.md"
 FIRST = ("trainer", "data", "strategy", "checkpoint", "launch", "optimizer", "scheduler", "model", "task")
+OF_A_CLONE = ("project.name",)  # values that a clone sets
+WRITE = "python scripts/reference.py --write"
 HEAD = """# Configuration
 
 Made by `python scripts/reference.py --write` from the comments in `configs/`. `python train.py --cfg job` prints the
@@ -39,23 +43,44 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail if docs/reference.md differs")
     args = parser.parse_args()
     if args.write:
-        PAGE.write_text(page(), encoding="utf-8")
+        PAGE.write_text(page(files()), encoding="utf-8")
     elif not args.check:
-        print(page(), end="")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit("docs/reference.md differs from configs/. Type python scripts/reference.py --write")
+        print(page(files()), end="")
+    else:
+        if missing := [path for path in shown() if not path.exists()]:
+            sys.exit(f"docs/reference.md shows {relative(missing)}, which is missing. Type {WRITE}")
+        if PAGE.read_text(encoding="utf-8") != page(shown()):
+            sys.exit(f"docs/reference.md differs from configs/. Type {WRITE}")
+        if others := [path for path in files() if path not in shown()]:
+            print(f"not in docs/reference.md, and need not be if they are your own: {relative(others)}")
 
 
-def page() -> str:
-    """Return the whole page."""
-    groups = sorted({path.parent.name for path in CONFIGS.glob("*/*.yaml")})
+def files() -> list[Path]:
+    """Return the files of all groups."""
+    found = sorted(CONFIGS.glob("*/*.yaml"))  # those in local/ are a user's own, which git ignores
+    return [path for path in found if path.parent.name != "local" or path.stem == "example"]
+
+
+def shown() -> list[Path]:
+    """Return the files that the page shows: those that are shipped, without the own ones of a clone."""
+    titles = re.findall(r"^### (\w+)=(\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [CONFIGS / group / f"{name}.yaml" for group, name in titles]
+
+
+def relative(paths: list[Path]) -> str:
+    return ", ".join(str(path.relative_to(ROOT)) for path in paths)
+
+
+def page(paths: list[Path]) -> str:
+    """Return the whole page about these files."""
+    groups = sorted({path.parent.name for path in paths})
     groups = [*FIRST, *(group for group in groups if group not in FIRST)]
     parts = [HEAD, "## Top level\n", *describe(CONFIGS / "train.yaml")]
     for group in groups:
         parts.append(f"\n## {group}\n")
-        for path in sorted(CONFIGS.glob(f"{group}/*.yaml"), key=lambda path: (path.stem != "default", path.stem)):
-            if group != "local" or path.stem == "example":  # the others are a user's own, which git ignores
-                parts += section(path)
+        own = [path for path in paths if path.parent.name == group]
+        for path in sorted(own, key=lambda path: (path.stem != "default", path.stem)):
+            parts += section(path)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -74,7 +99,7 @@ def describe(path: Path) -> Iterator[str]:
     if found:
         yield "| key | value | meaning |\n| --- | --- | --- |"
         for key in found:
-            value = f"`{cell(key.value)}`" if key.value else ""
+            value = f"`{cell(key.value)}`" if key.value and key.name not in OF_A_CLONE else ""
             yield f"| `{key.name}` | {value} | {escape(key.comment)} |"
         yield ""
 

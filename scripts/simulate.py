@@ -89,6 +89,11 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     name, overrides = devices.take_name(typed)
     default = devices.THIS if hardware.gpu_count() else DEFAULT
     device = devices.named(default if name is None else name)
+    if device.accelerator != "gpu":
+        raise ConfigError(
+            f"hardware={device.name}: only GPUs are simulated, and this is a CPU. Type hardware={DEFAULT} or another "
+            "GPU of configs/hardware/; scripts/plan.py … --quick compares layouts of a CPU by formulas."
+        )
     cfg = pretrained.fill(cli.compose(overrides))
     for key in ("devices", "num_nodes"):
         cfg.trainer[key] = cli.whole_number(f"trainer.{key}", str(cfg.trainer[key])) or 1

@@ -146,6 +146,17 @@ def test_every_command_runs_a_script_of_ours_with_options_that_it_has(name):
             assert option in hydra or f'"{option}"' in code, f"{command}: {script.name} has no {option}"
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a clone")
+def test_git_ignores_the_files_that_the_commands_write():
+    words = {word for text in TEXTS.values() for command in commands(text) for word in words_of(command)}
+    files = {word.removeprefix("out=") for word in words if word.startswith("out=") and "/" not in word}
+    files |= {word for word in words if re.fullmatch(r"[\w.-]+\.(?:pt2|onnx|ckpt|safetensors)", word)}
+    files.add("compare.html")  # of scripts/compare.py without out=
+    assert len(files) > 4
+    result = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
+    assert set(result.stdout.split()) == files
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_link_leads_somewhere(name):
     page = ROOT / name
@@ -232,11 +243,10 @@ def test_the_site_has_every_page():
 def test_the_configuration_reference_is_current():
     """Of each file that it shows: a user's own files need no place in it. `make docs-check` compares the whole."""
     text = TEXTS[GENERATED]
-    shown = re.findall(r"^### (\w+)=(\w+)$", text, re.MULTILINE)
+    shown = reference.shown()
     assert len(shown) > 80
     remedy = "Type python scripts/reference.py --write"
-    for group, name in shown:
-        path = ROOT / "configs" / group / f"{name}.yaml"
+    for path in shown:
         assert path.exists(), remedy
         assert "\n".join(reference.section(path)).strip() in text, remedy
 
@@ -279,8 +289,9 @@ def texts_of(tree: ast.AST) -> str:
 
 @pytest.mark.slow
 def test_the_program_that_the_page_about_migrating_moves_over_trains(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "points", "points.yaml")  # a user's own
     for name in ("configs", "src"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "train.py", tmp_path)
     files = [body.partition("\n") for _, language, body in FENCE.findall(TEXTS["docs/migrating.md"]) if language]
     written = {head.removeprefix("# "): rest for head, _, rest in files if "points" in head}
@@ -288,8 +299,31 @@ def test_the_program_that_the_page_about_migrating_moves_over_trains(tmp_path):
     for name, text in written.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "train.py", "experiment=points", "trainer.max_epochs=2", "logger=none", "run.name=run"]
+    fixed = ["logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true"]
+    command = [sys.executable, "train.py", "experiment=points", *fixed]
     env = {**running.environment(), "PYTHONPATH": ""}
+    for words in (["trainer.max_epochs=2", "run.name=run"], ["debug=overfit", "run.name=overfit"]):
+        result = subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert running.summary(tmp_path / "outputs" / "run")["metrics"]["val/accuracy"] > 0.9
+    losses = running.losses(tmp_path / "outputs" / "overfit")
+    assert losses[-1] < 0.1 * losses[0]  # one batch over and over
+    words = ["strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "run.name=ddp"]
+    result = subprocess.run([*command, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    epoch = running.losses(tmp_path / "outputs" / "run")[:64]
+    assert running.losses(tmp_path / "outputs" / "ddp") == pytest.approx(epoch, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_script_that_the_page_about_migrating_starts_from_runs(tmp_path):
+    (script,) = [body for _, _, body in FENCE.findall(TEXTS["docs/migrating.md"]) if body.startswith("# ddp.py\n")]
+    (tmp_path / "ddp.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    env = {**running.environment(), "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert running.summary(tmp_path / "outputs" / "run")["metrics"]["val/accuracy"] > 0.9
+    lines = [line for line in result.stdout.splitlines() if line.startswith("epoch ")]
+    assert [line.split()[1] for line in lines] == [*"01234"]
+    assert float(lines[-1].split()[-1]) > 0.9
+    assert (tmp_path / "last.pt").exists()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -86,14 +87,41 @@ def test_issue_forms_ask_for_something():
 def test_the_lock_file_pins_every_requirement_but_torch():
     lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
     pinned = {each.name: str(each.specifier)[2:] for each in map(Requirement, lines)}
-    assert not {name for name in pinned if re.match(r"torch$|triton|nvidia|cuda", name)}
-    others = {f"requirements-{name}" for name in ("docs", "notebooks", "timm")}  # installed apart
-    files = [path for path in ROOT.glob("requirements*.txt") if path.stem not in others]
+    assert not {name for name in pinned if re.match(r"torch$|torchvision|triton|nvidia|cuda", name)}
+    files = ROOT.glob("requirements*.txt")
     wanted = [line.partition(" #")[0] for path in files for line in path.read_text().splitlines() if line[:1].isalpha()]
     assert len(wanted) > 30
     for requirement in map(Requirement, wanted):
         if requirement.name != "torch":
             assert requirement.specifier.contains(pinned[requirement.name]), f"{requirement}: type make lock"
+
+
+def planned(*words: str) -> str:
+    """The commands that make would run for a first setup."""
+    command = ["make", "--dry-run", "setup", "VENV=nowhere", "GPU=", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_torch_comes_from_the_index_that_is_named():
+    index = "https://download.pytorch.org/whl/cu126"
+    lines = planned(f"TORCH_INDEX={index}").splitlines()
+    (alone,) = [line for line in lines if f"--index-url {index}" in line]
+    (rest,) = [line for line in lines if "--requirement requirements.txt" in line]
+    assert lines.index(alone) < lines.index(rest)
+    assert rest.endswith('"torch"')  # as it is installed by then, and no CPU build
+    assert "whl/cpu" not in "".join(lines)
+    assert "--index-url https" not in planned("TORCH_CPU_INDEX=")
+
+
+def test_timm_is_installed_without_torchvision():
+    lines = planned("EXTRAS=wandb timm").splitlines()
+    (others,) = [i for i, line in enumerate(lines) if "--requirement requirements-wandb.txt" in line]
+    (timm,) = [i for i, line in enumerate(lines) if "--requirement requirements-timm.txt" in line]
+    assert others != timm
+    assert "--no-deps" in lines[timm]
+    assert "--no-deps" not in lines[others]
 
 
 def test_versions_agree():

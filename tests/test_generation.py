@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from armature.models.decoder import generation
+from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.generation import complete, generate, sample
-from armature.models.decoder.model import Decoder, KeyValueCache
+from armature.models.decoder.model import Decoder
 
 PROMPT = torch.tensor([[3, 1, 4], [1, 5, 9]])
 
@@ -34,6 +36,48 @@ def test_prompts_of_different_lengths_continue_as_each_alone(model):
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
     first = alone[1][1]
     assert complete(model, prompts[1:2], max_new_tokens=30, temperature=0, eot=[30, first]) == [alone[1][:2]]
+
+
+def decoder(**options) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(**({"vocab_size": 31, "context": 64, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2} | options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"windows": [None, 5]}, {"document_token": 7}, {"windows": 4, "document_token": 7}, {"qk_norm": "weighted"}],
+    ids=str,
+)
+def test_prompts_that_fit_are_read_at_once_and_continue_as_each_alone(options, monkeypatch):
+    model, read = decoder(**options), []
+    prompts = [[3, 1, 7, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [2], [7, 1, 8, 2], list(range(30))]
+    alone = [generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist() for each in prompts]
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **kwargs: (read.append([*ids.shape]), forward(ids, **kwargs))[1])
+    assert complete(model, prompts, max_new_tokens=30, temperature=0) == alone
+    assert read == [[4, 30], *[[4, 1]] * 29], "the prompts at once, then a token at a time"
+    eot = alone[2][9]
+    ended = complete(model, prompts, max_new_tokens=30, temperature=0, eot=eot)
+    for prompt, whole, got in zip(prompts, alone, ended, strict=True):
+        new = whole[len(prompt) :]
+        assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
+
+
+def test_the_head_computes_the_newest_positions_alone(model):
+    seen = []
+    model.head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[:2]))
+    generate(model, PROMPT, max_new_tokens=3, temperature=0)
+    complete(model, [[1, 2, 3], [4]], max_new_tokens=3, temperature=0)
+    assert seen == [(2, 1)] * 6
+
+
+def test_looking_rarely_for_the_end_of_all_rows_gives_the_same_text(model, monkeypatch):
+    prompts = [[3, 1, 4], [1, 5, 9], [2, 6]]
+    eot = complete(model, prompts, max_new_tokens=12, temperature=0)[0][5:7]
+    options = {"max_new_tokens": 12, "temperature": 0, "eot": eot}
+    expected = [complete(model, prompts, **options), generate(model, PROMPT, **options).tolist()]
+    monkeypatch.setattr(generation, "READ_EVERY", {"cpu": 5})
+    assert [complete(model, prompts, **options), generate(model, PROMPT, **options).tolist()] == expected
 
 
 def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(model, monkeypatch):

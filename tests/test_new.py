@@ -1,5 +1,6 @@
 """scripts/new.py: what it writes passes the checks and its own test, and what it refuses."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -44,22 +45,50 @@ def test_names_that_would_not_work_are_refused(name, expected):
         new.texts(name)
 
 
+@pytest.mark.parametrize("name", ["aa_b", "quite_free", "zz_a_name_of_some_sixty_letters_for_points_on_two_half_moons"])
+def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
+    copies = {tmp_path / path.relative_to(ROOT): text for path, text in new.texts(name).items()}
+    for copy, text in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(text)
+    for known in ("src/armature", "tests/running.py"):  # else ruff takes them for other people's packages
+        (tmp_path / known).symlink_to(ROOT / known)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ruff = shutil.which("ruff", path=Path(sys.executable).parent) or "ruff"
+    files = [copy for copy in copies if copy.suffix == ".py"]
+    for words in (["check"], ["format", "--check"]):
+        result = subprocess.run([ruff, *words, "--no-cache", *files], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
 @pytest.mark.slow
-def test_what_it_writes_passes_its_own_test(tmp_path):
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "test_*")
-    for name in ("benchmarks", "configs", "scripts", "src", "tests"):
+@pytest.mark.timeout(600)
+def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
+    own = ("moons", "moons.yaml", "test_moons.py")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", *own)
+    for name in ("benchmarks", "configs", "docs", "scripts", "src", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    for name in ("train.py", "pyproject.toml"):
+    for name in ("train.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     made = call("scripts/new.py", "moons", cwd=tmp_path)
     assert "python train.py experiment=moons" in made.stdout
-    assert call("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path).returncode == 0
+    train = tmp_path / "configs" / "train.yaml"
+    train.write_text(re.sub(r"(?m)^project:\n  name: \S+", "project:\n  name: mine", train.read_text()))
+    assert "name: mine" in train.read_text()
+    page = call("scripts/reference.py", "--check", cwd=tmp_path).stdout
+    assert "configs/data/moons.yaml" in page  # named, but no mistake
+    call("-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
+    call("-m", "ruff", "format", "--check", "--no-cache", ".", cwd=tmp_path)
+    call("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path)
+    readers = ("test_configs.py", "data/test_data_configs.py", "test_new.py", "test_readme.py", "slurm/test_submit.py")
+    chosen = ("-m", "not slow", "-k", "not misspelt", *(f"tests/{file}" for file in readers))
+    call("-m", "pytest", "-p", "no:cacheprovider", *chosen, cwd=tmp_path)
     again = call("scripts/new.py", "moons", cwd=tmp_path, check=False)
     assert again.returncode == 2
     assert "src/moons, configs/model/moons.yaml" in again.stderr
 
 
 def call(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=240)
+    result = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=280)
     assert not check or result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result

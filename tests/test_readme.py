@@ -3,6 +3,7 @@
 tests/test_docs.py checks links, paths and commands of all documents.
 """
 
+import html
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from hydra import compose, initialize_config_dir
 
 from armature import cli, config
 from armature.validation import parallelism as checks
+from scripts import reference
 from tests import running
 from tests.features import refused
 
@@ -44,8 +46,9 @@ def copying(fences: list[tuple[str, str]]) -> list[str]:
 def clone(tmp_path_factory):
     """A copy of the template in which the README's commands to copy the example were run."""
     folder = tmp_path_factory.mktemp("clone")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "moons", "moons.yaml")  # a user's own
     for name in ("configs", "scripts", "src"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "train.py", folder)
     assert copying(FENCES) == copying(EXPLAINED) == ["make", "new", "NAME=moons"]
     subprocess.run([sys.executable, "scripts/new.py", "moons"], cwd=folder, check=True)
@@ -158,6 +161,15 @@ def test_every_module_that_a_page_runs_exists():
     for name in {name for page in pages for name in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", page)}:
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_terminal_that_is_shown_names_every_strategy(theme):
+    text = html.unescape((ROOT / "docs" / "images" / f"terminal-{theme}.svg").read_text()).replace("\xa0", " ")
+    lines = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    options = "".join(lines).partition("Options: ")[2].partition(".")[0]
+    shipped = [path.stem for path in reference.shown() if path.parent.name == "strategy"]
+    assert re.split(r",\s*", options) == sorted(shipped), "type make images ARGS=terminal"
 
 
 def test_every_image_exists_for_light_and_dark_pages_and_asks_for_nothing():

@@ -1,11 +1,14 @@
 """What the command line tells a user: `--help`, `--cfg job`, tab completion, and the project's name."""
 
+import argparse
+import os
 import subprocess
 import sys
 
 import pytest
 
 import armature
+from armature import cli
 from armature.config import CONFIGS
 from armature.errors import ConfigError
 from armature.validation import usage
@@ -74,3 +77,13 @@ def test_the_projects_name_reaches_the_loggers():
     assert cfg.logger.wandb.project == "whales"
     with pytest.raises(ConfigError, match=r"project.name=my project: must be letters"):
         armature.compose("project.name=my project")
+
+
+def test_every_script_reads_dotenv(tmp_path, monkeypatch):
+    (tmp_path / ".env").write_text("ARMATURE_TOKEN_OF_A_TEST=abc\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    monkeypatch.setenv("ARMATURE_TOKEN_OF_A_TEST", "")
+    monkeypatch.delenv("ARMATURE_TOKEN_OF_A_TEST")  # is restored as it was: not there
+    cli.parse_arguments(argparse.ArgumentParser())
+    assert os.environ["ARMATURE_TOKEN_OF_A_TEST"] == "abc"

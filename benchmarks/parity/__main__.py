@@ -50,6 +50,7 @@ ALIKE = (  # ranks hold the same as in another layout: checkpoints do not depend
     "mixture, fsdp 2, expert 2, recomputed",
     "mixture, fsdp 2, expert 2, ZeRO-2",
     "mixture, fsdp 2 × pipeline 2, expert 2",
+    "mixture, fsdp 2 × pipeline 2, expert 2, interleaved, recomputed",
 )
 CHECKPOINTS = ("all", "distinct", "same")
 QUANTITIES = ("loss", "grad_norm", "weights")

@@ -60,6 +60,7 @@ class Job:
     save: str | None = None
     validate: bool = False
     ignore: bool = False  # ignore some targets, more in some samples than in others
+    packed: bool = False  # each sample packs two or three documents, which the batch tells apart
     seed: int = 3
 
 
@@ -97,6 +98,7 @@ LAYOUTS: dict[str, Job] = {
     "fsdp 2 × tensor 2": mesh(4, shard=2, tensor=2),
     "fsdp 2 × pipeline 2": mesh(4, shard=2, pipe=2),
     "tensor 2 × pipeline 2": mesh(4, tensor=2, pipe=2),
+    "tensor 2 × pipeline 2, zero bubble": mesh(4, tensor=2, pipe=2, schedule="zero_bubble"),
     "2×2×2": mesh(8, pipe=2, shard=2, tensor=2),
     "deepspeed 1 at 2": Job("DeepSpeed", {"stage": 1}, ranks=2),
     "deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
@@ -258,7 +260,10 @@ def _fit(job: Job) -> Run:
                 targets = self.data[sample, 1:].clone()
                 if job.ignore:
                     targets[: 16 if sample % 3 == 0 else sample * 7 % 13] = -100
-                return {"inputs": self.data[sample, :-1], "targets": targets}
+                place = torch.arange(len(targets))
+                documents = (place >= 3 + sample % 5).int() + (place >= 8 + sample % 11).int()
+                packed = {"documents": documents} if job.packed else {}
+                return {"inputs": self.data[sample, :-1], "targets": targets, **packed}
             return {"inputs": self.images[sample], "targets": self.labels[sample]}
 
     class Stream:
@@ -336,13 +341,13 @@ def _fit(job: Job) -> Run:
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
     trained = {name for name, param in task.named_parameters() if param.requires_grad}
+    own = {name: v.to_local().numel() if hasattr(v, "to_local") else v.numel() for name, v in task.state_dict().items()}
     facts = {
         "trained": {name for names in all_gather_object(trained) for name in names},
         "val/loss": float(trainer.callback_metrics.get("val/loss", torch.tensor(float("nan")))),
         "bubble_share": strategy.bubble_share,
-        "elements": sum(
-            v.to_local().numel() if hasattr(v, "to_local") else v.numel() for v in task.state_dict().values()
-        ),
+        "elements": sum(own.values()),
+        "expert_elements": sum(number for name, number in own.items() if ".experts." in name),
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
         "scaler": strategy.precision_plugin.state_dict(),

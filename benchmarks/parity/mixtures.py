@@ -19,6 +19,7 @@ LAYOUTS: dict[str, Job] = {
         "mixture, ddp 2": Job("DDP", ranks=2),
         "mixture, fsdp 2": mesh(2, shard=2),
         "mixture, deepspeed 2 at 2": Job("DeepSpeed", {"stage": 2}, ranks=2),
+        "mixture, deepspeed 3 at 2": Job("DeepSpeed", {"stage": 3}, ranks=2),
         "mixture, tensor 2": mesh(2, tensor=2),
         "mixture, fsdp 2, expert 2": mesh(2, shard=2, expert=2),
         "mixture, fsdp 2, expert 2, ignored": mesh(2, shard=2, expert=2),
@@ -36,6 +37,10 @@ LAYOUTS: dict[str, Job] = {
         "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble": mesh(
             4, pipe=2, shard=2, expert=2, schedule="zero_bubble"
         ),
+        "mixture, fsdp 2 × pipeline 2, expert 2, interleaved, recomputed": mesh(
+            4, pipe=2, shard=2, expert=2, schedule="interleaved_1f1b", activation_checkpointing="every"
+        ),
+        "mixture, tensor 2 × pipeline 2, zero bubble": mesh(4, pipe=2, tensor=2, schedule="zero_bubble"),
         "mixture, context 2 × fsdp 2, expert 4, ignored": mesh(4, context=2, shard=2, expert=4),
         "mixture, context 2 × tensor 2, expert 4, packed": mesh(4, context=2, tensor=2, expert=4),
         "mixture, fsdp 2 × context 2 × tensor 2, expert 4": mesh(8, shard=2, context=2, tensor=2, expert=4),

@@ -263,7 +263,11 @@ def out_file(words: Sequence[str], given: Path | None) -> tuple[list[str], Path 
 
 
 def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command line, and its KEY=VALUE. `purpose` of these is said of any other word."""
+    """Return the options of a command line, and its KEY=VALUE. `purpose` of these is said of any other word.
+
+    Secrets of .env, such as HF_TOKEN, are in the environment afterwards, as they are for train.py.
+    """
+    load_dotenv(Path.cwd() / ".env")
     args, typed = parser.parse_known_args()
     if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")

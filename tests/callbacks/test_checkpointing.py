@@ -1,6 +1,7 @@
 """A save that fails: what is reported, what is kept, and that training continues."""
 
 import errno
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.strategies.base import StrategyMixin
 from armature.strategies.single import SingleDevice
 from armature.training.checkpointing import Checkpointing
+from benchmarks.parity.harness import on_ranks
+from benchmarks.volume import CollectiveCounter
 from tests.running import train, write_corpus
 
 POLICY = {
@@ -77,9 +80,10 @@ def test_on_failure_stop_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_exception", "teardown"])
 def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monkeypatch, hook):
-    write = directory.write_manifest
+    write, may_end = directory.write_manifest, threading.Event()
 
     def slow_write(*args: Any) -> None:
+        may_end.wait(60)
         time.sleep(0.2)
         write(*args)
 
@@ -90,6 +94,7 @@ def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monke
     trainer.global_step, trainer.should_stop = 1, False
     callback._save(trainer)
     assert not (tmp_path / "step=000001").exists()
+    may_end.set()
     last_argument: dict[str, Any] = {"on_exception": [ValueError("another rank's")], "teardown": ["fit"]}
     getattr(callback, hook)(trainer, log, *last_argument.get(hook, []))
     assert directory.problem(tmp_path / "step=000001") is None
@@ -108,6 +113,34 @@ def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, mo
     callback._save(trainer)
     callback.on_exception(trainer, log, ValueError("the rank's own"))
     assert "The last checkpoint could not be saved: [Errno 28] No space left" in caplog.text
+
+
+def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
+    """Return the steps of saves where only rank 1's clock says that the time is up, and the collectives by step."""
+    saved, sent = [], []
+    log: Any = Quiet()
+    minutes = 0.0 if torch.distributed.get_rank() else 1000.0
+    callback = Checkpointing(
+        Path(), log, **{**POLICY, "every_n_steps": None, "every_n_minutes": minutes}, on_failure="stop"
+    )
+    trainer: Any = SimpleNamespace(
+        world_size=2, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
+    )
+    callback._save = lambda trainer, **_: (saved.append(trainer.global_step), setattr(callback, "_due", False))  # pyright: ignore[reportAttributeAccessIssue]
+    for step in range(1, 26):
+        trainer.global_step = step
+        with CollectiveCounter() as counter:
+            callback.step_ended(trainer)
+        sent += [(step, each["kind"]) for each in counter.collectives]
+    callback.on_train_end(SimpleNamespace(should_stop=False, global_step=25), log)  # pyright: ignore[reportArgumentType]
+    return saved, sent
+
+
+@pytest.mark.slow
+def test_ranks_agree_that_the_time_is_up_without_waiting_for_each_other():
+    for saved, sent in on_ranks(saved_by_time, ranks=2):
+        assert saved == [10, 20, 25]
+        assert sent == [(9, "all_reduce"), (19, "all_reduce")]
 
 
 class Module(L.LightningModule):

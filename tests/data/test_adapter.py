@@ -180,6 +180,12 @@ def test_a_plain_data_module_trains_on_each_sample_once_per_epoch_and_its_hooks_
     assert sorted(loaders[1][:5]) == list(range(5))
 
 
+def test_its_own_batch_is_the_one_that_is_learned_over_and_over(tmp_path):
+    task, *_ = fit(Plain(), tmp_path, steps=3, train_limit="batch")
+    assert len(task.steps[0]) == 4
+    assert sorted(task.steps[0]) == sorted(task.steps[1]) == sorted(task.steps[2])
+
+
 def batch_sampler(data):
     return DataLoader(data, batch_sampler=Pairs(len(data)))
 

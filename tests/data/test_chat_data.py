@@ -22,11 +22,12 @@ from armature.data.chat.conversations import parse
 from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
 from armature.data.chat.source import Conversations
+from armature.data.chat.template import load
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
 from armature.validation import checks
-from tests.data.chat_parts import CHAT, small_tokenizer, write
+from tests.data.chat_parts import CHAT, CHATML, REASONING, small_tokenizer, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,6 +117,50 @@ def test_long_conversations_are_cut_or_dropped_and_counted(source):
     dropped = source(records, too_long="drop").header["splits"]["train"]
     assert (dropped["conversations"], dropped["cut"], dropped["emptied"], dropped["dropped"]) == (1, 0, 0, 2)
     assert (data(source(records)).dataset("train").batch([0])["targets"] != IGNORED).any()
+
+
+def test_thoughts_that_the_template_leaves_out_are_counted_and_said(source, tmp_path, caplog):
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}
+    file = tmp_path / "reasoning.jinja"
+    file.write_text(REASONING)
+    made = source([{"messages": [CHAT[0], thought, CHAT[0], CHAT[1]]}, chat(1)], template=str(file))
+    with caplog.at_level("INFO"):
+        made.prepare()
+    assert made.header["splits"]["train"]["shortened"] == 1
+    assert "1 messages of the assistant's are not whole: the chat template leaves parts out, such as" in caplog.text
+
+
+def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path):
+    file = tmp_path / "reasoning.jinja"
+    file.write_text(REASONING)
+    made = [
+        source([chat(1)], template=str(file), template_arguments=each) for each in (None, {"enable_thinking": False})
+    ]
+    targets = [each.header["splits"]["train"]["targets"] for each in made]
+    assert targets[0] > targets[1]
+    data(made[1]).save_assets(tmp_path)
+    prompt = load(tmp_path, template=None).render(CHAT[:1], add_generation_prompt=True)
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_an_end_of_turn_that_is_no_token_is_refused_or_said(source, tokenizer_folder, tmp_path, caplog):
+    own = tmp_path / "own"
+    own.mkdir()
+    whole = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    whole["added_tokens"] = [each for each in whole["added_tokens"] if each["content"] != "<|im_end|>"]
+    (own / "tokenizer.json").write_text(json.dumps(whole))
+    (own / "chat_template.jinja").write_text(CHATML)
+    made = source([chat(1)])
+    made.tokenizer_path, made.template_path = str(own), "chatml"
+    with pytest.raises(
+        ConfigError, match=r"data\.source\.template=chatml ends .* with <\|im_end\|>, which is no token"
+    ):
+        made.check()
+    other = source([chat(1)])
+    other.tokenizer_path = str(own)
+    other.prepare()
+    assert "the chat template ends the assistant's messages with <|im_end|>, which is no token" in caplog.text
+    assert "Type data.source.template=plain" in caplog.text
 
 
 def test_a_context_that_leaves_nothing_to_learn_is_refused(source):
@@ -211,7 +256,10 @@ def test_a_line_that_the_template_refuses_is_named(source):
         ({"too_long": "trim"}, "type cut or drop"),
         ({"val_fraction": 0.6, "test_fraction": 0.6}, "together at most 0.9"),
         ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
-        ({"vocab_size": 200}, "Name the tokenizer of the model, or type data.source.vocab_size="),
+        (
+            {"vocab_size": 200},
+            "the tokenizer of the model, or leave data.source.vocab_size out; for a model that begins",
+        ),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(source, settings, says):

@@ -12,7 +12,22 @@ from armature.data.chat.conversations import Conversation
 from armature.data.chat.source import encode
 from armature.data.chat.template import ChatTemplate, NotRenderable
 from armature.errors import ConfigError
-from tests.data.chat_parts import CHAT, CHATML, INSTRUCT, SPECIAL, STYLES, TAGGED, THINKING, folder, small_tokenizer
+from tests.data.chat_parts import (
+    CHAT,
+    CHATML,
+    HERMES,
+    INSTRUCT,
+    REASONING,
+    SPECIAL,
+    STYLES,
+    TAGGED,
+    THINKING,
+    TOOL_CHAT,
+    TOOL_STYLES,
+    TOOLS,
+    folder,
+    small_tokenizer,
+)
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 # the text of CHAT in each style: what the assistant writes stands between ⟦ and ⟧
@@ -23,11 +38,37 @@ WRITTEN = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am fine<|eot_id|>⟧"
     "<|start_header_id|>user<|end_header_id|>\n\nworld<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦thank you<|eot_id|>⟧",
-    "instruct": "<s>[INST] how are you [/INST] ⟦I am fine</s>⟧[INST] world\n [/INST] ⟦thank you \n</s>⟧",
+    "instruct": "<s>[INST] how are you [/INST]⟦ I am fine</s>⟧[INST] world\n [/INST]⟦ thank you \n</s>⟧",
     "thinking": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
-    "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank you \n<|im_end|>⟧\n",
+    "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nthank you \n<|im_end|>⟧\n",
+    "tagged": "<s>user\nhow are you</s>\n<s>assistant\n⟦I am fine</s>⟧\n"
+    "<s>user\nworld\n</s>\n<s>assistant\n⟦thank you \n</s>⟧\n",
 }
-WRITTEN["tagged"] = WRITTEN["chatml"]
+SCHEMA = '{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}'
+# the text of TOOL_CHAT with TOOLS
+WRITTEN_TOOLS = {
+    "headers": "<s><|start_header_id|>system<|end_header_id|>\n\nhello<|eot_id|>"
+    f"<|start_header_id|>user<|end_header_id|>\n\nFunctions:\n{json.dumps(TOOLS[0], indent=4)}\n\nhow are you<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    '⟦{"name": "add", "parameters": {"a": 1}}<|eot_id|>⟧<|start_header_id|>ipython<|end_header_id|>\n\n"fine"<|eot_id|>'
+    "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am fine<|eot_id|>⟧"
+    "<|start_header_id|>user<|end_header_id|>\n\nworld<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n⟦thank you<|eot_id|>⟧",
+    "hermes": f"<|im_start|>system\nhello\n<tools>\n{SCHEMA}\n</tools><|im_end|>\n"
+    "<|im_start|>user\nhow are you<|im_end|>\n"
+    '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
+    "<|im_start|>user\n<tool_response>\nfine\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
+    "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n⟦thank you<|im_end|>⟧\n",
+    "reasoning": f"<|im_start|>system\nhello\n<tools>\n{SCHEMA}\n</tools><|im_end|>\n"
+    "<|im_start|>user\nhow are you<|im_end|>\n"
+    '<|im_start|>assistant\n⟦\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
+    "<|im_start|>user\n<tool_response>\nfine\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
+    "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nthank you<|im_end|>⟧\n",
+    "brackets": '<s>[INST] how are you[/INST]⟦[CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>⟧'
+    f"[RESULTS] fine[/RESULTS] ⟦I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] hello\n\nworld[/INST]⟦ thank you</s>⟧",
+}
 
 
 def marked(source: str, messages: list, tools: list | None = None) -> str:
@@ -43,23 +84,100 @@ def test_what_the_assistant_writes_is_found(style):
     assert marked(STYLES[style], CHAT) == WRITTEN[style]
 
 
+def expected_tokens(written: str) -> list[tuple[int, bool]]:
+    """Return the ids of a text, part by part, and which of them stand between ⟦ and ⟧.
+
+    No token spans two parts, but for a space before a word, which is the word's.
+    """
+    expected, inside = [], False
+    for part in written.replace(" ⟦", "⟦ ").replace("⟦", "\0⟦").replace("⟧", "\0⟧").split("\0"):
+        inside = part.startswith("⟦") or (inside and not part.startswith("⟧"))
+        ids = small_tokenizer().encode(part.strip("⟦⟧"), add_special_tokens=False).ids
+        expected += [(i, inside) for i in ids]
+    return expected
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_mask_is_right_token_by_token(style):
-    conversation = Conversation("a", CHAT, None, (1, 3))
-    tokenizer = small_tokenizer()
-    [encoded] = encode([conversation], ChatTemplate(STYLES[style], SPECIALS), tokenizer)
-    expected, inside = [], False
-    for part in WRITTEN[style].replace("⟦", "\0⟦").replace("⟧", "\0⟧").split("\0"):
-        inside = part.startswith("⟦") or (inside and not part.startswith("⟧"))
-        ids = tokenizer.encode(part.strip("⟦⟧") if part[:1] in "⟦⟧" else part, add_special_tokens=False).ids
-        expected += [(i, inside) for i in ids]
-    if style == "instruct":  # here a token, " I", has the template's space and the answer's first letter
-        expected = [(i, m) for i, m in zip(encoded.ids, encoded.learned.tolist(), strict=True)]
-        first = tokenizer.decode([encoded.ids[i] for i in encoded.learned.nonzero()[0][:1]])
-        assert first in (" I", "I")
-        learned = tokenizer.decode([i for i, m in expected if m], skip_special_tokens=False)
-        assert learned.replace(" thank", "thank").strip() == "I am fine</s>thank you \n</s>"
-    assert list(zip(encoded.ids, encoded.learned.tolist(), strict=True)) == expected
+    [encoded] = encode(
+        [Conversation("a", CHAT, None, (1, 3))], ChatTemplate(STYLES[style], SPECIALS), small_tokenizer()
+    )
+    found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
+    assert found == expected_tokens(WRITTEN[style])
+    learned = small_tokenizer().decode([i for i, is_learned in found if is_learned], skip_special_tokens=False)
+    assert learned == "".join(part.partition("⟧")[0] for part in WRITTEN[style].split("⟦")[1:])
+
+
+@pytest.mark.parametrize("style", TOOL_STYLES)
+def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_learned(style):
+    assert marked(TOOL_STYLES[style], TOOL_CHAT, TOOLS) == WRITTEN_TOOLS[style]
+    conversation = Conversation("a", TOOL_CHAT, TOOLS, (2, 4, 6))
+    [encoded] = encode([conversation], ChatTemplate(TOOL_STYLES[style], SPECIALS), small_tokenizer())
+    found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
+    assert found == expected_tokens(WRITTEN_TOOLS[style])
+    assert encoded.shortened == 0
+
+
+def test_two_results_are_one_turn_and_two_calls_are_learned():
+    call, result = TOOL_CHAT[2]["tool_calls"][0], TOOL_CHAT[3]
+    chat = [TOOL_CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call, call]}, result, result, CHAT[1]]
+    text = marked(HERMES, chat)
+    assert text.startswith("<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nhow are you")
+    response = "\n<tool_response>\nfine\n</tool_response>"
+    assert f"</tool_call><|im_end|>⟧\n<|im_start|>user{response}{response}<|im_end|>\n" in text
+    assert text.partition("⟦")[2].partition("⟧")[0].count("<tool_call>") == 2
+
+
+@pytest.mark.parametrize("style", [*STYLES, *TOOL_STYLES])
+def test_all_that_follows_a_prompt_is_learned(style):
+    source = {**STYLES, **TOOL_STYLES}[style]
+    own = ChatTemplate(source, SPECIALS)
+    text, spans = own.assistant_spans(CHAT)
+    prompt = own.render(CHAT[:3], add_generation_prompt=True)
+    assert text.startswith(prompt)
+    assert spans[3][0] == len(prompt)
+
+
+def test_empty_thoughts_are_learned_unless_the_prompt_has_them(tmp_path):
+    own = folder(tmp_path / "own", REASONING)
+    thoughts = "<think>\n\n</think>\n\n"
+    on, off = (
+        template.load(own, template=None, arguments=arguments) for arguments in (None, {"enable_thinking": False})
+    )
+    assert marked(on.source, CHAT[:2]).endswith(f"assistant\n⟦{thoughts}I am fine<|im_end|>⟧\n")
+    assert marked(off.source, CHAT[:2]).endswith(f"assistant\n{thoughts}⟦I am fine<|im_end|>⟧\n")
+
+
+def test_arguments_are_kept_in_the_template(tmp_path):
+    source = (
+        "  {% if a is defined %}{{ a }}{% endif %}{% macro m() %}{{ b.c[0] }}{% endmacro %}{{ m() }}{{ bos_token }}"
+    )
+    own = folder(tmp_path / "own", source)
+    arguments = {"a": "x'%}\n", "b": {"c": [None, 1.5, True]}}
+    loaded = template.load(own, template=None, arguments=arguments)
+    expected = ChatTemplate(source, {**loaded.special, **arguments}).render([])
+    assert loaded.render([]) == expected == "x'%}\nNone<s>"
+    (own / "chat_template.jinja").write_text(loaded.source)  # as a run keeps it
+    assert template.load(own, template=None).render([]) == expected
+    assert ChatTemplate(loaded.source, {"a": "other", "b": {"c": "y"}}).render([]) == "othery"
+
+
+@pytest.mark.parametrize("name", ["thinking", "messages", "range"])
+def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, name):
+    own = folder(tmp_path / "own", REASONING.replace("last)", "last) and range(1)"))
+    with pytest.raises(ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"):
+        template.load(own, template=None, arguments={name: True})
+
+
+def test_messages_of_which_the_template_leaves_something_out_are_counted():
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}
+    beside = {"role": "assistant", "content": "fine", "reasoning_content": "hm"}
+    own = ChatTemplate(REASONING)
+    for chat, count in (([CHAT[0], thought] * 2, 1), ([CHAT[0], beside] * 3, 2), (CHAT, 0)):
+        learned = tuple(range(1, len(chat), 2))
+        [encoded] = encode([Conversation("a", chat, None, learned)], own, small_tokenizer())
+        assert encoded.shortened == count
+        assert encoded.up_to(2).shortened == count
 
 
 def test_an_answer_that_is_not_learned_is_masked():
@@ -93,7 +211,7 @@ def test_a_tool_call_is_learned_as_the_template_writes_it(source):
     assert "⟧\n<|im_start|>tool\n2<|im_end|>\n" in text
     call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧'
     assert call in text
-    assert text.endswith(f"<|im_start|>assistant\n{thought}⟦I am fine<|im_end|>⟧\n")
+    assert text.endswith(f"<|im_start|>assistant\n⟦{thought}I am fine<|im_end|>⟧\n")
 
 
 @pytest.mark.parametrize("content", ["", None, "wait"])
@@ -128,8 +246,8 @@ def test_a_template_that_needs_a_system_message_has_no_known_end():
 
 
 def test_generation_tags_help_where_marks_cannot():
-    rewritten = TAGGED.replace("m['content'] + '<|im_end|>'", "'ok ' * m['content'] | length + '<|im_end|>'", 1)
-    assert marked(rewritten, CHAT[:2]).endswith("<|im_start|>assistant\n⟦" + "ok " * 9 + "<|im_end|>⟧\n")
+    rewritten = TAGGED.replace("m['content'] + '</s>'", "'ok ' * m['content'] | length + '</s>'", 1)
+    assert marked(rewritten, CHAT[:2]).endswith("<s>assistant\n⟦" + "ok " * 9 + "</s>⟧\n")
 
 
 def test_a_template_that_hides_the_answer_is_refused():
@@ -161,9 +279,15 @@ def test_a_date_is_the_same_each_day():
     assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHAT) == "26 Jul 2024"
 
 
-@pytest.mark.parametrize(("style", "end"), [("chatml", "<|im_end|>"), ("trimmed", "<|eot_id|>"), ("instruct", "</s>")])
+@pytest.mark.parametrize(
+    ("style", "end"),
+    [
+        *(("chatml", "<|im_end|>"), ("trimmed", "<|eot_id|>"), ("instruct", "</s>"), ("thinking", "<|im_end|>")),
+        *(("headers", "<|eot_id|>"), ("hermes", "<|im_end|>"), ("reasoning", "<|im_end|>"), ("brackets", "</s>")),
+    ],
+)
 def test_the_end_of_a_turn_is_known(style, end):
-    assert ChatTemplate(STYLES[style], SPECIALS).end_of_turn == end
+    assert ChatTemplate({**STYLES, **TOOL_STYLES}[style], SPECIALS).end_of_turn == end
     assert ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}").end_of_turn is None
 
 
@@ -197,14 +321,13 @@ TRANSFORMERS = """
 import json, sys
 from transformers import PreTrainedTokenizerFast
 made = {}
-for style, path in json.loads(sys.argv[1]).items():
+for style, path, chat, tools in json.loads(sys.argv[1]):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    chat = json.loads(sys.argv[2])
     options = {"return_assistant_tokens_mask": style == "tagged"}
-    ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **options)
+    ids = tokenizer.apply_chat_template(chat, tools=tools, tokenize=True, return_dict=True, **options)
     made[style] = [
-        tokenizer.apply_chat_template(chat, tokenize=False), ids["input_ids"], ids.get("assistant_masks"),
-        tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True),
+        tokenizer.apply_chat_template(chat, tools=tools, tokenize=False), ids["input_ids"], ids.get("assistant_masks"),
+        tokenizer.apply_chat_template(chat[:2], tools=tools, tokenize=False, add_generation_prompt=True),
     ]
 print(json.dumps(made))
 """
@@ -215,15 +338,21 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
     python = Path(__file__).parents[2] / ".venv-extras/bin/python"
     if not python.exists():
         pytest.skip("transformers is not installed: make .venv-extras/.installed")
-    paths = {style: str(folder(tmp_path / style, source, eos="</s>")) for style, source in STYLES.items()}
-    command = [str(python), "-c", TRANSFORMERS, json.dumps(paths), json.dumps(CHAT)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    sources = {**STYLES, **TOOL_STYLES}
+    paths = {style: folder(tmp_path / style, source, eos="</s>") for style, source in sources.items()}
+    chats = {style: (TOOL_CHAT, TOOLS) if style in TOOL_STYLES else (CHAT, None) for style in sources}
+    cases = [(style, str(paths[style]), *chats[style]) for style in sources]
+    result = subprocess.run(
+        [str(python), "-c", TRANSFORMERS, json.dumps(cases)], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     for style, (text, ids, mask, prompt) in json.loads(result.stdout.splitlines()[-1]).items():
-        own = template.load(Path(paths[style]), template=None)
-        [encoded] = encode([Conversation("a", CHAT, None, (1, 3))], own, small_tokenizer())
-        assert own.render(CHAT) == text
-        assert own.render(CHAT[:1], add_generation_prompt=True) == prompt
+        chat, tools = chats[style]
+        own = template.load(paths[style], template=None)
+        learned = tuple(i for i, message in enumerate(chat) if message["role"] == "assistant")
+        [encoded] = encode([Conversation("a", chat, tools, learned)], own, small_tokenizer())
+        assert own.render(chat, tools=tools) == text
+        assert own.render(chat[:2], tools=tools, add_generation_prompt=True) == prompt
         assert encoded.ids == ids
         if mask is not None:
             assert encoded.learned.tolist() == [bool(each) for each in mask]

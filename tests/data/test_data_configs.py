@@ -1,12 +1,12 @@
-from pathlib import Path
-
 import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from scripts import reference
+
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
 ELSEWHERE = {"chat", "hf", "image_folder", "labeled_text", "mixture", "preference", "table", "tokens"}
-FILES = (Path(__file__).parents[2] / "configs" / "data").glob("*.yaml")
+FILES = [path for path in reference.shown() if path.parent.name == "data"]  # without a clone's own
 CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 
 

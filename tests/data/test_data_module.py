@@ -215,8 +215,9 @@ def test_a_global_batch_larger_than_the_data_trains_on(tmp_path):
     assert sorted(chain(*module.steps)) == sorted(list(range(3)) * 24)
 
 
-def test_train_limit_keeps_to_the_first_samples(tmp_path):
-    data = NumbersData(train_limit=4)
+@pytest.mark.parametrize("limit", [4, "batch"])
+def test_train_limit_keeps_to_the_first_samples(limit, tmp_path):
+    data = NumbersData(train_limit=limit, global_batch_size=4)
     assert data.train_size == 4
     module, _ = fit(data, tmp_path, steps=5)
     assert module.steps == [[0, 1, 2, 3]] * 5

@@ -9,7 +9,7 @@ from torch import nn
 
 from armature import cli
 from armature.errors import ConfigError
-from armature.finetune import check, folder, others
+from armature.finetune import built, check, folder, others
 from armature.layout import Layout
 from armature.models.huggingface.model import PretrainedModel, positions_within
 from armature.models.huggingface.sharding import plan_of
@@ -74,6 +74,17 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, installed):
     assert "pickled (pytorch_model.bin)" in refused(pickled)
     (tmp_path / "d").mkdir()
     assert "this folder is no model" in refused(tmp_path / "d")
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("place", ["attention", "config.json"])
+def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, kernel):
+    path = write_model(tmp_path / "model", attn_implementation=kernel if place == "config.json" else None)
+    cfg = config(path, attention=kernel if place == "attention" else None)
+    cfg.data = {"source": {"packing": True}}
+    [problem] = built.problems(cfg)
+    assert f"model.attention={kernel} with data.source.packing=true" in problem
+    assert "Type model.attention=sdpa, or data.source.packing=false." in problem
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])

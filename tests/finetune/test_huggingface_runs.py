@@ -15,7 +15,7 @@ from tests.data.chat_parts import folder as write_tokenizer
 from tests.finetune import extras
 from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
-from tests.finetune.transformers_models import KINDS
+from tests.finetune.transformers_models import DAMAGED, KINDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("transformers_models.py")
@@ -35,9 +35,21 @@ def folders(tmp_path_factory):
 def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
     command(SCRIPT, "logits", folders, folders / "logits.json")
     far = json.loads((folders / "logits.json").read_text())
-    assert len(far) == 3 * len(KINDS)
+    assert len(far) == 4 * len(KINDS)
     assert all(far[kind] == 0.0 for kind in KINDS), far
     assert max(far.values()) <= 5e-5, far
+
+
+def test_a_damaged_config_is_one_message_with_the_folders_name(tmp_path):
+    extras.require()
+    command(SCRIPT, "damaged", tmp_path, tmp_path / "said.json")
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert len(said) == 2 * len(DAMAGED)
+    for problems, changes in zip(said, [*DAMAGED, *DAMAGED], strict=True):
+        [problem] = problems
+        assert problem.startswith(f"model.pretrained={tmp_path}: transformers cannot build the model"), changes
+        assert "Correct that entry, or download the folder again." in problem
+    assert "Field 'hidden_size' expected int, got str (value: '64')" in said[0][0]
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapters"])

@@ -76,7 +76,7 @@ def test_a_head_apart_from_a_tied_folder_starts_as_the_embedding(folders, expect
 
 
 def test_a_cache_of_windows_continues_as_the_whole_text_would(folders):
-    from armature.models.decoder.model import KeyValueCache
+    from armature.models.decoder.cache import KeyValueCache
 
     model, cache = read_decoder(folders / "qwen2", context=64), KeyValueCache()
     with torch.no_grad():

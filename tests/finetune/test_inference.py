@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from armature.errors import ConfigError
-from armature.finetune import inference, peft
+from armature.finetune import folder, inference, merge, peft
 from armature.finetune.export import read_decoder
-from armature.finetune.lora import DoraLinear, LoraLinear, row_norms
+from armature.finetune.lora import DoraLinear, Lora, LoraLinear, row_norms
 from armature.models.decoder.model import Decoder
+from tests import in_process
 from tests.data import chat_parts
 from tests.finetune.folders import write_random_model
 
+DEFAULTS = {  # what peft writes of LoRA besides: none of it changes the result
+    "auto_mapping": None, "bias": "none", "eva_config": None, "init_lora_weights": "gaussian", "kasa_config": None,
+    "layers_to_transform": [0, 1], "loftq_config": {}, "megatron_core": "megatron.core", "peft_version": "0.21.2",
+    "qalora_group_size": 16, "rank_pattern": {}, "setting_of_tomorrow": False, "use_bdlora": None,
+}  # fmt: skip
 IDS = torch.arange(12)[None]
 
 
@@ -52,7 +58,7 @@ def write_adapter(path: Path, model: Decoder, **changes) -> None:
     save_file(tensors, path / peft.WEIGHTS)
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}])
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}, DEFAULTS])
 def test_an_adapter_is_added_to_its_base(tmp_path, changes):
     model = write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", model, **changes)
@@ -62,6 +68,67 @@ def test_an_adapter_is_added_to_its_base(tmp_path, changes):
         torch.testing.assert_close(loaded.model(IDS), model(IDS), atol=1e-4, rtol=1e-4)
         plain = inference.load(tmp_path / "base").model(IDS)
         assert (loaded.model(IDS) - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"use_dora": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_merged_into_a_folder(tmp_path, changes, dtype):
+    model = write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", model, **changes)
+    file = tmp_path / "base" / folder.WEIGHTS
+    save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
+    said = merge.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert said.endswith("with 4 adapters of rank 4 added; its logits are those of both")
+    written = load_file(tmp_path / "merged" / folder.WEIGHTS)
+    assert {value.dtype for value in written.values()} == {dtype}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter", "base", "merged"]
+    loaded = inference.load(tmp_path / "merged")
+    with torch.no_grad():
+        expected = inference.load(tmp_path / "adapter").model(IDS)
+        near = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(loaded.model(IDS), expected, atol=near * float(expected.abs().max()), rtol=0.0)
+
+
+def test_a_merged_folder_whose_logits_differ_is_not_written(tmp_path, monkeypatch):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    monkeypatch.setattr(merge.peft, "add_to", lambda model, path: None)
+    with pytest.raises(ConfigError, match=r"its logits differ from those of .*, so it was not written"):
+        merge.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--adapter", "--best"], "--best, --adapter would change nothing here"),
+        (["--base", "BASE", "model.pretrained=x"], "model.pretrained=x would change nothing here"),
+        (["--base", "nowhere"], "--base nowhere: no such folder"),
+    ],
+)
+def test_options_that_do_not_fit_an_adapter_are_refused(tmp_path, monkeypatch, capsys, words, says):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    script, ends = in_process.load("convert"), [str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    words = [word.replace("BASE", str(tmp_path / "base")) for word in words]
+    assert says in in_process.run(script, [*ends, *words], monkeypatch, capsys)
+    ends[1] += ".safetensors"
+    assert "an adapter is added to its model in a new folder" in in_process.run(script, ends, monkeypatch, capsys)
+
+
+def test_a_written_adapter_is_read_back_and_compared(tmp_path):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    file, own = tmp_path / "adapter" / peft.WEIGHTS, Lora(rank=4, alpha=8.0)
+    expected = load_file(file)
+    assert peft.compare(tmp_path / "adapter", expected, own)
+    for other in (Lora(rank=4, alpha=9.0), Lora(rank=4, alpha=8.0, rslora=True), Lora(rank=8, alpha=16.0)):
+        with pytest.raises(ConfigError, match="what was written is not what the run holds"):
+            peft.compare(tmp_path / "adapter", expected, other)
+    name = next(iter(expected))
+    for odd in ({**expected, name: expected[name] + 1}, {**expected, "x": expected[name]}):
+        with pytest.raises(ConfigError, match="what was written is not what the run holds"):
+            peft.compare(tmp_path / "adapter", odd, own)
+    empty = {name: value * (0 if "lora_B" in name else 1) for name, value in expected.items()}
+    save_file(empty, file)
+    assert not peft.compare(tmp_path / "adapter", empty, own)
 
 
 def test_text_ends_where_the_folder_says(tmp_path):
@@ -82,6 +149,11 @@ def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
     ("changes", "says"),
     [
         ({"use_qalora": True}, "use_qalora=True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4: only LoRA"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=olora: only LoRA"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]"),
+        ({"arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1}}, "arrow_config=.*kasa_config="),
+        ({"setting_of_tomorrow": 1}, "setting_of_tomorrow=1"),
         ({"modules_to_save": ["lm_head"], "peft_type": "IA3"}, "modules_to_save.*peft_type=IA3"),
         ({"r": 8}, r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of rank 8"),
         ({"base_model_name_or_path": "/gone"}, "base model /gone is not there. Type --base FOLDER"),

@@ -19,6 +19,9 @@ def model(tmp_path):
     return write_model(tmp_path / "model")
 
 
+LINEAR = {"type": "linear", "factor": 2.0}
+
+
 def config(path: Path, data: dict | None = None, **sizes):
     node = {"_target_": check.DECODER, "pretrained": str(path), "context": 64, "width": None, "tied": None, **sizes}
     run = {"root": str(path.parent / "outputs"), "name": None}
@@ -29,6 +32,31 @@ def refused(path: Path, data: dict | None = None, **sizes) -> list[str]:
     with pytest.raises(ConfigError) as error:
         check.fill(config(path, data, **sizes))
     return error.value.problems
+
+
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 10_000.0}])
+def test_both_dialects_of_a_rope_may_be_there_if_they_agree(tmp_path, theta):
+    path = write_model(
+        tmp_path / "model", rope_scaling=LINEAR, rope_parameters={"rope_type": "linear", "factor": 2.0, **theta}
+    )
+    assert check.fill(config(path)).model.rope_scaling == {"kind": "linear", "factor": 2.0}
+
+
+def test_a_folder_below_home_is_named_in_full_and_its_tokenizer_compared(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write_model(tmp_path / "model")
+    write_tokenizer(path, 9)
+    (tmp_path / "other").mkdir()
+    write_tokenizer(tmp_path / "other", 8)
+    data = {"source": {"tokenizer": "${model.pretrained}", "template": None}}
+    cfg = config(path, data)
+    cfg.model.pretrained = "~/model"
+    filled = check.fill(cfg)
+    assert filled.model.pretrained == filled.data.source.tokenizer == str(path)
+    for name in ("~/other", "~/other/tokenizer.json"):
+        cfg.data.source.tokenizer = name
+        with pytest.raises(ConfigError, match=r"gives other ids than model\.pretrained was trained with"):
+            check.fill(cfg)
 
 
 def test_the_folder_sets_all_sizes(model):
@@ -75,6 +103,12 @@ def test_a_context_beyond_the_folders_is_refused(model):
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_type=yarn with mscale"),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_type=linear with factor='8': no numbers above 0"),
         ({"rope_theta": "x"}, "rope_theta='x' is no number above 0"),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            "rope_scaling={'type': 'linear', 'factor': 2.0} and rope_parameters={'rope_type': 'linear', 'factor': 4.0} "
+            "disagree. Remove the one",
+        ),
+        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 7.0}}, "disagree. Remove the one"),
         ({"max_position_embeddings": "2048", "hidden_size": 2.5}, "hidden_size=2.5, max_position_embeddings='2048'"),
         ({"max_window_layers": "x"}, "max_window_layers='x': no size"),
         ({"architectures": "LlamaModel"}, "architectures=LlamaModel is no causal language model"),

@@ -3,6 +3,7 @@
 transformers_models.py make FOLDER            a folder for each kind of `KINDS`
 transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
 transformers_models.py peft BASE ADAPTER MERGED OUT   how far the adapter that peft loads is from the merged folder
+transformers_models.py damaged FOLDER OUT     what is said of config.json of `DAMAGED`
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
 """
 
@@ -28,6 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 320, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, **GPT2},  # no Linears
 }
 CONTEXT = 48
+DAMAGED: list[dict[str, Any]] = [
+    {"hidden_size": "64"}, {"num_attention_heads": 3}, {"layer_types": ["odd"] * 3}, {"num_hidden_layers": "3"},
+    {"hidden_act": "odd"}, {"rope_scaling": {"rope_type": "odd", "factor": 2.0}}, {"vocab_size": -1},
+]  # fmt: skip
 
 
 def make(root: Path) -> None:
@@ -65,9 +70,34 @@ def logits(root: Path) -> dict[str, float]:
             cache = model.make_cache(positions=CONTEXT)
             pieces = torch.cat([model(piece, cache=cache) for piece in ids.split([17, 1, 1, 9, 1, 19], dim=1)], dim=1)
             found[f"{kind} with a cache"] = float((pieces - expected).abs().max())
+            cache = model.make_cache(positions=CONTEXT)
+            cache.newest_only = True
+            newest = model(ids, cache=cache)
+            assert newest.shape[1] == 1
+            found[f"{kind}, the newest alone"] = float((newest - expected[:, -1:]).abs().max())
             documents = (torch.arange(CONTEXT) >= 20).long().expand(2, -1)
             alone = torch.cat([theirs(part).logits for part in ids.split([20, 28], dim=1)], dim=1)
             found[f"{kind} packed"] = float((model(ids, documents=documents) - alone).abs().max())
+    return found
+
+
+def damaged(root: Path) -> list[list[str]]:
+    """Return the problems of a Llama and of a classifier whose config.json has each of `DAMAGED`."""
+    from omegaconf import OmegaConf
+
+    from armature.errors import ConfigError
+    from armature.finetune import built, others
+
+    found = []
+    for target, sizes in ((others.CAUSAL, {}), (others.CLASSIFIER, {"classes": 2})):
+        node = OmegaConf.create({"_target_": target, "_partial_": True, "pretrained": str(root), "context": 8, **sizes})
+        for changes in DAMAGED:
+            (root / "config.json").write_text(json.dumps({"model_type": "llama", **TINY, **changes}))
+            try:
+                built.build(node)
+                found.append([])
+            except ConfigError as error:
+                found.append(error.problems)
     return found
 
 
@@ -104,6 +134,8 @@ if __name__ == "__main__":
         make(Path(folder))
     elif what == "logits":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
+    elif what == "damaged":
+        Path(rest[0]).write_text(json.dumps(damaged(Path(folder))))
     elif what == "peft":
         Path(rest[2]).write_text(json.dumps(with_peft(Path(folder), Path(rest[0]), Path(rest[1]))))
     else:

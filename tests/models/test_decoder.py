@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import problems
 from armature.models.decoder.loss import ChunkedCrossEntropy
-from armature.models.decoder.model import Decoder, KeyValueCache, rotate
+from armature.models.decoder.model import Decoder, rotate
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SMALL = {"vocab_size": 97, "context": 32, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torch_flex
 
 from armature.models.decoder import documents
-from armature.models.decoder.model import Decoder, KeyValueCache
+from armature.models.decoder.cache import KeyValueCache
+from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
 
 # torch's tracing reads .grad of tensors that are not leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from armature.checkpoint import state
 from armature.models.decoder.generation import generate
 from armature.models.mixture.check import problems
 from armature.models.mixture.cost import cost
@@ -17,6 +19,7 @@ from armature.models.mixture.experts import Mixture, grouped_product, takes_grou
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.names import shapes
 from armature.optim.groups import parameter_groups
+from armature.parallel import blocks
 from armature.parallel.initialization import initialize_by_name
 from armature.validation import signatures
 
@@ -116,6 +119,7 @@ def test_rebalancing_levels_the_load() -> None:
     spreads = []
     for _ in range(60):
         m(x)
+        m.count_newest()
         count = m.take_counts()
         assert count is not None
         spreads.append(int(count.max()) / float(count.double().mean()))
@@ -129,10 +133,57 @@ def test_only_training_counts_tokens() -> None:
     m.eval()(x)
     with torch.no_grad():
         m.train()(x)
+    m.count_newest()
     assert m.take_counts() is None
     m(x)
+    m.count_newest()
+    m.count_newest()  # nothing has come since
     assert int(m.take_counts().sum()) == 2 * 4 * 2  # pyright: ignore[reportOptionalMemberAccess]
     assert m.take_counts() is None
+
+
+@pytest.mark.parametrize("mode", ["none", "every", "selective"])
+def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: str) -> None:
+    model, ids = decoder(), torch.arange(32).view(2, 16)
+    blocks.checkpoint_activations(model.blocks.values(), mode=mode)
+    params = [param for name, param in model.named_parameters() if name.endswith("attention.q.weight")]
+    loss = model(ids, ids)
+    for param in params if mode != "selective" else ():  # as zero bubble's backward of weights; the other cannot
+        torch.autograd.grad(loss, param, retain_graph=True)
+    loss.backward()
+    assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [0, 64, 64]
+
+
+def test_only_the_last_passes_of_a_context_are_counted() -> None:
+    model, ids = decoder(), torch.arange(32).view(2, 16)
+    model(ids, ids)
+    before = model.take_load(device=torch.device("cpu"))
+    for number, expected in ((0, 1), (1, 2), (2, 3), (3, 3)):
+        model(ids, ids)
+        with model.counted_passes(number):
+            model(ids, ids)
+            model(ids, ids)
+        assert torch.equal(model.take_load(device=torch.device("cpu")), expected * before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
+def test_compiled_blocks_are_not_compiled_anew_for_each_micro_batch() -> None:
+    model, ids, compiled = decoder(layers=1, dense_layers=0), torch.arange(32).view(2, 16), []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    for block in model.blocks.values():
+        block.forward = torch.compile(block.forward, backend=backend)
+    counts = []
+    for _ in range(2):
+        for _ in range(3):
+            model(ids, ids).backward()
+            counts.append(len(compiled))
+        assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [3 * 64]
+    assert counts[1:] == counts[1:2] * 5
 
 
 def test_a_frozen_router_counts_tokens_and_keeps_its_bias() -> None:
@@ -141,6 +192,7 @@ def test_a_frozen_router_counts_tokens_and_keeps_its_bias() -> None:
     before = m.bias.clone()
     m.router.requires_grad_(False)
     m(x)
+    m.count_newest()
     count = m.take_counts()
     assert count is not None
     m.rebalance(count)
@@ -193,6 +245,9 @@ def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
     stacks = {id(p) for name, p in model.named_parameters() if ".experts." in name}
     assert stacks in groups
     assert len(groups) == 2
+    every = [{**group, "params": None} for group in parameter_groups(model)]
+    merged = state.merge_groups([[{**group, "names": [str(i)]} for i, group in enumerate(every)]])
+    assert len(merged) == 4  # a file for Lightning has as many as the optimizer
 
 
 def test_names_and_shapes_are_those_of_the_model() -> None:

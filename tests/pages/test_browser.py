@@ -10,6 +10,8 @@ import threading
 import pytest
 
 from armature.pages import compare, history, report
+from armature.sweeps import report as sweep_report
+from armature.sweeps.trials import Sweep, Trial
 from tests.pages.run_files import HOSTILE, write
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -32,12 +34,17 @@ def browse(address: str, profile, *flags: str) -> str:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Both pages, and a page that shows each in a frame of a width and tells its measures."""
+    """All pages, and a page that shows each in a frame of a width and tells its measures."""
     folder = tmp_path_factory.mktemp("pages")
     run = write(folder / "a", name=HOSTILE, text=HOSTILE)
     other = write(folder / "b", name="b" * 120, offset=0.3)
     (folder / "report.html").write_text(report.make(run))
     (folder / "compare.html").write_text(compare.make([history.read(run), history.read(other)]))
+    keys = ("optimizer.lr", "model.layers", HOSTILE)
+    values = [{keys[0]: f"{10**-i}", keys[1]: str(i), keys[2]: "a" * 120} for i in range(9)]
+    trials = [Trial(i, folder / str(i), "finished", 120, 3.0 + i / 7, value) for i, value in enumerate(values)]
+    sweep = Sweep(folder / HOSTILE.replace("/", "_"), "val/loss", "min", keys, tuple(trials))
+    (folder / "sweep.html").write_text(sweep_report.html(sweep, dict.fromkeys(keys, 1 / 3)))
     return folder
 
 
@@ -68,7 +75,7 @@ def server(pages):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("page", ["report", "compare"])
+@pytest.mark.parametrize("page", ["report", "compare", "sweep"])
 def test_a_page_fits_its_window_and_asks_for_nothing(page, width, theme, server, tmp_path):
     address, asked = server
     asked.clear()
@@ -81,7 +88,7 @@ def test_a_page_fits_its_window_and_asks_for_nothing(page, width, theme, server,
     assert found, dom[:500]
     scrolled, charts, scripts, image, ground = found[1].split("|")
     assert int(scrolled) <= width
-    assert int(charts) >= 6
+    assert int(charts) >= (3 if page == "sweep" else 6)
     assert int(scripts) == 0
     assert int(image) == (8 if page == "report" else 0)
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[theme]

@@ -58,6 +58,29 @@ def test_the_page_of_a_run_has_all_parts(tmp_path):
     assert_harmless(page)
 
 
+def test_the_load_of_experts_is_drawn(tmp_path):
+    path = write(tmp_path / "mine")
+    assert "<h2>Experts</h2>" not in report.make(path)
+    rows = (path / "metrics.csv").read_text().splitlines()
+    loads = ["experts/load_max,experts/load_min", *("1.5,0.25" for _ in rows[1:])]
+    (path / "metrics.csv").write_text("\n".join(f"{row},{load}" for row, load in zip(rows, loads, strict=True)) + "\n")
+    summary = json.loads((path / "summary.json").read_text()) | {
+        "expert_load": {"1": [1.5, 0.25, 1.25, 1.0], "2": [1.0] * 4}
+    }
+    (path / "summary.json").write_text(json.dumps(summary))
+    page = report.make(path)
+    assert "<h2>Experts</h2>" in page
+    for title in (
+        "tokens of the most and the least used expert, times the mean",
+        "tokens of each expert in the last step, times the mean",
+    ):
+        assert f'aria-label="{title}"' in page, title
+    assert "block 1" in page
+    for damaged in ([1, 2], {"1": "x"}, {"1": [None, "y"]}):
+        (path / "summary.json").write_text(json.dumps(summary | {"expert_load": damaged}))
+        assert "in the last step, times the mean" not in report.make(path)
+
+
 def test_samples_that_a_resumed_run_has_not_made_are_gone(tmp_path):
     page = report.make(write(tmp_path / "mine"))
     assert "def f(): 60" in page

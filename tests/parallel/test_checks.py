@@ -216,6 +216,23 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
             "which do not divide model.width=16. Type model.experts=12",
         ),
         ({"shard": 2, "expert": 0}, {"model": {"experts": 8}}, "strategy.expert=0: must be a whole number"),
+        (
+            {"tensor": 2, "cpu_offload": True}, {"model": {"experts": 8}},
+            "cpu_offload=true with strategy.tensor=2 has not been tried .* Type strategy.cpu_offload=false",
+        ),
+        (
+            {"shard": 2, "expert": 2, "reduce_dtype": "float16"}, {"model": {"experts": 8}},
+            "reduce_dtype=float16 with strategy.expert=2 would divide .* Type strategy.reduce_dtype=float32",
+        ),
+        (
+            {"pipe": 2, "tensor": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
+            {"model": {"experts": 8}, "world_size": 4},
+            "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true",
+        ),
+        (
+            {"_target_": "lightning.pytorch.strategies.DDPStrategy"}, {"model": {"experts": 8}},
+            "only armature's own strategies level the load .* model._target_=mine.Model. Type strategy=ddp",
+        ),
     ],
 )  # fmt: skip
 def test_what_experts_cannot_do_is_said_before_launch(strategy: dict, arguments: dict, message: str) -> None:
@@ -234,6 +251,20 @@ def test_what_experts_cannot_do_is_said_before_launch(strategy: dict, arguments:
 def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, world_size: int, accelerator: str) -> None:
     arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
     assert found(strategy, world_size=world_size, **arguments) == []
+
+
+def test_zero_bubble_cannot_recompute_selectively() -> None:
+    asked = {"pipe": 2, "schedule": "zero_bubble", "activation_checkpointing": "selective"}
+    (message,) = found(asked)
+    assert message.endswith("Type strategy.activation_checkpointing=every, or strategy.schedule=1f1b.")
+    assert found(asked | {"activation_checkpointing": "every"}) == []
+
+
+def test_a_module_that_builds_its_own_model_may_have_experts() -> None:
+    own, ours = "lightning.pytorch.demos.boring_classes.BoringModel", "armature.tasks.base.Task"
+    assert found({"shard": 2, "expert": 2}, plan=None, task={"_target_": own}) == []
+    (message,) = found({"shard": 2, "expert": 2}, plan=None, task={"_target_": ours})
+    assert "strategy.expert=2: Model has no experts" in message
 
 
 def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

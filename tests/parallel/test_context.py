@@ -80,6 +80,11 @@ def test_adapters_and_biases_and_weighted_norms_of_heads_train_as_in_one_process
 
 
 @pytest.mark.slow
+def test_the_moving_average_is_that_of_one_process() -> None:
+    assert_same(replace(LAYOUTS["context 2"], ema=0.9, validate=True))
+
+
+@pytest.mark.slow
 def test_muon_trains_as_in_one_process() -> None:
     job = replace(LAYOUTS["context 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
     assert_same(job)

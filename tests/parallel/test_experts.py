@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from armature.models.mixture.experts import Router
 from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks, repeats
 from benchmarks.parity.mixtures import LAYOUTS as MIXTURES
 
@@ -21,8 +22,13 @@ SAMPLE = (  # each of these holds something that the others do not
     "mixture, hsdp 2×2, expert 2",
     "mixture, fsdp 2 × tensor 2, expert 4",
     "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble",
+    "mixture, fsdp 2 × pipeline 2, expert 2, interleaved, recomputed",
+    "mixture, tensor 2 × pipeline 2, zero bubble",
     "mixture, context 2 × fsdp 2, expert 4, ignored",
 )
+
+FSDP = MIXTURES["mixture, fsdp 2"]
+CONTEXT = replace(FSDP, options={**FSDP.options, "shard": 1, "context": 2, "expert": 2})
 
 
 def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
@@ -42,12 +48,23 @@ def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_mixture_trains_as_in_one_process(name: str) -> None:
-    assert_same(MIXTURES[name])
+    job = MIXTURES[name]
+    run, axes = assert_same(job), job.options
+    if not axes.get("pipe"):
+        spread = job.ranks // axes.get("replicate", 1) if axes else 1  # expert × rest: ranks of all other axes
+        assert run.facts["expert_elements"] * spread == fit_once(alone(job)).facts["expert_elements"]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_expert_layout_resumes_under_another(tmp_path: Path) -> None:
-    saved, resumed = MIXTURES["mixture, fsdp 4, expert 4"], MIXTURES["mixture, fsdp 2 × tensor 2, expert 2"]
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (MIXTURES["mixture, fsdp 4, expert 4"], MIXTURES["mixture, fsdp 2 × tensor 2, expert 2"]),
+        (MIXTURES["mixture, fsdp 2, expert 2"], CONTEXT),
+    ],
+    ids=["fsdp to tensor", "expert to context"],
+)
+def test_a_checkpoint_of_one_expert_layout_resumes_under_another(saved: Job, resumed: Job, tmp_path: Path) -> None:
     folder = str(tmp_path / "step=6")
     fit(replace(saved, steps=6, save=folder))
     assert_same(replace(resumed, resume=folder))
@@ -91,6 +108,33 @@ def test_six_experts_on_four_ranks_are_cut_within() -> None:
 @pytest.mark.slow
 def test_bf16_equals_one_process_within_its_ties() -> None:
     assert_same(replace(MIXTURES["mixture, fsdp 2, expert 2"], precision="bf16-mixed"), tolerance=5e-2)
+
+
+@pytest.mark.slow
+def test_the_moving_average_of_experts_is_that_of_one_process() -> None:
+    job = replace(MIXTURES["mixture, fsdp 2, expert 2"], ema=0.9, validate=True, steps=4)
+    run, reference = fit_once(job), fit_once(replace(alone(job), steps=4))
+    assert run.facts["val/loss"] == pytest.approx(reference.facts["val/loss"], rel=TOLERANCE)
+
+
+def _gathered_type(precision: str) -> set[torch.dtype]:
+    from benchmarks.parity.harness import _fit
+
+    seen: set[torch.dtype] = set()
+    forward = Router.forward
+
+    def watch(self: Router, x_BTD: torch.Tensor) -> torch.Tensor:
+        seen.add(self.weight.dtype)
+        return forward(self, x_BTD)
+
+    Router.forward = watch  # pyright: ignore[reportAttributeAccessIssue]
+    _fit(replace(MIXTURES["mixture, fsdp 2"], steps=1, precision=precision))
+    return seen
+
+
+@pytest.mark.slow
+def test_sharding_does_not_round_a_routers_weight() -> None:
+    assert on_ranks(_gathered_type, "bf16-mixed", ranks=2) == [{torch.float32}] * 2
 
 
 @pytest.mark.slow

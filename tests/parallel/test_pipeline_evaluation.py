@@ -1,4 +1,4 @@
-"""Evaluation through a pipeline: its order of work, and outputs equal to those of the whole model."""
+"""Evaluation through a pipeline: its order of work, and outputs equal to those of the whole model; its loss."""
 
 from __future__ import annotations
 
@@ -67,3 +67,27 @@ def test_every_schedule_evaluates_as_the_whole_model_does():
     for far in on_ranks(evaluate, 4, [6, 7, 3, 1, 7], ranks=4):
         assert set(far) == set(SCHEDULES)
         assert max(far.values()) < 1e-5, far
+
+
+def chunked_losses() -> dict[str, int]:
+    """Return how often a training step computed its loss without holding all the logits on this rank, by schedule."""
+    from armature.models.decoder import loss
+
+    found, compute, counted = {}, loss.chunked_loss, []
+    loss.chunked_loss = lambda *args, **kwargs: (counted.append(1), compute(*args, **kwargs))[1]
+    tokens = torch.randint(0, DECODER["vocab_size"], (4, DECODER["context"]))
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        model = decoder_on_meta(**DECODER)
+        parallelize(model, axes={"pipe": 2}, prefix="", schedule=schedule, microbatches=2, reshard_after_forward=False)
+        model(tokens, tokens).backward()
+        counted.clear()  # of the pass in which torch finds shapes
+        model(tokens, tokens).backward()
+        found[schedule] = len(counted)
+    return found
+
+
+@pytest.mark.slow
+def test_a_last_stage_alone_on_its_rank_computes_the_loss_in_chunks():
+    assert on_ranks(chunked_losses, ranks=2) == [
+        {"1f1b": 0, "interleaved_1f1b": 0}, {"1f1b": 2, "interleaved_1f1b": 0}
+    ]  # fmt: skip

@@ -3,11 +3,12 @@
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 from armature.callbacks.monitors import Monitors
-from armature.parallel.targets import TargetWeights
+from armature.parallel.targets import TargetWeights, weigh
 from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
 
@@ -201,3 +202,15 @@ def test_a_hook_that_reads_unscaled_gradients_costs_no_pass_of_its_own():
     trained(Task, batches(), accumulate=4, callbacks=[parts])
     trained(Task, together(batches()), accumulate=1, callbacks=[whole])
     assert not torch.allclose(torch.stack(parts.seen), torch.stack(whole.seen))
+
+
+def test_a_loss_of_no_targets_weighs_nothing_and_is_not_nan() -> None:
+    logits = torch.randn(4, 5, requires_grad=True)
+    loss = F.cross_entropy(logits, torch.full((4,), -100))  # as a user's model may compute it
+    assert loss.isnan()
+    weighed = weigh(loss, torch.tensor(0.0))
+    weighed.backward()
+    assert weighed.item() == 0.0
+    assert torch.equal(logits.grad, torch.zeros(4, 5))  # pyright: ignore[reportArgumentType]
+    assert float(weigh(torch.tensor(3.0), torch.tensor(0.5))) == 1.5
+    assert float(weigh(torch.tensor(3.0), None)) == 3.0

@@ -192,3 +192,37 @@ def test_other_adapters_have_no_formula(typed: str) -> None:
     assert setup.setup_of(cfg, Layout.of(cfg)) is not None
     cfg, _ = run([*ADAPTED, typed], "h100_80gb", 1)
     assert setup.setup_of(cfg, Layout.of(cfg)) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (LLAMA_7B, "strategy=fsdp; strategy=deepspeed_zero3_offload keeps"),
+        ([*LLAMA_7B, "optimizer=muon"], "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps"),
+        (["model=llama3_8b", *DATA], "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps"),
+    ],
+)
+def test_what_the_optimizers_step_alone_exceeds_is_refused_with_a_remedy_that_works(overrides, remedy) -> None:
+    """Muon's state of 7B takes 76.3 GiB, and its step 2.4 GiB more, beside the context."""
+    with pytest.raises(ConfigError, match=f"in the optimizer's step, .* {remedy}"):
+        chosen(overrides, "h100_80gb", 1)
+
+
+def test_state_beyond_the_device_is_said_of_compiled_runs_too() -> None:
+    cfg, memory_bytes = run([*LLAMA_8B, "strategy=ddp", "strategy.compile=block"], "h100_80gb", 8)
+    found = auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes)
+    assert found is not None
+    assert "Memory will probably run out" in found[0]
+    assert auto.warning(cfg, Layout.of(cfg), memory_bytes=140 * 2**30) is None  # activations alone may be fewer
+
+
+def test_averages_and_buckets_take_part() -> None:
+    """Each is a copy of the weights in fp32."""
+    peaks = []
+    for typed in ([], ["callbacks=[default,ema]"], ["strategy.gradient_as_bucket_view=false"]):
+        cfg, _ = run([*LLAMA_1B, "strategy=ddp", *typed], "h100_80gb", 8)
+        peaks.append(memory.peak(setup.setup_of(cfg, Layout.of(cfg))).state_bytes)
+    copy = 4 * setup.cost_of(cfg).parameters
+    assert [each - peaks[0] for each in peaks] == [0, copy, copy]
+    assert chosen([*LLAMA_1B, "callbacks=[default,ema]"], "a100_80gb", 8)[0] == "ddp none"
+    assert chosen([*LLAMA_1B, "callbacks=[default,ema]"], "a100_40gb", 8)[0] == "mesh shard 8 none"

@@ -16,7 +16,10 @@ def test_every_file_is_complete_and_in_plausible_units(name: str) -> None:
     device = devices.named(name)
     assert 2**33 < device.memory_bytes < 2**40
     assert device.network_bytes_per_second < device.link_bytes_per_second < device.memory_bytes_per_second
-    assert device.peak_flops["float32"] == min(device.peak_flops.values())
+    rates = dict(device.peak_flops)
+    assert rates.pop("float64") <= rates["float32"] == min(rates.values())
+    assert (device.capability is None) == (device.accelerator == "cpu")
+    assert (device.processors > 0) == (device.accelerator == "gpu")
     assert "Sources" in (devices.FOLDER / f"{name}.yaml").read_text()
 
 
@@ -68,3 +71,19 @@ def test_ram_is_a_containers_limit_where_it_has_one(monkeypatch) -> None:
         Path, "read_text", lambda self, *a, **k: "1048576\n" if "cgroup" in str(self) else real(self, *a, **k)
     )
     assert hardware.ram_bytes() == 2**20
+
+
+def test_a_copied_file_without_what_the_simulator_needs_is_refused(tmp_path, monkeypatch) -> None:
+    text = (devices.FOLDER / "h100_80gb.yaml").read_text()
+    left_out = ("capability:", "processors:", "  float64:")
+    lines = [line for line in text.splitlines() if not line.startswith(left_out)]
+    (tmp_path / "h100_80gb.yaml").write_text(text)
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match=r"hardware=mine: .*mine.yaml lacks capability: \[9, 0\], processors: 132"):
+        devices.named("mine")
+    (tmp_path / "mine.yaml").write_text("\n".join([*lines, "capability: [7, 5]", "processors: 40"]))
+    device = devices.named("mine")
+    assert device.capability == (7, 5)
+    with pytest.raises(ConfigError, match=r"64-true: hardware=mine has no float64 in peak_tflops"):
+        device.peak("float64")

@@ -1,5 +1,6 @@
 """scripts/plan.py, in this process and by formulas alone."""
 
+import argparse
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -8,10 +9,14 @@ from types import ModuleType
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from armature.planner import ranking
+from armature import config
+from armature.planner import devices, memory, ranking, refine, text
+from armature.planner import layouts as layouts_of
+from armature.planner.setup import Setup
 from armature.simulation import settings
 from tests import in_process
 from tests.planner.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
+from tests.planner.test_formulas import cost_of, mesh
 
 RUN = ["model=llama3_8b", "data=synthetic", "optimizer=adamw"]
 
@@ -163,3 +168,76 @@ def test_the_first_layout_of_a_plan(script: ModuleType, overrides, hardware, gpu
     runs, _ = ranking.rank(cfg, device, [pair], fixed=ranking.Fixed())
     assert runs[0].fits
     assert f"{runs[0].choice.name} {runs[0].setup.recompute}" == first
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--svg=nofolder/x.svg"], "--svg nofolder/x.svg: there is no folder nofolder."),
+        (["--svg=."], "--svg .: it is a folder."),
+        (["--budget=nan"], "--budget nan: type a number of FLOPs"),
+        (["--tokens=-1"], "--tokens -1: type a number above 0"),
+        (["--tokens=nan"], "--tokens nan: type a number above 0"),
+        (["--config-dir=nofolder"], "--config-dir nofolder: there is no such folder."),
+    ],
+)
+def test_bad_options_are_refused_before_the_work(plan, script: ModuleType, words, answer, monkeypatch) -> None:
+    monkeypatch.setattr(script, "plan", lambda *_: pytest.fail("the work has begun"))
+    assert answer in plan(*RUN, "hardware=t4", *words)
+
+
+def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
+    typed = ["data.path=/my data", "+strategy.timeout=3", "strategy=ddp", "strategy.compile=block", "hardware=t4"]
+    options = argparse.Namespace(config_dir="my configs")
+    assert script.kept_words(options, [*typed, "trainer.devices=8", "trainer.max_steps=5"]) == (
+        "--config-dir 'my configs' 'data.path=/my data' strategy.compile=block trainer.max_steps=5"
+    )
+
+
+def test_configurations_of_another_folder_are_planned(plan, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    text = (config.CONFIGS / "model" / "llama3_1b.yaml").read_text()
+    (tmp_path / "model" / "mine.yaml").write_text(text)
+    words = ("model=mine", "data=synthetic", "hardware=h100_80gb", "trainer.devices=1", "--quick")
+    assert f"python train.py --config-dir {tmp_path} model=mine data=synthetic" in plan(
+        f"--config-dir={tmp_path}", *words
+    )
+
+
+@pytest.mark.slow
+def test_the_best_layouts_are_simulated(plan) -> None:
+    small = ("model=gpt_nano", "model.layers=2", "model.width=64", "model.heads=4", "data=synthetic", "data.context=32")
+    out = plan(*small, "optimizer=adamw", "hardware=h100_80gb", "trainer.devices=4")
+    assert len(layouts(out)) >= 10
+    assert len(re.findall(r"^\S.*?\* +4 +\d+ (?:none|selective|every)", out, re.MULTILINE)) == refine.MOST, out
+    assert "* simulated; all others by closed formulas" in out
+
+
+def test_a_tensor_axis_is_offered_where_nothing_smaller_helps() -> None:
+    """One block's gathered weights and activations of 70B: a tensor axis divides them."""
+    cost = cost_of("llama3_70b", layers=8, context=65_536)
+    setup = Setup(cost=cost, recompute="every", **mesh(shard=8))
+    device = devices.named("h100_80gb")
+    choice = next(layouts_of.choices(devices=8, num_nodes=1))
+    each = ranking.Candidate(
+        choice=choice, devices=8, num_nodes=1, setup=setup, peak_bytes=1e12, capacity_bytes=device.memory_bytes,
+        units_per_second=(1.0, 1.0), words="",
+    )  # fmt: skip
+    found = ranking.remedies(each, device)
+    assert any("strategy=fsdp_tensor strategy.tensor=" in words for words in found), found
+
+
+def test_simulated_rows_are_drawn_as_long_as_their_peak() -> None:
+    setup = Setup(cost=cost_of("llama3_1b"), kind="single")
+    peak, choice = memory.peak(setup).total_bytes, next(layouts_of.choices(devices=1, num_nodes=1))
+    widths = []
+    for size, simulated in ((peak, False), (peak / 2, True)):
+        each = ranking.Candidate(
+            choice=choice, devices=1, num_nodes=1, setup=setup, peak_bytes=size, capacity_bytes=2 * peak,
+            units_per_second=(1.0, 2.0), words="", simulated=simulated,
+        )  # fmt: skip
+        picture = text.svg([each], title="", unit="tokens")
+        rows = re.findall(r'<rect x="[\d.]+" y="62.0" width="([\d.]+)" height="14', picture)
+        widths.append(sum(map(float, rows[:-1])))  # the last is throughput
+        assert ("single* on 1" in picture) == simulated
+    assert widths[1] == pytest.approx(widths[0] / 2, rel=0.01)

@@ -28,6 +28,19 @@ with FakeTensorMode():
     q = torch.ones(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
     assert torch._fused_sdp_choice(q, q, q) == 1 and torch._fused_sdp_choice(q.float(), q.float(), q.float()) == 2
     torch.optim.AdamW([weight], fused=True).step()
+    waits = []
+    fake_cuda.on_wait = lambda: waits.append(1)
+    for wait in (torch.cuda.synchronize, torch.accelerator.synchronize, torch.cuda.Event().synchronize):
+        wait()
+    torch.cuda.current_stream().synchronize()
+    assert len(waits) == 4
+    fake_cuda.present(fake_cuda.Device(name="T4", capability=(7, 5), processors=40))
+    q = torch.ones(1, 2, 8, 32, device="cuda", dtype=torch.bfloat16)  # the mode remembers answers by shape
+    half = q.half()
+    assert torch.cuda.get_device_properties(0).multi_processor_count == 40
+    assert torch._fused_sdp_choice(half, half, half) == 2 and torch._fused_sdp_choice(q, q, q) == 0
+    assert torch._fused_sdp_choice(half, half, half, enable_gqa=True) == 0
+    assert torch._fused_sdp_choice(q.double(), q.double(), q.double()) == 0
     try:
         weight + torch.ones(2**10)
     except Exception as error:

@@ -229,6 +229,8 @@ def test_a_row_that_is_not_checked_stays_in_the_table():
 
 
 def test_a_mistyped_command_is_refused():
+    with pytest.raises(ConfigError, match=r"hardware=cpu: only GPUs are simulated.* Type hardware=h100_80gb or"):
+        command.composed([*TINY, "hardware=cpu"])
     with pytest.raises(ConfigError, match=r"hardware=h10: there is no such file"):
         command.composed([*TINY, "hardware=h10"])
     with pytest.raises(ConfigError, match=r"--ranks a: type whole numbers"):

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from tests import in_process, running
 
+PROJECT = yaml.safe_load((running.ROOT / "configs" / "train.yaml").read_text())["project"]["name"]  # a clone sets it
 SUBMIT = running.ROOT / "scripts" / "slurm" / "submit.py"
 
 
@@ -45,7 +47,7 @@ def test_a_dry_run_prints_the_script():
         "exclusive",
         "signal=USR1@120",
         f"chdir={running.ROOT}",
-        "job-name=armature",
+        f"job-name={PROJECT}",
         "requeue",
         "open-mode=append",
     }

@@ -53,3 +53,12 @@ def test_what_configure_model_makes_has_the_random_numbers_of_the_cpu(strategy):
 def test_a_single_process_needs_no_group(joined):
     process_group.init()
     assert not joined
+
+
+def test_one_rank_of_a_group_votes_alone(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_reduce", None)
+    vote = process_group.Vote()
+    assert vote(0, 7) == [0, 7]
+    assert vote.finish() == []

@@ -21,7 +21,9 @@ from armature.data.base import DataModule
 from armature.data.batching import Batches
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
+from armature.models.mixture.model import MixtureDecoder
 from armature.parallel import process_group
+from armature.parallel.initialization import initialize_by_name
 from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
@@ -343,6 +345,20 @@ def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
         part(torch.ones(2))
     assert part.center is kept
     assert torch.equal(part.center, values)
+
+
+def test_a_replay_counts_no_tokens_of_experts():
+    module = BoringModel()
+    sizes = {"vocab_size": 9, "context": 8, "width": 8, "layers": 1, "heads": 2, "experts": 4, "active": 2}
+    module.part = part = MixtureDecoder(**sizes, expert_hidden=8)  # pyright: ignore[reportArgumentType]
+    initialize_by_name(part, seed=0)
+    strategy, ids = SingleDevice(), torch.arange(8)[None]
+    strategy.connect(module)
+    strategy.model = module
+    part(ids, ids)
+    with replay._undisturbed(SimpleNamespace(lightning_module=module), strategy):  # pyright: ignore[reportArgumentType]
+        part(ids, ids)
+    assert part.take_load(device=torch.device("cpu")).sum() == 16
 
 
 @pytest.mark.slow

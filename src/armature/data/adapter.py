@@ -69,7 +69,7 @@ class PlainData(DataModule):
     def __init__(
         self, module: L.LightningDataModule, *, global_batch_size: int | None = None,
         micro_batch_size: int | str = "auto", eval_batch_size: int | None = None, num_workers: int | None = None,
-        seed: int = 0, train_limit: int | None = None,
+        seed: int = 0, train_limit: int | str | None = None,
     ) -> None:  # fmt: skip
         self.__dict__["module"] = module
         super().__init__(
@@ -232,8 +232,7 @@ class PlainData(DataModule):
     @override
     def _train_samples(self) -> int:
         read: ReadLoader = self._read["train"]
-        size = len(read.dataset) if read.draw is None else read.draw.size
-        return size if self.train_limit is None else min(size, self.train_limit)
+        return self._limited(len(read.dataset) if read.draw is None else read.draw.size)
 
     @override
     def train_dataloader(self) -> Any:

@@ -42,7 +42,7 @@ class DataModule(L.LightningDataModule):
         eval_batch_size: samples per rank and batch in validation and test.
         num_workers: loader processes per rank. 0 is fastest if a sample is a slice of memory.
         seed: seed of the sample order and of augmentation.
-        train_limit: train on this many samples only; None: on all.
+        train_limit: train on this many samples only, "batch": on one global batch; None: on all.
 
     Attributes:
         tokens_per_sample: None for data that are not tokens.
@@ -60,7 +60,7 @@ class DataModule(L.LightningDataModule):
 
     def __init__(
         self, *, global_batch_size: int, micro_batch_size: int | str = "auto", eval_batch_size: int = 32,
-        num_workers: int = 0, seed: int = 0, train_limit: int | None = None,
+        num_workers: int = 0, seed: int = 0, train_limit: int | str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
@@ -121,8 +121,11 @@ class DataModule(L.LightningDataModule):
     @property
     def _train_samples(self) -> int:
         """Samples that an epoch's order is made of."""
-        size = len(cast(Sized, self._dataset("train")))
-        return size if self.train_limit is None else min(size, self.train_limit)
+        return self._limited(len(cast(Sized, self._dataset("train"))))
+
+    def _limited(self, size: int) -> int:
+        limit = self.global_batch_size if self.train_limit == "batch" else self.train_limit
+        return size if limit is None else min(size, int(limit))
 
     @property
     def batches(self) -> Batches:

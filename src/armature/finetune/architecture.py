@@ -5,6 +5,7 @@ transformers 5 writes `rope_parameters`; before, it wrote `rope_theta` and `rope
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -138,7 +139,13 @@ def _is_number(value: Any, *, whole: bool = False) -> TypeGuard[float]:
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any] | None, float]:
     """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to `problems`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    both = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
+    if all(both) and len({json.dumps(_plain_rope(rope, config), sort_keys=True) for rope in both}) == 2:
+        problems.append(
+            f"rope_scaling={both[0]} and rope_parameters={both[1]} disagree. Remove the one that the weights were not "
+            "trained with"
+        )
+    rope = both[0] or both[1] or {}  # as transformers does
     rope = rope if isinstance(rope, Mapping) else {"rope_type": str(rope)}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
     if not _is_number(theta):
@@ -161,6 +168,15 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any
     return (None if kind == "default" else {"kind": kind, **numbers}), theta
 
 
+def _plain_rope(rope: Any, config: Mapping[str, Any]) -> Any:
+    """Return a rope's entries, its kind under the name of transformers 5 and its base always there."""
+    if not isinstance(rope, Mapping):
+        return rope
+    kind = {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+    theta = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0}
+    return {key: value for key, value in rope.items() if key != "type" and value is not None} | kind | theta
+
+
 def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
     """Return each block's sliding window, or None if no block has one."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
@@ -177,7 +193,7 @@ def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
     """Return the most positions that a folder's model is made for, stretched ones included; None: it does not say."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
     factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
     stretched = int((factor if _is_number(factor) else 1.0) * trained) if _is_number(trained) else 0

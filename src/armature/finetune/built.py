@@ -26,15 +26,25 @@ def problems(cfg: DictConfig) -> list[str]:
 
     A run that resumes reads its checkpoint: only the model is built.
     """
+    if found := _kernel_problems(cfg):
+        return found
     try:
-        with torch.device("meta"):
-            model = instantiate(cfg.model)()
-    except (ValueError, ImportError) as error:
-        return [f"{str(error).rstrip('.')}."]
+        model = build(cfg.model)
+    except ConfigError as error:
+        return error.problems
     found = [] if check.resumed(cfg) is not None else _weight_problems(model, Path(cfg.model.pretrained), cfg)
     if not check.is_of_transformers(cfg):
         _warn_of_normalization(cfg)
     return found + _position_problems(model) + _packing_problems(model, cfg)
+
+
+def build(node: Any, **changes: Any) -> Any:
+    """Return the model of a configuration's node, on the meta device. Raises ConfigError if its library cannot."""
+    try:
+        with torch.device("meta"):
+            return instantiate(node, **changes)()
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{str(error).rstrip('.')}.") from error
 
 
 def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:
@@ -121,6 +131,19 @@ def _warn_of_normalization(cfg: DictConfig) -> None:
             " and ".join(f"{key}={known[key]} (data.{key}={given[key]})" for key in other),
             " ".join(f"data.{key}={known[key]}".replace(" ", "") for key in other),
         )  # fmt: skip
+
+
+def _kernel_problems(cfg: DictConfig) -> list[str]:
+    """Return a problem if conversations are packed for a kernel that keeps them apart only in batches of one row."""
+    if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
+        return []
+    kernel = cfg.model.get("attention") or folder.config(Path(cfg.model.pretrained)).get("attn_implementation")
+    if not str(kernel).startswith("flash_attention"):
+        return []
+    return [
+        f"model.attention={kernel} with data.source.packing=true: this kernel of transformers keeps the conversations "
+        "of a row apart only in batches of one row. Type model.attention=sdpa, or data.source.packing=false."
+    ]
 
 
 def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:

@@ -130,13 +130,13 @@ def resumed(cfg: DictConfig) -> Path | None:
 
 
 def locate(cfg: DictConfig) -> Path:
-    """Return the folder that a configuration names, which then names the copy if it was downloaded.
+    """Return the folder that a configuration names, which then names the copy if it was downloaded, and no `~`.
 
     Raises ConfigError for what is no model.
     """
     name = str(cfg.model.pretrained)
     path = folder.find(name)
-    if not Path(name).expanduser().is_dir():  # downloaded: all ranks and later starts read this very copy
+    if path != Path(name):  # all ranks and later starts read this very copy, and a library knows no ~
         _replace(cfg.data, name, str(path))
         cfg.model.pretrained = str(path)
     return path
@@ -218,7 +218,8 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     if chosen is None:
         found.append(f"{key}=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")
         return found
-    file = Path(chosen) / folder.TOKENIZER if Path(chosen).is_dir() else Path(chosen)
+    named = Path(chosen).expanduser()
+    file = named / folder.TOKENIZER if named.is_dir() else named
     if file.is_file() and folder.vocabularies_differ(own, file):
         found.append(f"{key}={chosen} gives other ids than {KEY} was trained with. {remedy}")
     return found

@@ -22,7 +22,7 @@ from armature.checkpoint import convert, huggingface, state, storage
 from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError
-from armature.finetune import architecture, check, folder, nf4, others
+from armature.finetune import architecture, built, check, folder, nf4, others
 from armature.finetune.lora import Lora, merge, merged, row_norms
 from armature.loading import load_task
 from armature.models.adapters import is_adapter
@@ -36,8 +36,8 @@ from armature.validation import signatures
 
 SHARD_BYTES = 5_000_000_000  # of one file, as transformers writes them
 DTYPES = ("float32", "bfloat16", "float16")
-_PROBES = 64  # tokens whose logits are compared
-_NEAR = 1e-5  # of the largest logit: the same weights in another process's order of sums
+PROBES = 64  # tokens whose logits are compared
+NEAR = 1e-5  # of the largest logit: the same weights in another process's order of sums
 
 
 def export(
@@ -75,7 +75,7 @@ def export(
         names = _write_weights(source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out)
         source.base = {}
         far = _difference(cfg, source, form, part, getattr(torch, dtype), average=average)
-        if not far <= _NEAR:
+        if not far <= NEAR:
             raise ConfigError(
                 f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it was not written. "
                 "Please report this with the run's config.yaml."
@@ -124,9 +124,7 @@ def form_of(cfg: DictConfig) -> Form:
 
 
 def _form_of_transformers(cfg: DictConfig) -> Form:
-    with torch.device("meta"):
-        model: Any = instantiate(cfg.model)()
-
+    model = built.build(cfg.model)
     head = _head_of(cfg, model) if cfg.model._target_ == others.CLASSIFIER else {}
 
     def config(dtype: str, base: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -135,9 +133,7 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
 
     def read(path: Path) -> nn.Module:
         own_head = {"new_head": False} if head else {}
-        with torch.device("meta"):
-            built = instantiate(cfg.model, pretrained=str(path), **own_head)()
-        return _read(built)
+        return _read(built.build(cfg.model, pretrained=str(path), **own_head))
 
     return Form(
         context=cfg.model.context, vocab_size=model.inner.config.get_text_config().vocab_size, rename=model.saved_name,
@@ -346,7 +342,7 @@ def _difference(
     cfg: DictConfig, source: Source, form: Form, target: Path, dtype: torch.dtype, *, average: bool
 ) -> float:
     """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share of the largest."""
-    length = min(form.context, _PROBES)
+    length = min(form.context, PROBES)
     ids = torch.randint(form.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     task = load_task(cfg, source.checkpoint)
     if average:

@@ -66,7 +66,7 @@ def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
     is_adapter = (path / peft.CONFIG).is_file()
     if base is not None and not is_adapter:
         raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
-    whole = _base_of(path, base) if is_adapter else path
+    whole = base_of(path, base) if is_adapter else path
     config = folder.config(whole)
     if problems := check.weight_problems(whole, architecture.arguments_of(config, name=str(whole))):
         raise ConfigError(problems)
@@ -102,7 +102,8 @@ def _tokenizer(file: Path) -> Tokenizer:
         raise ConfigError(f"{error} Copy it from another run on the same data.") from error
 
 
-def _base_of(path: Path, base: str | None) -> Path:
+def base_of(path: Path, base: str | None) -> Path:
+    """Return the folder of an adapter's base model: `base`, else the one that its adapter_config.json names."""
     name = base or folder.read_json(path / peft.CONFIG).get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{path / peft.CONFIG} names no base model. Type --base FOLDER.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,23 @@ from armature import files
 from armature.errors import ConfigError
 from armature.finetune import base, folder
 from armature.finetune.export import Source, adapter_of, form_of, write_tokenizer
-from armature.finetune.lora import merged
+from armature.finetune.lora import Lora, merged
 from armature.models.decoder.names import theirs
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NORMS = "lora_magnitude_vector"
-_UNREAD = (  # settings of peft's that change the result and are not read
-    "alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern",
-    "trainable_token_indices", "use_qalora",
-)  # fmt: skip
+_KNOWN = {  # settings of peft's that are read, or that do not change what a trained adapter adds
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+_INITIALIZED = (None, True, False, "gaussian", "eva", "orthogonal")  # with others peft changes the base's weights
 
 
 def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = False) -> str:
-    """Write the folder and return what was written, as a line.
+    """Write the folder, read it back, and return what was written, as a line.
 
     Raises ConfigError for a run without adapters, or one that trained other weights as well, which the form lacks.
     """
@@ -66,9 +71,11 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
         files.sync(part / WEIGHTS)
         write_tokenizer(folder.kept_in(Path(cfg.run.dir)), Path(cfg.run.dir), part)
+        changes = compare(part, tensors, adapter)
         part.replace(target)
     size = sum(value.numel() for value in tensors.values())
-    return f"{target}: {len(source.adapters)} adapters of rank {adapter.rank}, {size:,} parameters"
+    line = f"{target}: {len(source.adapters)} adapters of rank {adapter.rank}, {size:,} parameters"
+    return line if changes else f"{line}. All of B is 0: the model answers as its base does"
 
 
 def targets(source: Source) -> list[str]:
@@ -80,13 +87,21 @@ def targets(source: Source) -> list[str]:
     return sorted(last if alike == adapted else adapted)
 
 
-def add_to(model: nn.Module, path: Path) -> None:
-    """Add the adapters in a folder to a decoder's weights, in place. Each matrix must be whole.
+@dataclass(frozen=True)
+class Settings:
+    """What adapter_config.json says that changes the result: the rank, the factor of B A, and whether it is DoRA."""
 
-    Raises ConfigError with everything that is unreadable, or does not belong to this model.
-    """
+    rank: int
+    scale: float
+    dora: bool
+
+
+def settings(path: Path) -> Settings:
+    """Return a folder's settings. Raises ConfigError with everything in them that is not read."""
     config = folder.read_json(path / CONFIG)
-    problems = [f"{key}={config[key]}" for key in _UNREAD if config.get(key)]
+    problems = [f"{key}={value}" for key, value in config.items() if value and key not in _KNOWN]
+    how = config.get("init_lora_weights")
+    problems += [f"init_lora_weights={how}"] * (how not in _INITIALIZED)
     problems += [f"peft_type={config.get('peft_type')}"] * (config.get("peft_type") != "LORA")
     problems += [f"bias={config.get('bias')}"] * (config.get("bias") not in (None, "none"))
     rank, alpha = config.get("r"), config.get("lora_alpha")
@@ -98,15 +113,58 @@ def add_to(model: nn.Module, path: Path) -> None:
             "Merge the adapter with peft (merge_and_unload), and name the folder of the result."
         )
     scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
-    weights = {str(theirs(name)): param for name, param in model.named_parameters() if theirs(name)}
-    adapters = _read(path, dora=bool(config.get("use_dora")))
-    if problems := _mismatches(adapters, weights, rank):  # pyright: ignore[reportArgumentType]
+    return Settings(rank, scale, bool(config.get("use_dora")))  # pyright: ignore[reportArgumentType]
+
+
+def read(path: Path, own: Settings, weights: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+    """Return A, B and, of DoRA, the rows' norms by Hugging Face's names of the weights.
+
+    Raises ConfigError with everything that does not belong to these weights, of which only the shapes are read.
+    """
+    adapters = _read(path, dora=own.dora)
+    if problems := _mismatches(adapters, weights, own.rank):
         raise ConfigError(f"{path}: adapter and base model do not belong together: {folder.some(problems)}.")
+    return adapters
+
+
+def added(weight: Tensor, parts: Sequence[Tensor], own: Settings) -> Tensor:
+    """Return a weight with its adapter added, in fp32."""
+    a, b, *norms = (part.to(weight.device) for part in parts)
+    return merged(weight, a, b, scale=own.scale, norms=norms[0].float() if norms else None)
+
+
+def add_to(model: nn.Module, path: Path) -> None:
+    """Add the adapters in a folder to a decoder's weights, in place. Each matrix must be whole.
+
+    Raises ConfigError with everything that is unreadable, or does not belong to this model.
+    """
+    own = settings(path)
+    weights = {str(theirs(name)): param for name, param in model.named_parameters() if theirs(name)}
     with torch.no_grad():
-        for name, parts in adapters.items():
-            param = weights[name]
-            a, b, *norms = (part.to(param.device) for part in parts)
-            param.copy_(merged(param, a, b, scale=scale, norms=norms[0].float() if norms else None))
+        for name, parts in read(path, own, weights).items():
+            weights[name].copy_(added(weights[name], parts, own))
+
+
+def compare(path: Path, expected: Mapping[str, Tensor], adapter: Lora) -> bool:
+    """Read a written folder as others do, and return whether its adapters change anything.
+
+    Raises ConfigError if they are not those of the run.
+    """
+    own = settings(path)
+    found = _read(path, dora=own.dora)
+    kinds = ("lora_A.weight", "lora_B.weight", *[_NORMS] * own.dora)
+    tensors = {
+        f"{_PREFIX}{name.removesuffix('.weight')}.{kind}": part
+        for name, parts in found.items()
+        for kind, part in zip(kinds, parts, strict=True)
+    }
+    same = tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+    if not same or own != Settings(adapter.rank, adapter.scale, adapter.dora):
+        raise ConfigError(
+            f"{path.name}: what was written is not what the run holds, so it was removed. Please report this with the "
+            "run's config.yaml."
+        )
+    return own.dora or any(bool(parts[1].any()) for parts in found.values())
 
 
 def _read(path: Path, *, dora: bool) -> dict[str, list[Tensor]]:
@@ -131,7 +189,7 @@ def _read(path: Path, *, dora: bool) -> dict[str, list[Tensor]]:
     return {name: [found[part] for part in needed] for name, found in parts.items()}
 
 
-def _mismatches(adapters: dict[str, list[Tensor]], weights: dict[str, Any], rank: int) -> list[str]:
+def _mismatches(adapters: dict[str, list[Tensor]], weights: Mapping[str, Any], rank: int) -> list[str]:
     unknown = [f"the model has no {name}" for name in adapters if name not in weights]
     wrong = [
         f"{name} is {tuple(weights[name].shape)}, and its adapter {tuple(b.shape)} × {tuple(a.shape)} of rank {rank}"

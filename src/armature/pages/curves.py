@@ -58,6 +58,24 @@ def learning(run: History) -> list[Chart]:
     return drawn
 
 
+def experts(run: History) -> list[Chart]:
+    """Return the load of a mixture's experts: its extremes in every step, and each expert's in the last one."""
+    found = [(name, *run.curve(f"experts/load_{name}", x="step")) for name in ("max", "min")]
+    lines = [line for i, (name, xs, ys) in enumerate(found) for line in curve(xs, ys, label=name, color=i)]
+    title = "tokens of the most and the least used expert, times the mean"
+    drawn = [Chart(title=title, lines=lines, from_zero=True)] if lines else []
+    loads = run.summary.get("expert_load")
+    blocks = [
+        Line(xs=[*range(len(load))], ys=load, label=f"block {block}", color=i, dots=True)
+        for i, (block, load) in enumerate(loads.items() if isinstance(loads, dict) else ())
+        if isinstance(load, list) and all(isinstance(value, int | float) for value in load)
+    ]
+    if blocks:
+        title = "tokens of each expert in the last step, times the mean"
+        drawn.append(Chart(title=title, lines=blocks, x_label="expert", from_zero=True))
+    return drawn
+
+
 def _many(run: History, name: str) -> bool:
     return len(run.curve(name)[0]) > (0 if name.startswith("val/") else 1)
 

@@ -33,6 +33,8 @@ def make(path: Path, *, running: bool = False, newest: Mapping[str, Any] | None 
     body = [*_head(run, running=running), _tiles(run)]
     if learned := curves.learning(run):
         body += ["<h2>Learning</h2>", charts(learned, name="learning")]
+    if used := curves.experts(run):
+        body += ["<h2>Experts</h2>", plain_charts(used)]
     body += ["<h2>Learning rate and speed</h2>", plain_charts([*curves.schedule(run), *curves.speed(run)])]
     if not run.columns("time/"):
         body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')

@@ -103,6 +103,7 @@ def parallelize(
         if stages is None:
             positions.divide_calls(model)
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them alone
+    spread = None
     if plan is not None and plan.experts is not None and (options.expert > 1 or mesh["tensor"].size() > 1):
         # all ranks make the mesh's groups together, also those of a stage without experts
         spread = meshes.expert_mesh(mesh, expert=options.expert) if expert_ranks is None else expert_ranks
@@ -134,6 +135,10 @@ def parallelize(
             )
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
+    elif spread is not None and stages is not None:
+        # torch's schedules keep experts gathered until the end of a step's backward, if the stage is an FSDP module
+        for part in parts:
+            fully_shard(part, mesh=spread["rest"], ignored_params=set(part.parameters()))
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 8. materialize: memory is allocated only now, and only for this rank's weights
@@ -177,6 +182,12 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
     dtensors.watch_frozen_weights(model)
     dtensors.carry_hooks(model)
+    # weights that must not be rounded to `param_dtype`: in one process they are not
+    exact = [module for module in model.modules() if getattr(module, "full_precision", False)]
+    for module in exact if options.param_dtype is not None else ():
+        own = {**arguments, "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)}
+        fully_shard(module, **own)
+        sharded.append(module)
     if plan is not None:
         units = sharding_units(model, plan, min_num_params=options.min_num_params)
         for unit in units:

@@ -26,6 +26,7 @@ from armature.models.loss import IGNORED
 from armature.models.plan import Plan
 from armature.parallel import randomness
 from armature.parallel.experts import exchange
+from armature.parallel.targets import weigh
 
 
 class Positions:
@@ -49,7 +50,7 @@ class Positions:
         return _Whole.apply(x, self.group)
 
     def share(self, targets: Tensor) -> Tensor | None:
-        """Return what this rank's mean loss is multiplied by, so that the mean over ranks is that over all targets.
+        """Return the factor of this rank's mean loss (see `weigh`): the mean over ranks is that over all targets.
 
         Args:
             targets: of all positions. None is returned if they are no classes: then the parts count alike.
@@ -129,7 +130,7 @@ class Positions:
             )
         if output.ndim:
             return self.whole(output)
-        return self.mean(output if share is None else output * share)
+        return self.mean(weigh(output, share))
 
 
 def match(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

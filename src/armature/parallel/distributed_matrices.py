@@ -1,9 +1,9 @@
 """Work on whole matrices, such as Muon's, shared by the ranks that would otherwise all do the same work.
 
-Matrices of one shape are processed in rounds of one matrix per rank, or fewer if they are large. If every rank holds
-the whole matrices, each rank works on one of them and sends the result to the others. If the matrices are sharded, one
-all-to-all gathers each matrix on one rank, and another one sends the shards of the result back. This communicates as
-many elements as the ranks hold; an all-gather of every matrix would send that times the number of ranks.
+Each rank works on some of the matrices. If every rank holds all of them, one collective sends the results to the
+others. If they are sharded, one all-to-all gathers each matrix on one rank, and another one sends the shards of the
+results back. This communicates as many elements as the ranks hold; an all-gather of every matrix would send that times
+the number of ranks. All matrices of a step travel together, unless they are large.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the same shape and dtype
-MAX_ROUND_ELEMENTS = 2**28
+# What a rank holds at once besides its weights: all results, or its shards and its share of the work
+MAX_ROUND_ELEMENTS, MAX_SHARD_ELEMENTS = 2**28, 2**26
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older name
 
 
@@ -34,17 +35,26 @@ class DistributedMatrices:
 
     def rounds(self, matrices: Sequence[Tensor]) -> list[list[int]]:
         """Return lists of indices of the matrices, each list for one call of `map`."""
-        alike: dict[Any, tuple[dist.ProcessGroup | None, int | None, list[int]]] = {}
+        together: dict[Any, tuple[dist.ProcessGroup, bool, list[int]]] = {}
+        rounds: list[list[int]] = []
         for i, matrix in enumerate(matrices):
             group, dim = self._held(matrix)
-            key = (i,) if group is None else (group.group_name, dim, *matrix.shape)
-            alike.setdefault(key, (group, dim, []))[2].append(i)
-        rounds = []
-        for group, dim, indices in alike.values():
-            size = 1 if group is None else group.size()
-            if dim is None:  # all results of a round are in memory at once
-                size = max(1, min(size, MAX_ROUND_ELEMENTS // matrices[indices[0]].numel()))
-            rounds += [indices[i : i + size] for i in range(0, len(indices), size)]
+            if group is None:
+                rounds.append([i])
+            else:
+                key = group.group_name, dim is None, matrix.device
+                together.setdefault(key, (group, dim is None, []))[2].append(i)
+        for group, whole, indices in together.values():
+            # of sharded matrices, each rank has work in each round
+            room, least = (MAX_ROUND_ELEMENTS, 1) if whole else (MAX_SHARD_ELEMENTS * group.size(), group.size())
+            current, used = [], 0
+            for i in indices:
+                if len(current) >= least and used + matrices[i].numel() > room:
+                    rounds.append(current)
+                    current, used = [], 0
+                current.append(i)
+                used += matrices[i].numel()
+            rounds.append(current)
         return rounds
 
     def map(self, matrices: list[Tensor], function: Function) -> list[Tensor]:
@@ -54,7 +64,8 @@ class DistributedMatrices:
             return [_replicated(matrix, function) for matrix in matrices]
         if dim is None:
             return _broadcast(matrices, function, group=group)
-        return _exchanged(matrices, function, dim=dim, group=group)  # pyright: ignore[reportArgumentType]
+        dims: Any = [self._held(matrix)[1] for matrix in matrices]
+        return _exchanged(matrices, function, dims=dims, group=group)  # pyright: ignore[reportArgumentType]
 
     def _held(self, matrix: Tensor) -> tuple[dist.ProcessGroup | None, int | None]:
         """Return the ranks that share the work on a matrix (None: all do it), and its sharded dim (None: unsharded)."""
@@ -90,41 +101,78 @@ def _stacked(stack: DTensor, function: Function) -> DTensor:
     return result.redistribute(placements=stack.placements) if any(cut) else result
 
 
+def _shares(matrices: Sequence[Tensor], *, ranks: int) -> list[list[int]]:
+    """Return the indices of the matrices that each rank works on. The largest come first, to the least loaded rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [matrix.numel() * min(matrix.shape[-2:]) for matrix in matrices]
+    load = [0] * ranks
+    for i in sorted(range(len(matrices)), key=lambda i: -work[i]):
+        rank = load.index(min(load))
+        shares[rank].append(i)
+        load[rank] += work[i]
+    return shares
+
+
 def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.ProcessGroup) -> list[Tensor]:
-    """Let rank i work on matrix i, which every rank holds, and send the result to all ranks."""
-    rank, like = group.rank(), matrices[0]
-    results = like.new_empty(len(matrices), *like.shape)
-    if rank < len(matrices):
-        results[rank] = function(matrices[rank])
-    if len(matrices) == group.size():
-        ALL_GATHER(results.view(-1), results[rank].clone().view(-1), group=group)
-    else:  # ranks without a matrix send nothing
-        for i, result in enumerate(results):
-            dist.broadcast(result, group_src=i, group=group)
-    return list(results)
-
-
-def _exchanged(matrices: list[DTensor], function: Function, *, dim: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Gather matrix i on rank i through an all-to-all, let it work there, and send the shards of the result back."""
+    """Let each rank work on its share of matrices that every rank holds, and send the results to all ranks."""
     rank, ranks = group.rank(), group.size()
-    shape, shards = matrices[0].shape, [matrix.to_local() for matrix in matrices]
-    chunk = -(-shape[dim] // ranks)  # as Shard splits
+    shares = _shares(matrices, ranks=ranks)
+    sizes = [sum(matrices[i].numel() for i in share) for share in shares]
+    even = ranks * max(sizes) <= 2 * sum(sizes)
+    places = [max(sizes)] * ranks if even else sizes
+    flat = matrices[0].new_empty(sum(places))
+    everyones = flat.split(places)
+    for i, place in zip(shares[rank], _parts(everyones[rank], matrices, shares[rank]), strict=True):
+        place.copy_(function(matrices[i]))
+    if even:
+        ALL_GATHER(flat, everyones[rank].clone(), group=group)
+    else:  # ranks with little work, or none, would send as much as those with the most
+        for source, result in enumerate(everyones):
+            if sizes[source]:
+                dist.broadcast(result, group_src=source, group=group)
+    results: dict[int, Tensor] = {}
+    for share, result in zip(shares, everyones, strict=True):
+        results |= zip(share, _parts(result, matrices, share), strict=True)
+    return [results[i] for i in range(len(matrices))]
+
+
+def _parts(flat: Tensor, matrices: Sequence[Tensor], share: Sequence[int]) -> list[Tensor]:
+    """Return views of a flat tensor, one after the other, of the shapes of these matrices."""
+    sizes = [matrices[i].numel() for i in share]
+    return [part.view(matrices[i].shape) for i, part in zip(share, flat[: sum(sizes)].split(sizes), strict=True)]
+
+
+def _exchanged(
+    matrices: list[DTensor], function: Function, *, dims: list[int], group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Gather each matrix on the rank that works on it, all by one all-to-all, and send the results' shards back."""
+    rank, ranks = group.rank(), group.size()
+    shares = _shares(matrices, ranks=ranks)
+    order, own = [i for share in shares for i in share], shares[rank]
+    shards = [matrix.to_local() for matrix in matrices]
+    shapes = {i: _shard_shapes(matrices[i].shape, dim=dims[i], ranks=ranks) for i in own}
+    sent = [sum(shards[i].numel() for i in share) for share in shares]  # elements, to each rank
+    arriving = [[shapes[i][source].numel() for i in own] for source in range(ranks)]
+    received = [sum(sizes) for sizes in arriving]
+    outgoing = torch.cat([shards[i].reshape(-1) for i in order])
+    incoming = outgoing.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+    arrived = [part.split(sizes) for part, sizes in zip(incoming.split(received), arriving, strict=True)]
+    for k, i in enumerate(own):
+        pieces = [parts[k].view(shape) for parts, shape in zip(arrived, shapes[i], strict=True)]
+        result = function(torch.cat(pieces, dims[i]))
+        for piece, shard in zip(pieces, result.split([piece.shape[dims[i]] for piece in pieces], dims[i]), strict=True):
+            piece.copy_(shard)
+    dist.all_to_all_single(outgoing, incoming, sent, received, group=group)
+    parts = dict(zip(order, outgoing.split([shards[i].numel() for i in order]), strict=True))
+    return [_sharded_like(m, parts[i].view_as(shards[i])) for i, m in enumerate(matrices)]
+
+
+def _shard_shapes(shape: torch.Size, *, dim: int, ranks: int) -> list[torch.Size]:
+    """Return the shapes of the ranks' shards, as Shard splits."""
+    chunk = -(-shape[dim] // ranks)
     lengths = [min(chunk, max(0, shape[dim] - i * chunk)) for i in range(ranks)]
-    has_matrix = rank < len(matrices)
-    sent = [shards[0].numel() if i < len(matrices) else 0 for i in range(ranks)]  # elements, to each rank
-    received = [length * (shape.numel() // shape[dim]) if has_matrix else 0 for length in lengths]
-    outgoing = torch.cat([shard.reshape(-1) for shard in shards])
-    own = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(own, outgoing, received, sent, group=group)
-    if has_matrix:
-        pieces = zip(own.split(received), lengths, strict=True)
-        shards_of_own = [piece.view(*shape[:dim], length, *shape[dim + 1 :]) for piece, length in pieces]
-        result = function(torch.cat(shards_of_own, dim))
-        own = torch.cat([shard.reshape(-1) for shard in result.split(lengths, dim)])
-    returned = torch.empty_like(outgoing)
-    dist.all_to_all_single(returned, own, sent, received, group=group)
-    parts = zip(returned.split(sent[: len(matrices)]), shards, matrices, strict=True)
-    return [_sharded_like(matrix, part.view_as(shard)) for part, shard, matrix in parts]
+    return [torch.Size((*shape[:dim], length, *shape[dim + 1 :])) for length in lengths]
 
 
 def _sharded_like(matrix: DTensor, local: Tensor) -> DTensor:

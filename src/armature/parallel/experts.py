@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from armature.errors import ConfigError
 from armature.models.permutation import permute
 
 
@@ -40,6 +41,8 @@ def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments:
     """
     axis, rest = mesh["expert"], mesh["rest"]
     count = next(experts.parameters()).shape[0]
+    if count % axis.size():
+        raise ConfigError(f"strategy.expert={axis.size()} does not divide the model's {count} experts. Type a divisor.")
     for name, param in [*experts.named_parameters()]:
         distributed = distribute_tensor(param, axis, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(distributed, requires_grad=param.requires_grad))

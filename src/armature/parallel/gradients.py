@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,16 +36,29 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Part]:
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
     """Return `local_parts` of the gradients of the parameters that have one."""
-    gradients = []
-    for param in parameters:
+    graded = [param for param in parameters if param.grad is not None]
+    _reduce_partial(graded)
+    return local_parts(param.grad for param in graded)  # pyright: ignore[reportArgumentType]
+
+
+def _reduce_partial(params: Iterable[Tensor]) -> None:
+    """Add up the gradients that are sums over ranks, together: sequence parallelism leaves those of norms so."""
+    alike: dict[Any, list[Tensor]] = {}
+    for param in params:
         grad = param.grad
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            # sequence parallelism leaves the gradients of norms as sums that are not reduced yet
+            sums = tuple(placement if placement.is_partial() else Replicate() for placement in grad.placements)
+            alike.setdefault((grad.device_mesh, sums, grad.dtype, grad.device), []).append(param)
+    for (mesh, sums, _, _), held in alike.items():
+        parts = [local_part(param.grad) for param in held]  # pyright: ignore[reportArgumentType]
+        flat = DTensor.from_local(torch.cat([part.reshape(-1) for part in parts]), mesh, sums, run_check=False)
+        flat = flat.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        for param, part, added in zip(held, parts, flat.split([part.numel() for part in parts]), strict=True):
+            grad: Any = param.grad
             reduced = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
-            param.grad = grad = grad.redistribute(placements=reduced)
-        if grad is not None:
-            gradients.append(grad)
-    return local_parts(gradients)
+            param.grad = DTensor.from_local(
+                added.view(part.shape), mesh, reduced, run_check=False, shape=grad.shape, stride=grad.stride()
+            )
 
 
 def _part_count(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import randomness
+from armature.parallel import gradients, randomness
 from armature.parallel.context import Positions
 from armature.parallel.gradients import local_part
 from armature.parallel.split import (
@@ -33,7 +33,7 @@ from armature.parallel.split import (
     stage_ownership_problems,
     stages_of_rank,
 )
-from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights
+from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights, weigh
 
 SCHEDULE_CLASSES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -59,7 +59,7 @@ def split(
     """Delete what this rank does not hold from the model, and make a view of the model for each of its stages.
 
     Names never change: the names of deleted blocks are missing, and an end that this rank does not hold is None.
-    Without `block_counts`, stages are balanced by parameter count, including the ends.
+    Without `block_counts`, stages are balanced by parameter count (`blocks_of_stages`), including the ends.
     """
     if problems := stage_ownership_problems(model):
         raise ConfigError(problems)
@@ -81,11 +81,19 @@ def split(
 def blocks_of_stages(
     model: nn.Module, plan: Plan, *, count: int, block_counts: list[int] | None = None
 ) -> list[list[str]]:
-    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many."""
+    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many.
+
+    A module's `used_share` is the share of its parameters that a token meets (1 without it): a mixture's experts.
+    """
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
 
     def cost(module: nn.Module | None) -> int:
-        return sum(p.numel() for p in module.parameters()) if module is not None else 0
+        parts = [*module.modules()] if module is not None else []
+        shares: dict[Any, Any] = {
+            p: part.used_share for part in parts if hasattr(part, "used_share") for p in part.parameters()
+        }
+        params = {p: None for part in parts for p in part.parameters()}
+        return round(sum(p.numel() * shares.get(p, 1) for p in params))
 
     sizes = block_counts or balance_blocks(
         [cost(block) for block in blocks.values()],
@@ -129,8 +137,9 @@ class ScheduledLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
         scale = scale if ctx.factor is None else scale / ctx.factor
+        if scale.device.type != "cpu" or scale != 1:  # on a GPU, the host would wait for the number
+            gradients.multiply(gradients.local_parts(grad for _, grad in ctx.pairs), by=scale)
         for param, grad in ctx.pairs:
-            local_part(grad).mul_(scale)
             if param.grad is None:
                 param.grad = grad
             else:
@@ -220,7 +229,7 @@ class Runner:
         if self.positions is None:
             return self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss, share = self.model.loss(outputs, self.positions.part(targets)), self.positions.share(targets)  # pyright: ignore[reportCallIssue]
-        return loss if share is None else loss * share
+        return weigh(loss, share)
 
     def _mean(self, loss: Tensor) -> Tensor:
         return loss if self.positions is None else self.positions.mean(loss)
@@ -228,6 +237,15 @@ class Runner:
     @property
     def holds_last(self) -> bool:
         return self.stages.count - 1 in self.stages.indices
+
+    @property
+    def forward_takes_targets(self) -> bool:
+        """Whether the last stage's forward returns the loss: the model can compute it without holding all the outputs.
+
+        Only where a rank has one stage, since torch calls all of a rank's stages with the same arguments.
+        """
+        alone = self.stages.indices == [self.stages.count - 1] and self.positions is None
+        return alone and getattr(self.model, "computes_loss_in_forward", False)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
@@ -248,12 +266,13 @@ class Runner:
             self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
         if self.positions is not None:
             targets = self.positions.part(targets)
-        counts: Any = getattr(self.model, "first_pass_uncounted", None)  # of a mixture's tokens
-        uncounted = counts(self.microbatches + 1) if counts is not None and is_new else nullcontext()
-        with without_gradients(params), uncounted:
+        # of a mixture's tokens: torch finds shapes with a first pass of its own
+        limit: Any = getattr(self.model, "counted_passes", None) if is_new else None
+        with without_gradients(params), nullcontext() if limit is None else limit(self.microbatches):
             schedule.step(
                 *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
                 losses=losses if self.holds_last else None, return_outputs=False,
+                **({"targets": targets} if self.forward_takes_targets else {}),
             )  # fmt: skip
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
@@ -269,12 +288,12 @@ class Runner:
 
         With a context axis these are targets of this rank's positions, and the mean is also over the axis.
         """
-        loss = self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+        loss = outputs if self.forward_takes_targets else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss = loss if self.step_scale is None else loss * self.step_scale
         if self.loss_divisor is None:
             return loss
         pieces = self.microbatches * (1 if self.positions is None else self.positions.size)
-        return loss * ((targets != IGNORED).sum() * pieces / self.loss_divisor)
+        return weigh(loss, (targets != IGNORED).sum() * pieces / self.loss_divisor)
 
     def _schedule(self, inputs: Tensor) -> Any:
         """Return the schedule for inputs of this shape: the first step fixes the shapes that stages exchange."""

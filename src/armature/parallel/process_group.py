@@ -166,7 +166,7 @@ class Vote:
 
     def __call__(self, *numbers: int) -> list[int]:
         """Submit this call's numbers and return the maximum of the previous call's; a single process gets its own."""
-        if not dist.is_initialized():
+        if ranks() == 1:  # a strategy of several may have a group of one
             return [*numbers]
         result = self.finish() or [0] * len(numbers)
         box = torch.tensor(numbers)

@@ -20,6 +20,11 @@ TARGETS_PER_UNIT = 1024.0  # numbers of targets are counted in units, so that a 
 MIN_TARGETS = 1e-12
 
 
+def weigh(loss: Tensor, weight: Tensor | None) -> Tensor:
+    """Return loss × weight; 0, with a graph, if the weight is 0: many models' mean over no targets is NaN."""
+    return loss if weight is None else torch.where(weight > 0, loss * weight, 0.0)
+
+
 class TargetWeights:
     """Weighs one rank's micro-batches by their numbers of targets.
 

@@ -50,7 +50,7 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
         memory_bytes: of one device; None: unknown.
         problems: returns what is wrong with a layout.
 
-    Raises ConfigError if weights, gradients and optimizer state alone do not fit under any strategy.
+    Raises ConfigError if the optimizer's step does not fit under any strategy, whatever the micro-batch.
     """
     if OmegaConf.select(cfg, "strategy._target_") != AUTO:
         return cfg, None
@@ -79,7 +79,7 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
             blocked += found
             tried.remove(each)
     if not blocked and str(cfg.task._target_).startswith("armature."):  # a user's task may freeze weights
-        _refuse(setup, tried, memory_bytes)
+        _refuse(cfg, setup, tried, memory_bytes=memory_bytes, problems=problems)
     best = min(tried, key=lambda each: each.peak.total_bytes)
     needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
     why = f" Sharding is not possible: {blocked[0]}" if blocked else ""
@@ -196,19 +196,27 @@ def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
     )
 
 
-def _refuse(setup: Setup, tried: Sequence[Try], memory_bytes: int) -> None:
-    """Raise ConfigError if the least state is more than a device has: that much is certain."""
-    least = min(each.peak.state_bytes for each in tried)
+def _refuse(
+    cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes: int, problems: Problems
+) -> None:  # fmt: skip
+    """Raise ConfigError if the optimizer's step alone takes more than a device has: no other setting changes that."""
+    least = min(each.peak.least_bytes for each in tried)
     if least <= memory_bytes:
         return
     whole = min(each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried)
     enough = next((n for n in (2**exponent for exponent in range(1, 11)) if 1.25 * whole / n < memory_bytes), None)
     advice = f"{enough} such devices hold it under strategy=fsdp" if enough else "1,024 devices would not either"
-    offload = f"strategy={'deepspeed_zero3_offload' if setup.world_size == 1 else 'fsdp strategy.cpu_offload=true'}"
+    offload = "strategy=fsdp strategy.cpu_offload=true"
+    if setup.world_size == 1:  # fsdp shards nothing there, and offloads nothing
+        changed = cfg.copy()
+        OmegaConf.set_struct(changed, False)
+        changed.strategy = {"_target_": STRATEGIES["deepspeed"], "seed": cfg.seed, "activation_checkpointing": "none"}
+        other = "optimizer=adamw " if any("optimizer=adamw" in each for each in problems(changed)) else ""
+        offload = f"{other}strategy=deepspeed_zero3_offload"
     raise ConfigError(
         f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} parameters take at least "
-        f"{_size(least)} per device, and one has {_size(memory_bytes)}. {advice}; {offload} keeps them in the host's "
-        f"memory. {PLAN_COMMAND}"
+        f"{_size(least)} per device in the optimizer's step, and one has {_size(memory_bytes)}. {advice}; {offload} "
+        f"keeps them in the host's memory. {PLAN_COMMAND}"
     )
 
 
@@ -218,13 +226,13 @@ def warning(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tup
         setup = setup_of(cfg, layout)
     except ConfigError:
         return None
-    compiled = layout.options.get("compile", "none") != "none"  # the formulas are of uncompiled blocks, which keep more
-    if compiled or _unknown(cfg, setup, memory_bytes):
+    if _unknown(cfg, setup, memory_bytes):
         return None
     assert setup is not None
     assert memory_bytes is not None
     peak = memory.peak(setup)
-    if peak.total_bytes <= memory_bytes:
+    compiled = layout.options.get("compile", "none") != "none"  # the formulas are of uncompiled blocks, which keep more
+    if (peak.least_bytes if compiled else peak.total_bytes) <= memory_bytes:
         return None
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peak.bytes_by_kind.items())
     line = (

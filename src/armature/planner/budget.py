@@ -6,6 +6,7 @@ compute, and 5.76e23 FLOPs are best spent on 67 billion parameters and 1.5 trill
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from armature.errors import ConfigError
@@ -42,6 +43,6 @@ def flops_of(text: str, *, flops_per_device_second: float) -> float:
         number = float(text.removesuffix("h"))
     except ValueError:
         number = 0.0
-    if number <= 0:
+    if not 0 < number < math.inf:
         raise ConfigError(f"--budget {text}: type a number of FLOPs, such as 1e22, or of device hours, such as 5000h.")
     return number * 3600 * flops_per_device_second if text.endswith("h") else number

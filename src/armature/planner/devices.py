@@ -30,7 +30,8 @@ class Device:
     """One device and its links. Rates are per device and, for links, in one direction.
 
     Attributes:
-        peak_flops: FLOP/s of dense matrix products by type (float8, bfloat16, float16, tf32, float32).
+        peak_flops: FLOP/s of dense matrix products by type (float8, bfloat16, float16, tf32, float32, float64).
+        capability: CUDA's compute capability; None: not a GPU. `processors`: its streaming multiprocessors.
         link_bytes_per_second: to the other devices of its machine; `network_…`: to other machines.
     """
 
@@ -42,6 +43,8 @@ class Device:
     link_bytes_per_second: float
     network_bytes_per_second: float
     devices_per_machine: int
+    capability: tuple[int, int] | None = None
+    processors: int = 0
 
     @property
     def precision(self) -> str:
@@ -59,7 +62,15 @@ class Device:
         )
 
     def peak(self, *types: str) -> float:
-        """Return the FLOP/s of matrix products in the first of these types that the device has, else in fp32."""
+        """Return the FLOP/s of matrix products in the first of these types that the device has, else in fp32.
+
+        ConfigError: float64 of a device whose file does not name it.
+        """
+        if "float64" in types and "float64" not in self.peak_flops:
+            raise ConfigError(
+                f"trainer.precision=64-true: hardware={self.name} has no float64 in peak_tflops. Add it to "
+                f"{FOLDER / self.name}.yaml, or type trainer.precision=32-true."
+            )
         return next((self.peak_flops[name] for name in types if name in self.peak_flops), self.peak_flops["float32"])
 
     def link_rate(self, *, ranks: int, here: int) -> float:
@@ -106,6 +117,11 @@ def named(name: str) -> Device:
 
 def _read(file: Path) -> Device:
     values = yaml.safe_load(file.read_text())
+    missing = {"capability", "processors"} - set(values) if values["accelerator"] == "gpu" else set()
+    if missing:
+        example = yaml.safe_load((FOLDER / "h100_80gb.yaml").read_text())
+        lines = ", ".join(f"{key}: {example[key]}" for key in sorted(missing))
+        raise ConfigError(f"hardware={file.stem}: {file} lacks {lines} (these are an H100's). Add its own.")
     return Device(
         name=file.stem, accelerator=values["accelerator"], memory_bytes=int(values["memory_gib"] * GIB),
         peak_flops={kind: rate * 1e12 for kind, rate in values["peak_tflops"].items()},
@@ -113,6 +129,8 @@ def _read(file: Path) -> Device:
         link_bytes_per_second=values["link_gb_per_second"] * 1e9,
         network_bytes_per_second=values["network_gb_per_second"] * 1e9,
         devices_per_machine=values["devices_per_machine"],
+        capability=tuple(values["capability"]) if "capability" in values else None,
+        processors=values.get("processors", 0),
     )  # fmt: skip
 
 
@@ -146,7 +164,7 @@ def _describes(file: Path, device_name: str) -> bool:
 def _this_cpu() -> Device:
     cores, cycles = hardware.cpu_count(), hardware.cpu_cycles_per_second()
     fp32 = cores * cycles * FP32_FLOPS_PER_CYCLE
-    peaks = {"float32": fp32, **({"bfloat16": 2 * fp32} if hardware.bf16_is_fast("cpu") else {})}
+    peaks = {"float32": fp32, "float64": fp32 / 2, **({"bfloat16": 2 * fp32} if hardware.bf16_is_fast("cpu") else {})}
     rate = cores * CPU_BYTES_PER_SECOND
     return Device(
         name=THIS, accelerator="cpu", memory_bytes=hardware.ram_bytes() or 16 * GIB, peak_flops=peaks,

@@ -16,6 +16,7 @@ CONTEXT_BYTES = GIB // 2  # CUDA's context and cuBLAS's workspace
 COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
+MUON_ROUND = {"whole": 2**28, "sharded": 2**26}  # a rank's elements per exchange (parallel/distributed_matrices.py)
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
 DEEPSPEED_BUCKET = 200_000_000  # elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
 DEEPSPEED_KEPT = 500_000_000  # the last weights stay gathered: backward needs them within stage3_max_reuse_distance
@@ -28,12 +29,16 @@ class Peak:
     Attributes:
         bytes_by_kind: allocated at the peak: parameters, gradients, optimizer state, activations, gathered, temporary.
         allowance_bytes: what comes on top: context, communication buffers, fragmentation.
-        state_bytes: parameters, gradients and optimizer state alone, which no smaller micro-batch changes.
+        state_bytes: what rests between steps (parameters, gradients, optimizer state, averages), which no smaller
+            micro-batch changes.
+        least_bytes: what the optimizer's step takes, with its allowance: no smaller micro-batch and no recomputation
+            changes it.
     """
 
     bytes_by_kind: Mapping[str, float]
     allowance_bytes: float
     state_bytes: float
+    least_bytes: float
 
     @property
     def allocated_bytes(self) -> float:
@@ -65,9 +70,12 @@ class Part:
 def peak(setup: Setup) -> Peak:
     """Return the peak of the rank that needs most."""
     stages = [_stage_peak(setup, stage) for stage in range(setup.axes["pipe"])]
-    kinds, state = max(stages, key=lambda found: sum(found[0].values()))
-    allowance = allowance_bytes(sum(kinds.values()), ranks=setup.world_size, on_cpu=setup.on_cpu)
-    return Peak(bytes_by_kind=kinds, allowance_bytes=allowance, state_bytes=state)
+    kinds, state, _ = max(stages, key=lambda found: sum(found[0].values()))
+    least = max(stepping for _, _, stepping in stages)
+    allowance, on_top = (
+        allowance_bytes(size, ranks=setup.world_size, on_cpu=setup.on_cpu) for size in (sum(kinds.values()), least)
+    )
+    return Peak(bytes_by_kind=kinds, allowance_bytes=allowance, state_bytes=state, least_bytes=least + on_top)
 
 
 def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> float:
@@ -76,8 +84,8 @@ def allowance_bytes(allocated: float, *, ranks: int, on_cpu: bool = False) -> fl
     return fixed + FRAGMENTATION * allocated
 
 
-def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
-    """Return bytes by kind of one pipeline stage at its highest moment, and of weights, gradients and state alone."""
+def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float, float]:
+    """Return bytes by kind of one pipeline stage at its highest moment, of what rests, and of the optimizer's step."""
     part = _part(setup, stage)
     state = _state(setup, part)
     moments = _moments(setup, part, stage, state)
@@ -85,7 +93,7 @@ def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float]:
         bucket = setup.compute_bytes * DEEPSPEED_BUCKET
         moments = [{**kinds, "gathered": kinds.get("gathered", 0) + bucket} for kinds in moments]
     highest = max(moments, key=lambda kinds: sum(kinds.values()))
-    return {kind: size for kind, size in highest.items() if size}, sum(state.values())
+    return {kind: size for kind, size in highest.items() if size}, sum(state.values()), sum(moments[-1].values())
 
 
 def _part(setup: Setup, stage: int) -> Part:
@@ -97,7 +105,17 @@ def _part(setup: Setup, stage: int) -> Part:
 
 
 def _state(setup: Setup, part: Part) -> dict[str, float]:
-    """Return resting bytes of parameters, gradients and optimizer state."""
+    """Return resting bytes of parameters, gradients and optimizer state, and of copies of the weights' size."""
+    state = _weights_and_state(setup, part)
+    trained = part.total if setup.adapters is None else part.blocks * setup.adapted
+    share = setup.weight_ranks if setup.kind == "mesh" else 1
+    separate = setup.separate_buckets and setup.kind == "ddp"
+    state["averaged weights"] = 4 * trained / share if setup.averaged and not setup.offload else 0
+    state["buckets"] = setup.weight_bytes * trained if separate else 0
+    return state
+
+
+def _weights_and_state(setup: Setup, part: Part) -> dict[str, float]:
     if setup.adapters is not None:
         return _adapted_state(setup, part)
     ends, matrices = part.first + part.last, part.blocks * part.block
@@ -108,7 +126,14 @@ def _state(setup: Setup, part: Part) -> dict[str, float]:
     share = setup.weight_ranks if setup.kind == "mesh" else 1
     on_device = 0 if setup.offload else 1 / share
     weights = part.total * setup.weight_bytes * on_device
-    return {"parameters": weights, "gradients": weights, "optimizer state": optimizer * on_device}
+    whole = (setup.axes["tensor"] - 1) * _embedding_bytes(setup, part)
+    return {"parameters": weights, "gradients": weights + whole, "optimizer state": optimizer * on_device}
+
+
+def _embedding_bytes(setup: Setup, part: Part) -> float:
+    """Return bytes of the embedding's part if its gradient is whole until the optimizer's step: no FSDP, untied."""
+    whole = _is_unsharded(setup) and setup.axes["tensor"] > 1 and not setup.cost.tied
+    return setup.weight_bytes * part.first if whole else 0
 
 
 def _adapted_state(setup: Setup, part: Part) -> dict[str, float]:
@@ -164,6 +189,9 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
         products = (cost.products - cost.outputs) / tensor + cost.outputs
+        if setup.adapters is not None:  # each Linear has two more products
+            rows = sum(rows for rows, _ in cost.linears)
+            products += (rows - cost.outputs) / tensor + cost.outputs + setup.adapters.rank * len(cost.linears)
         if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
             products += (2 * cost.queries + cost.keys + copied) / tensor
         if setup.expert > 1:  # so are the rows that arrive and return; products are as many as rows arrive
@@ -180,16 +208,21 @@ def _norm_bytes(setup: Setup) -> float:
 
 def residual_bytes(setup: Setup) -> int:
     """Return bytes of an element of the residual stream: of the embedding's output."""
-    return setup.compute_bytes if setup.kind in ("mesh", "deepspeed") else setup.weight_bytes
+    return setup.compute_bytes if _sharded(setup) or setup.kind == "deepspeed" else setup.weight_bytes
+
+
+def recomputed_blocks(setup: Setup, blocks: int) -> int:
+    """Return how many of so many blocks are computed again in backward."""
+    if setup.recompute == "none":
+        return 0
+    return -(-blocks // int(setup.recompute)) if str(setup.recompute).isdigit() else blocks
 
 
 def _kept(setup: Setup, blocks: int) -> float:
     """Return bytes that the blocks keep of one sample."""
-    if isinstance(setup.recompute, int) or str(setup.recompute).isdigit():
-        n = int(setup.recompute)
-        recomputed = -(-blocks // n)
-        return recomputed * kept_by_block(setup, "every") + (blocks - recomputed) * kept_by_block(setup, "none")
-    return blocks * kept_by_block(setup, setup.recompute)
+    recomputed = recomputed_blocks(setup, blocks)
+    how = "every" if str(setup.recompute).isdigit() else setup.recompute
+    return recomputed * kept_by_block(setup, how) + (blocks - recomputed) * kept_by_block(setup, "none")
 
 
 def samples_in_flight(setup: Setup, stage: int) -> float:
@@ -213,9 +246,11 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     working = block if setup.recompute != "none" else 0  # computed again when backward reaches the block
     gradients = piece * cost.positions / context * c * cost.inner / tensor
     working += gradients / 2  # of about half of them at a time
-    low = _low_copies(setup, part)
+    copied, low = _low_copies(setup, part)
     held = dict(state)
-    stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)  # buckets; a flat buffer
+    stays = (setup.kind == "ddp" and not setup.separate_buckets) or (
+        setup.kind == "deepspeed" and setup.stage == 3
+    )  # buckets; a flat buffer
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
     gathered, unit_gradients = _gathered(setup, part)
@@ -225,12 +260,14 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     last_gathered = _unsharded(setup, _last_unit(setup, part))
     arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
     finish = max(_unit(setup, part.first), _unit(setup, part.gathered)) if setup.adapters is None else 0
+    if setup.accumulate > 1:  # added to the one before
+        finish = max(finish, tensor * _embedding_bytes(setup, part))
     return [
-        {**held, "activations": whole + end, "16-bit copies": low,
+        {**held, "activations": whole + end, "16-bit copies": copied,
          "gathered": last_gathered + arriving + _ahead(setup, part), "temporary": loss},
-        {**held, "activations": whole + end, "16-bit copies": low if setup.recompute == "none" else 0,
+        {**held, "activations": whole + end, "16-bit copies": low,
          "gathered": last_gathered + _ahead(setup, part), "temporary": loss_backward},
-        {**held, "activations": whole, "16-bit copies": low if setup.recompute == "none" else 0,
+        {**held, "activations": whole, "16-bit copies": low,
          "gathered": gathered, "temporary": working + unit_gradients},
         {**state, "activations": block if setup.recompute == "none" else 0, "gathered": gathered,
          "temporary": working + finish},
@@ -238,12 +275,19 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     ]  # fmt: skip
 
 
-def _low_copies(setup: Setup, part: Part) -> float:
-    """Return bytes of the 16-bit copies of weights that autocast makes and backward needs (no FSDP, no DeepSpeed)."""
+def _low_copies(setup: Setup, part: Part) -> tuple[float, float]:
+    """Return bytes of the 16-bit copies of weights that autocast makes (no FSDP, no DeepSpeed): in forward, and after.
+
+    Backward needs those of blocks that are not recomputed. Autocast keeps the others up to the end of forward, except
+    for frozen weights.
+    """
     autocast = setup.precision.endswith("-mixed") and (setup.kind in ("single", "ddp") or _is_unsharded(setup))
+    if not autocast or setup.matrix_bytes is not None:
+        return 0, 0
     cost = setup.cost
-    matrices = part.blocks * (cost.block_matrices + cost.idle_matrices) / setup.axes["tensor"]
-    return 2 * matrices if autocast and setup.matrix_bytes is None else 0
+    block = 2 * (cost.block_matrices + cost.idle_matrices) / setup.axes["tensor"]
+    saved = (part.blocks - recomputed_blocks(setup, part.blocks)) * block
+    return (saved if setup.adapters is not None else part.blocks * block), saved
 
 
 def _dense_matrix(setup: Setup) -> float:
@@ -323,10 +367,18 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
 def _optimizer_temporary(setup: Setup, part: Part) -> float:
     """Return bytes of an optimizer's step: Muon orthogonalizes a few matrices at a time, fused Adam needs none.
 
+    Several ranks exchange the updates of many matrices together.
+
     DeepSpeed copies a rank's gradients to fp32.
     """
     if setup.kind == "deepspeed":
         return 4 * part.total / setup.world_size if setup.compute_bytes < 4 and not setup.offload_optimizer else 0
     if setup.adapters is not None:
         return 0
-    return 6 * setup.compute_bytes * part.block if setup.matrix_state != setup.other_state else 0
+    muon = 0
+    if setup.matrix_state != setup.other_state:
+        sharded = setup.kind == "mesh"
+        held = part.blocks * part.block / (setup.weight_ranks if sharded else 1)
+        exchanged = min(held, MUON_ROUND["sharded" if sharded else "whole"]) if setup.world_size > 1 else 0
+        muon = setup.compute_bytes * (6 * part.block + 3 * exchanged)
+    return max(muon, _embedding_bytes(setup, part))

@@ -216,14 +216,16 @@ def remedies(each: Candidate, device: Device) -> dict[str, float]:
     What contains another remedy is left out.
     """
     found: dict[str, float] = {}
-    for words, changed in _smaller(each.setup):
+    for words, changed in _smaller(each.setup, devices=each.devices):
+        if found and "strategy.tensor=" in words:  # the others change less
+            continue
         contains = any(set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found)
         if not contains and (needed := memory.peak(changed).total_bytes) <= device.memory_bytes:
             found[words] = needed
     return found
 
 
-def _smaller(setup: Setup) -> Iterator[tuple[str, Setup]]:
+def _smaller(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
     if setup.recompute != "every":
         yield "strategy.activation_checkpointing=every", setup.with_(recompute="every")
     if setup.micro > 1 and setup.axes["pipe"] == 1:
@@ -239,6 +241,7 @@ def _smaller(setup: Setup) -> Iterator[tuple[str, Setup]]:
         if setup.kind == "ddp":
             axes["shard"] = setup.world_size
             yield "strategy=fsdp instead", setup.with_(kind="mesh", axes=axes)
+        yield from _with_tensor(setup, devices=devices)
         if axes["shard"] * axes["context"] > 1:  # what is not sharded stays on the GPU
             offloaded = setup.with_(kind="mesh", axes=axes, offload=True)
             words = f"{'strategy=fsdp ' if setup.kind == 'ddp' else ''}strategy.cpu_offload=true"
@@ -247,6 +250,20 @@ def _smaller(setup: Setup) -> Iterator[tuple[str, Setup]]:
         elif setup.world_size == 1:
             offloaded = setup.with_(kind="deepspeed", stage=3, offload=True, offload_optimizer=True)
             yield "strategy=deepspeed_zero3_offload", offloaded
+
+
+def _with_tensor(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
+    """Yield the run with a tensor axis inside a machine, of as many samples per step, each block recomputed."""
+    heads = setup.cost.key_heads
+    if heads == 0 or any(setup.axes[axis] > 1 for axis in ("tensor", "pipe", "context")) or setup.expert > 1:
+        return
+    size = 2
+    while size <= min(devices, layouts.LONGEST_TENSOR) and heads % size == 0:
+        axes = {**setup.axes, "replicate": 1, "shard": setup.world_size // size, "tensor": size}
+        words = f"strategy=fsdp_tensor strategy.tensor={size} strategy.activation_checkpointing=every instead"
+        share = setup.accumulate * setup.micro * size
+        yield words, setup.with_(kind="mesh", axes=axes, micro=1, accumulate=share, recompute="every")
+        size *= 2
 
 
 def with_adapters(cfg: DictConfig, device: Device, runs: Sequence[Candidate], *, fixed: Fixed) -> list[Candidate]:

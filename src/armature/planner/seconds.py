@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armature.parallel.split import bubble_share
+from armature.parallel import split
 from armature.planner import memory
 from armature.planner.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 from armature.planner.setup import Setup
@@ -40,12 +40,16 @@ class Seconds:
     @property
     def hidden(self) -> float:
         """The step with all communication hidden: the least it can take."""
-        return max(self.compute / (1 - self.bubble_share), self.communication)
+        return self._range[0]
 
     @property
     def exposed(self) -> float:
         """The step with no communication hidden."""
-        return self.compute / (1 - self.bubble_share) + self.communication
+        return self._range[1]
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        return split.step_seconds(self.compute, self.communication, bubble_share=self.bubble_share)
 
     @property
     def units_per_second(self) -> tuple[float, float]:
@@ -56,7 +60,7 @@ class Seconds:
 def step_seconds(setup: Setup, device: Device) -> Seconds:
     """Return the seconds of one optimizer step."""
     pipe = setup.axes["pipe"]
-    bubble = bubble_share(setup.schedule, ranks=pipe, microbatches=setup.microbatches) if pipe > 1 else 0.0
+    bubble = split.bubble_share(setup.schedule, ranks=pipe, microbatches=setup.microbatches) if pipe > 1 else 0.0
     sent, offloaded = _communication(setup, device), _offload(setup)
     return Seconds(
         compute=_compute(setup, device) + offloaded, communication=sent, bubble_share=bubble,
@@ -66,7 +70,9 @@ def step_seconds(setup: Setup, device: Device) -> Seconds:
 
 def peak_flops(setup: Setup, device: Device) -> float:
     """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger one."""
-    return device.peak("tf32" if setup.compute_bytes == 4 else "bfloat16" if "bf16" in setup.precision else "float16")
+    if setup.compute_bytes > 2:
+        return device.peak("tf32" if setup.compute_bytes == 4 else "float64")
+    return device.peak("bfloat16" if "bf16" in setup.precision else "float16")
 
 
 def _compute(setup: Setup, device: Device) -> float:
@@ -141,8 +147,11 @@ def _weights(setup: Setup, device: Device) -> float:
     gathers = steps * (2 if setup.reshard else 1)
     experts = cost.blocks * cost.experts if setup.expert > 1 else 0
     others = cost.parameters - experts
+    last = 0  # the last unit's weights stay gathered until backward
+    if setup.reshard and axes["pipe"] == 1:
+        last = cost.first if cost.tied else cost.last
     packed = 0.0 if setup.matrix_bytes is None else cost.blocks * (low * cost.block_matrices - setup.matrix_bytes)
-    size = (gathers * (low * others - packed) + steps * 4 * min(others, setup.trained)) / (
+    size = (gathers * (low * others - packed) - steps * low * last + steps * 4 * min(others, setup.trained)) / (
         axes["tensor"] * axes["pipe"]
     )
     seconds = _ring(size, setup.weight_ranks, axes["tensor"], device)
@@ -170,23 +179,33 @@ def _context(setup: Setup, device: Device) -> float:
 
 
 def _tensor(setup: Setup, device: Device) -> float:
-    """Return seconds of the activations' gathers and sums: two of each per block in forward and in backward."""
-    cost = setup.cost
-    passes = 3 if setup.recompute == "every" else 2
-    positions = cost.positions / setup.axes["context"]
-    size = setup.micro * setup.accumulate * positions * cost.width * setup.compute_bytes
+    """Return seconds of the activations' gathers and scattered sums: two of each per block in forward and in backward.
+
+    Backward repeats a recomputed block's gathers, and all but the last of its sums; selective recomputation keeps sums.
+    Without sequence parallelism an all-reduce takes the place of a sum and the next gather.
+    """
+    cost, sequence = setup.cost, setup.sequence_parallel
+    repeated = {"none": 0, "selective": 2 if sequence else 0}.get(str(setup.recompute), 3 if sequence else 2)
     blocks = max(setup.blocks_by_stage)
-    return _ring(4 * passes * blocks * size + 4 * size, setup.axes["tensor"], 1, device)
+    if str(setup.recompute).isdigit():
+        repeated *= memory.recomputed_blocks(setup, blocks) / blocks
+    elements = setup.micro * setup.accumulate * cost.positions / setup.axes["context"] * cost.width
+    ends = 2 * (setup.compute_bytes + memory.residual_bytes(setup))  # head; embedding, both forward and backward
+    return _ring(((8 + repeated) * blocks * setup.compute_bytes + ends) * elements, setup.axes["tensor"], 1, device)
 
 
 def _pipeline(setup: Setup, device: Device) -> float:
-    if setup.axes["pipe"] == 1:
+    """Return seconds in which a stage sends its results, and the gradients of its inputs."""
+    pipe = setup.axes["pipe"]
+    if pipe == 1:
         return 0.0
-    samples = setup.micro * setup.accumulate
-    shared = setup.axes["tensor"] * setup.axes["context"]
-    size = 2 * samples * setup.cost.positions * setup.cost.width * setup.compute_bytes / shared
-    stride = setup.world_size // setup.axes["pipe"]
-    return size / _rate(2, stride, device)
+    stages_per_rank, v_shaped = split.SCHEDULES[setup.schedule]
+    sent = 2 * stages_per_rank
+    if pipe == 2:  # neither rank has a neighbor on both sides
+        sent -= 2 if v_shaped else 1
+    shared = (setup.axes["tensor"] if setup.sequence_parallel else 1) * setup.axes["context"]
+    elements = setup.micro * setup.accumulate * setup.cost.positions * setup.cost.width / shared
+    return sent * elements * memory.residual_bytes(setup) / _rate(2, setup.world_size // pipe, device)
 
 
 def _ring(size: float, ranks: int, stride: int, device: Device) -> float:

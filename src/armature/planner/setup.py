@@ -23,6 +23,7 @@ from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
+EMA = "armature.callbacks.ema.EMA"
 LANGUAGE_MODELING = "armature.tasks.language_modeling.LanguageModeling"
 KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
 
@@ -47,6 +48,8 @@ class Setup:
         recompute: none, selective, every, or a number n: each n-th block.
         expert: ranks that share out a mixture's experts; `expert_load` is the share of tokens that come to the rank
             with most of them, over the mean.
+        averaged: whether a fp32 average of the trained weights is kept (callbacks=ema).
+        separate_buckets: whether ddp's gradients lie beside the buckets that it sends.
         matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of all others.
     """
 
@@ -72,6 +75,8 @@ class Setup:
     adapters: Adapters | None = None
     expert: int = 1
     expert_load: float = 1.0
+    averaged: bool = False
+    separate_buckets: bool = False
 
     @property
     def adapted(self) -> int:
@@ -130,7 +135,8 @@ class Setup:
 
 @cache  # a ranking asks for the same few a thousand times
 def _balanced(cost: Cost, stages: int) -> Sequence[int]:
-    return balance_blocks([cost.block] * cost.blocks, stages=stages, first=cost.first, last=cost.last)
+    block = cost.block - cost.idle_matrices  # as `parallel.pipeline.blocks_of_stages`
+    return balance_blocks([block] * cost.blocks, stages=stages, first=cost.first, last=cost.last)
 
 
 def cost_of(cfg: DictConfig) -> Cost | None:
@@ -187,8 +193,14 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
-        adapters=_adapters(adapter) if adapter else None, expert=expert,
+        adapters=_adapters(adapter) if adapter else None, expert=expert, averaged=_averages(cfg),
+        separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
     )  # fmt: skip
+
+
+def _averages(cfg: DictConfig) -> bool:
+    nodes = (cfg.get("callbacks") or {}).values()
+    return any(isinstance(node, Mapping | DictConfig) and node.get("_target_") == EMA for node in nodes)
 
 
 def _adapters(node: Mapping[str, Any]) -> Adapters:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,13 @@ from armature.errors import ConfigError
 
 SOURCE = Path(__file__).with_name("shim.cpp")
 COMPILERS = ("c++", "g++", "clang++")  # after $CXX
+_shim: ctypes.CDLL | None = None  # as soon as it is loaded
+
+
+def _nothing() -> None: ...
+
+
+on_wait: Callable[[], None] = _nothing  # called whenever code waits for the device by a function of torch.cuda
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,9 @@ def install(device: Device | None = None) -> None:
     for name in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so", "libc10.dylib", "libtorch_cpu.dylib"):
         if (folder / name).exists():
             ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
-    _replace_functions(ctypes.CDLL(str(library)))
+    global _shim
+    _shim = ctypes.CDLL(str(library))
+    _replace_functions(_shim)
     present(device or Device())
 
 
@@ -132,7 +142,10 @@ class Stream:
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    wait_stream = wait_event = synchronize = _nothing
+    wait_stream = wait_event = _nothing
+
+    def synchronize(self) -> None:
+        on_wait()
 
     def query(self) -> bool:
         return True
@@ -159,7 +172,8 @@ class Event:
 
     def wait(self, stream: Any = None) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        on_wait()
 
     def query(self) -> bool:
         return True
@@ -181,7 +195,7 @@ def present(device: Device) -> None:
     )  # fmt: skip
     constants: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": device.count, "init": None,
-        "_lazy_init": None, "_lazy_call": None, "synchronize": None, "empty_cache": None, "set_stream": None,
+        "_lazy_init": None, "_lazy_call": None, "empty_cache": None, "set_stream": None,
         "reset_peak_memory_stats": None, "ipc_collect": None, "is_bf16_supported": device.capability >= (8, 0),
         "get_device_name": device.name, "get_device_capability": device.capability,
         "get_device_properties": properties, "can_device_access_peer": True, "get_arch_list": [],
@@ -192,9 +206,12 @@ def present(device: Device) -> None:
     }  # fmt: skip
     for name, value in constants.items():
         setattr(torch.cuda, name, _returning(value))
-    accelerator = {"device_count": device.count, "current_stream": stream, "synchronize": None, "is_available": True}
+    accelerator = {"device_count": device.count, "current_stream": stream, "is_available": True}
     for name, value in accelerator.items():
         setattr(torch.accelerator, name, _returning(value))
+    torch.cuda.synchronize = torch.accelerator.synchronize = lambda device=None: on_wait()
+    if _shim is not None:
+        _shim.armature_set_capability(*device.capability)
 
 
 def _replace_functions(shim: ctypes.CDLL) -> None:

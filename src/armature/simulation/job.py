@@ -63,11 +63,14 @@ def _run(
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
-    capability = settings.capability(device)
-    substitutes.install(devices=cfg.trainer.devices, capability=capability)
+    assert device.capability is not None  # a GPU's, since others are refused
+    substitutes.install(devices=cfg.trainer.devices, capability=device.capability)
     fake_cuda.present(
-        fake_cuda.Device(memory_bytes=device.memory_bytes, capability=capability, count=cfg.trainer.devices)
-    )
+        fake_cuda.Device(
+            name=f"NVIDIA {device.name.upper().replace('_', ' ')}", memory_bytes=device.memory_bytes,
+            capability=device.capability, processors=device.processors, count=cfg.trainer.devices,
+        )
+    )  # fmt: skip
     cfg = pretrained.fill(cfg)
     notes = settings.simplify(cfg, root=str(folder))
     (folder / cfg.run.name / "logs").mkdir(parents=True)
@@ -256,9 +259,15 @@ def _report(
         syncs=counted["syncs"], compute_seconds=counted["seconds"],
         bubble_share=getattr(strategy, "bubble_share", 0.0), samples_per_step=data.simulated_of,
         tokens_per_sample=data.tokens_per_sample, model_flops=_model_flops(run, probe),
-        peak_flops=meter.roofline.peak(torch.bfloat16 if "16" in str(cfg.trainer.precision) else torch.float32),
+        peak_flops=meter.roofline.peak(_compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
     )  # fmt: skip
+
+
+def _compute_type(precision: str) -> torch.dtype:
+    if precision.startswith("64"):
+        return torch.float64
+    return torch.bfloat16 if "16" in precision else torch.float32
 
 
 def _assumptions(meter: Meter) -> list[str]:

@@ -27,7 +27,7 @@ from torch.nn.utils import rnn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from armature.errors import ConfigError
-from armature.simulation import hooks
+from armature.simulation import fake_cuda, hooks
 from armature.simulation.meter import Assumed, Meter, line_of
 
 aten = torch.ops.aten
@@ -40,6 +40,7 @@ NEEDS_VALUES = (  # in messages of torch
 
 def install(meter: Meter) -> None:
     """Replace operators, for the rest of this process. `meter` notes each wait of the host for the device."""
+    fake_cuda.on_wait = lambda: meter.wait("synchronize")
 
     def sized(answer: Callable[..., Any], assumed: Assumed) -> Callable[..., Any]:
         def call(mode: FakeTensorMode, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

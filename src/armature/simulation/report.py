@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from armature.parallel import split
+
 GIB = 2**30
 
 
@@ -84,9 +86,8 @@ class Report:
     @property
     def step_seconds(self) -> tuple[float, float]:
         """Seconds of an optimizer step: with all communication hidden behind computation, and with none."""
-        compute, sent = sum(self.compute_seconds.values()), self.communication_seconds
-        busy = 1 - self.bubble_share
-        return max(compute, sent) / busy, (compute + sent) / busy
+        compute = sum(self.compute_seconds.values())
+        return split.step_seconds(compute, self.communication_seconds, bubble_share=self.bubble_share)
 
     @property
     def rate(self) -> tuple[float, float]:

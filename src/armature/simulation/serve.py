@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def _answer(each: dict[str, Any]) -> dict[str, Any]:
 
     gc.enable()
     cfg, device = OmegaConf.create(each["cfg"]), Device(**each["device"])
+    if device.capability is not None:
+        device = replace(device, capability=tuple(device.capability))  # JSON has lists alone
     try:
         if each["record"]:
             return job.record(cfg, rank=each["rank"], device=device)  # pyright: ignore[reportArgumentType]

@@ -14,13 +14,6 @@ from armature.layout import Layout
 from armature.planner.devices import Device
 from armature.validation import checks
 
-CAPABILITIES = {"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
-
-
-def capability(device: Device) -> tuple[int, int]:
-    """Return CUDA's compute capability of a device of configs/hardware/."""
-    return CAPABILITIES.get(device.name.partition("_")[0], (9, 0))
-
 
 def problems(cfg: DictConfig, device: Device) -> list[str]:
     """Return what train.py would refuse on a machine with this device, the data apart; [] if nothing."""
@@ -36,7 +29,7 @@ def problems(cfg: DictConfig, device: Device) -> list[str]:
     simplify(cfg, root=tempfile.gettempdir())
     cfg.trainer.accelerator, count = "gpu", cfg.trainer.devices
     too_many = device.too_many(count) if isinstance(count, int) else None
-    there = {"gpu_count": lambda: count, "compute_capability": lambda: capability(device)}
+    there = {"gpu_count": lambda: count, "compute_capability": lambda: device.capability}
     with patch.multiple(hardware, **there, gpu_memory_bytes=lambda: device.memory_bytes):
         try:
             checks.check(cfg, prepare=False, open_data=False)

@@ -7,6 +7,7 @@
 namespace {
 using c10::Device, c10::DeviceIndex, c10::Stream;
 thread_local DeviceIndex current = 0;
+int capability = 90;  // 10 × major + minor
 constexpr DeviceIndex DEVICES = 64;  // more than any machine has: a device index must be below
 
 // Without a guard, autograd aborts the process: "PyTorch is not linked with support for cuda devices"
@@ -46,14 +47,15 @@ struct FakeCUDAHooks final : at::CUDAHooksInterface {
 };
 
 // Without this, attention silently takes the kernel that holds all scores, and every memory figure is wrong.
-// Of torch's documentation: flash (1) takes half precision without a mask; memory-efficient (2) takes masks and fp32,
-// but no grouped heads; math (0) takes all
+// Of torch's documentation: flash (1) takes half precision without a mask, from capability 8.0 on; memory-efficient (2)
+// takes masks, fp32 and older devices (but for bf16), and no grouped heads; math (0) takes all
 int64_t choose_attention(
     const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask, double, bool,
     std::optional<double>, bool grouped_heads) {
-  const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
-  if (half && !mask.has_value() && query.sym_size(-1).guard_int(__FILE__, __LINE__) <= 256) return 1;
-  return grouped_heads ? 0 : 2;
+  const auto type = query.scalar_type();
+  const bool half = type == at::kHalf || (type == at::kBFloat16 && capability >= 80);
+  if (half && capability >= 80 && !mask.has_value() && query.sym_size(-1).guard_int(__FILE__, __LINE__) <= 256) return 1;
+  return (half || type == at::kFloat) && !grouped_heads ? 2 : 0;
 }
 const bool chosen = [] {
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
@@ -65,4 +67,5 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 namespace at { C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", FakeCUDAHooks) }
 
 extern "C" int armature_current_device() { return current; }
+extern "C" void armature_set_capability(int major, int minor) { capability = 10 * major + minor; }
 extern "C" void armature_set_device(int index) { current = static_cast<DeviceIndex>(index); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -165,7 +166,8 @@ class GradientMixin(LayoutMixin):
             weights.reset()
         if self.update_mask is not None:
             self.update_mask.step_begins()
-        output = super().training_step(*args, **kwargs)
+        with self._step_context():
+            output = super().training_step(*args, **kwargs)
         self._skips_step = output is None and self.module.automatic_optimization
         return output
 
@@ -173,6 +175,14 @@ class GradientMixin(LayoutMixin):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
             raise ConfigError(self._problem_of(changed, "inside training_step", "unfreeze it in on_train_batch_start"))
+        with self._step_context():  # activation checkpointing computes forwards again
+            return self._backward(closure_loss, *args, **kwargs)
+
+    def _step_context(self) -> AbstractContextManager[None]:
+        """Return the context of what users' code computes in a step. The strategy's own work stays out of it."""
+        return nullcontext()
+
+    def _backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(

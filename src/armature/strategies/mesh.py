@@ -152,11 +152,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         options = self._resolved(several=len(models) > 1)
         if self.world_size > 1:
             self._check_ties([name for name, _ in models])
+        plans = {name: apply.plan_of(model) for name, model in models}
+        if options.expert > 1 and not any(plan is not None and plan.experts for plan in plans.values()):
+            raise ConfigError(
+                f"strategy.expert={options.expert}: {type(module).__name__} has no model with experts. Type "
+                "strategy.expert=1."
+            )
         for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
-                model, apply.plan_of(model), self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
+                model, plans[name], self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
                 imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,
             )  # fmt: skip
             if applied.runner is not None:
@@ -245,6 +251,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             gradients.average(others, group=mesh.data_group(self.device_mesh))
         self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
 
+    @override
     def _step_context(self) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
@@ -256,8 +263,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if not self._knows_hooks:
             self._check_hooks(sharded=True)
             self._knows_hooks = True
-        with self._step_context():
-            return super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     def _check_hooks(self, *, sharded: bool) -> None:
         """Raise ConfigError if hooks of weights would never be called."""
@@ -275,11 +281,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
                 f"{remedy}"
             )
-
-    @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with self._step_context():  # activation checkpointing computes forwards again
-            return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

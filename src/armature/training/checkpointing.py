@@ -18,6 +18,7 @@ from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotFinite
 from armature.parallel import process_group
+from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
 from armature.training import stock_callbacks
 from armature.training.not_finite import RolledBack
@@ -27,6 +28,8 @@ from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
 
 log = logging.getLogger(__name__)
+
+VOTE_STEPS = 10  # optimizer steps per vote of the ranks on whether every_n_minutes are over
 
 
 class Checkpointing(Checkpoint):
@@ -83,6 +86,7 @@ class Checkpointing(Checkpoint):
         self._validated_step = -1
         self._owes_validation = False  # a validation was due at the checkpoint's step, but did not run
         self._due = False
+        self._time_vote = Vote()
         self._warned_of_monitor = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,6 +166,7 @@ class Checkpointing(Checkpoint):
             self._save(trainer, score)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._time_vote.finish()
         if self.at_end or trainer.should_stop:
             self._save(trainer, final=True)
         self.writer.finish()
@@ -185,10 +190,14 @@ class Checkpointing(Checkpoint):
         self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if self.every is None or completed_batches(trainer) % 10:  # not in every step, since the ranks must agree
+        if self.every is None:
             return False
-        due = time.monotonic() - self._saved_at > self.every.total_seconds()
-        return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
+        step, due = completed_batches(trainer), time.monotonic() - self._saved_at > self.every.total_seconds()
+        if process_group.ranks() == 1:
+            return due and step % VOTE_STEPS == 0
+        if step % VOTE_STEPS == VOTE_STEPS - 1:  # a step before it is read, so that no rank waits for the others
+            self._time_vote(due)
+        return step % VOTE_STEPS == 0 and any(self._time_vote.finish())
 
     def _is_best(self, score: float | None) -> bool:
         if not self.keep_best or score is None:

@@ -1,13 +1,13 @@
 """Replay a training step whose loss or gradient was not finite, to find the first module, rank and samples.
 
-All ranks replay together, since the step communicates. Nothing of it is kept: random state, buffers, metrics and
-gradients are afterwards as they were before.
+All ranks replay together, since the step communicates. Nothing of it is kept: random state, buffers, metrics,
+gradients and counted tokens of experts are afterwards as they were before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +145,10 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
     if not module.training:  # rows are also read before a validation
         module.train()
     module.__dict__["log"] = lambda *args, **kwargs: None
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+        for part in module.modules():
+            if hasattr(part, "counted_passes"):  # a mixture of experts
+                stack.enter_context(part.counted_passes(0))  # pyright: ignore[reportCallIssue]
         buffers = [(*each, each[-1].detach().clone()) for each in buffers_of(module)]
         try:
             yield

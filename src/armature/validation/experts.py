@@ -8,6 +8,7 @@ from typing import Any
 
 from armature.layout import Layout
 from armature.parallel import mesh
+from armature.validation import signatures
 
 
 def shards_sequence(cfg: Mapping[str, Any], layout: Layout) -> bool:
@@ -23,6 +24,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     expert = options["expert"] if layout.kind == "mesh" else 1
     if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
         return [f"strategy.expert={expert}: must be a whole number of at least 1. Type strategy.expert=1."]
+    if expert > 1 and plan is None and not signatures.accepted(cfg["task"], ["model"]):
+        return []  # the module builds its own model: `parallel.apply` finds whether it has experts
     if expert > 1 and not has_experts:
         model = cfg["model"]["_target_"].rpartition(".")[2]
         return [
@@ -47,10 +50,16 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.tensor={layout.axes['tensor']} with strategy.sequence_parallel={options['sequence_parallel']}: "
             "each rank would send the same tokens to the experts. Type strategy.sequence_parallel=true."
         )
-    if expert > 1 and options["cpu_offload"]:
+    meshed = layout.kind == "mesh" and (expert > 1 or layout.axes["tensor"] > 1)  # experts are on ranks of their own
+    if meshed and options["cpu_offload"]:
         found.append(
-            f"strategy.cpu_offload=true with strategy.expert={expert} has not been tried. Type "
-            "strategy.cpu_offload=false, or strategy.expert=1."
+            f"strategy.cpu_offload=true with {_axes(expert, layout)} has not been tried for a mixture of experts. Type "
+            "strategy.cpu_offload=false, or strategy=fsdp."
+        )
+    if meshed and options["reduce_dtype"] == "float16":
+        found.append(
+            f"strategy.reduce_dtype=float16 with {_axes(expert, layout)} would divide the gradients of experts twice. "
+            "Type strategy.reduce_dtype=float32, or strategy.reduce_dtype=bfloat16."
         )
     if expert > 1 and options["compile"] != "none" and cfg["trainer"]["accelerator"] != "cpu":
         found.append(
@@ -63,6 +72,10 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "Type strategy.float8=false."
         )
     return found
+
+
+def _axes(expert: int, layout: Layout) -> str:
+    return f"strategy.expert={expert}" if expert > 1 else f"strategy.tensor={layout.axes['tensor']}"
 
 
 def _uneven(cfg: Mapping[str, Any], layout: Layout, *, expert: int, count: Any) -> list[str]:

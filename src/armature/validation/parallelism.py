@@ -51,6 +51,11 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
         model = cfg.get("model") or {}
+        if layout.plan is not None and layout.plan.experts is not None:
+            return [
+                f"strategy._target_={cfg['strategy']['_target_']}: only armature's own strategies level the load of "
+                f"the experts of model._target_={model['_target_']}. Type strategy=ddp, or strategy=fsdp."
+            ]
         if model.get("_target_", pretrained.DECODER) not in pretrained.READ or model.get("pretrained") is None:
             return []
         what = f"strategy._target_={cfg['strategy']['_target_']}"
@@ -293,6 +298,7 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
         )
     sharded = layout.axes["replicate"] * layout.axes["shard"] * layout.axes["context"] > 1
+    sharded = sharded or (plan.experts is not None and layout.axes["tensor"] > 1)  # ranks of the tensor axis, too
     if schedule == "zero_bubble" and strategy["reshard_after_forward"] and sharded:
         problems.append(
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true: its backward in two parts needs "
@@ -301,6 +307,12 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if schedule == "zero_bubble" and strategy["compile"] != "none":
         why = "splits backward, which compiled blocks cannot"
         problems.append(f"strategy.schedule=zero_bubble {why}. Type strategy.compile=none.")
+    if schedule == "zero_bubble" and strategy["activation_checkpointing"] == "selective":
+        problems.append(
+            "strategy.schedule=zero_bubble computes a block again for each part of its backward, which "
+            "strategy.activation_checkpointing=selective does once only. Type strategy.activation_checkpointing=every, "
+            "or strategy.schedule=1f1b."
+        )
     return problems
 
 

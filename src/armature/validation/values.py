@@ -77,6 +77,7 @@ def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- ranges
 _clip = rules.number(above=0, null="no clipping")
 _steps = rules.number(least=1, whole=True, null="never")
+_limit = rules.number(least=1, whole=True, null="all samples, or batch for one global batch")
 _count = rules.number(least=1, whole=True)
 _size = rules.number(least=1, most=2**24, whole=True)
 _seconds = rules.number(above=0, most=LONGEST, null="never")
@@ -105,7 +106,7 @@ RANGES: dict[str, Rule] = {
     "launch.allowed_packages": rules.packages,
     "data.eval_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True, null="the data module's own"),
     "data.num_workers": rules.number(least=0, most=1024, whole=True),
-    "data.train_limit": rules.number(least=1, whole=True, null="all"),
+    "data.train_limit": lambda value: None if value == "batch" else _limit(value),
 }
 OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "task.preview_prompt": rules.prompts,

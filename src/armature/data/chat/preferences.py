@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from armature.data.chat import conversations
 from armature.data.chat.conversations import Conversation, learned_of, messages, tools
-from armature.data.chat.source import Conversations, Encoded, Writer, left_out
+from armature.data.chat.source import SHORTENED, Conversations, Encoded, Writer, left_out
 from armature.data.chat.template import Message
 from armature.data.sources import SourceFile
 from armature.errors import ConfigError
@@ -23,6 +23,7 @@ LEFT_OUT = {
     "cut": "cut to the context", "emptied": "left out: an answer begins beyond the context",
     "same": "left out: the answers differ beyond the context only, or as text but not as tokens",
     "identical": "left out: chosen and rejected are identical", "dropped": "left out: too long, or an empty answer",
+    "shortened": SHORTENED,
 }  # fmt: skip
 
 
@@ -94,7 +95,8 @@ class Preferences(Conversations):
 
     Args:
         path: files, folders or patterns of .jsonl or .jsonl.gz (`parse` says in which form).
-        tokenizer, template, vocab_size, val_fraction, test_fraction, cache_dir: as of `Conversations`.
+        tokenizer, template, template_arguments, vocab_size: as of `Conversations`.
+        val_fraction, test_fraction, cache_dir: as of `Conversations`.
         context: tokens per conversation.
         too_long: what is done with a pair of which one side has more than `context` tokens: "cut" its end off, or
             "drop" the pair.
@@ -104,12 +106,14 @@ class Preferences(Conversations):
 
     def __init__(
         self, path: str | list[str], *, tokenizer: str | None, context: int, vocab_size: int | None = None,
-        template: str | None = None, too_long: Literal["cut", "drop"] = "cut", val_fraction: float = 0.05,
-        test_fraction: float = 0.0, cache_dir: str | None = None,
+        template: str | None = None, template_arguments: Mapping[str, Any] | None = None,
+        too_long: Literal["cut", "drop"] = "cut", val_fraction: float = 0.05, test_fraction: float = 0.0,
+        cache_dir: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            path, tokenizer=tokenizer, context=context, vocab_size=vocab_size, template=template, packing=False,
-            too_long=too_long, val_fraction=val_fraction, test_fraction=test_fraction, cache_dir=cache_dir,
+            path, tokenizer=tokenizer, context=context, vocab_size=vocab_size, template=template,
+            template_arguments=template_arguments, packing=False, too_long=too_long, val_fraction=val_fraction,
+            test_fraction=test_fraction, cache_dir=cache_dir,
         )  # fmt: skip
 
     @override

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,9 +22,10 @@ from armature.data import tokenizer as tokens
 from armature.data.chat import conversations
 from armature.data.chat.conversations import Conversation
 from armature.data.chat.packing import best_fit
-from armature.data.chat.template import ChatTemplate, NotRenderable, load, load_tokenizer
+from armature.data.chat.template import BUILT_IN, ChatTemplate, NotRenderable, load, load_tokenizer
 from armature.data.sources import SourceFile
 from armature.errors import ConfigError
+from armature.finetune.folder import token_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 2  # layout of the cache
+_VERSION = 3  # layout of the cache
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -46,6 +47,7 @@ class Conversations:
         path: files, folders or patterns of .jsonl or .jsonl.gz (`conversations.parse` says in which form).
         tokenizer: a folder with a tokenizer.json and its chat template: a model's from Hugging Face, or a run's.
         template: "chatml" or "plain", or the path of a Jinja2 file; None: the one in the tokenizer's folder.
+        template_arguments: values of variables that the template asks for, such as {"enable_thinking": False}.
         context: tokens per row.
         vocab_size: tokens of the model.
         packing: a row holds as many whole conversations as fit; attention stays within each. False: one per row.
@@ -58,11 +60,12 @@ class Conversations:
 
     def __init__(
         self, path: str | Sequence[str], *, tokenizer: str | None, context: int, vocab_size: int | None = None,
-        template: str | None = None, packing: bool = True, too_long: Literal["cut", "drop"] = "cut",
-        val_fraction: float = 0.05, test_fraction: float = 0.0, cache_dir: str | None = None,
+        template: str | None = None, template_arguments: Mapping[str, Any] | None = None, packing: bool = True,
+        too_long: Literal["cut", "drop"] = "cut", val_fraction: float = 0.05, test_fraction: float = 0.0,
+        cache_dir: str | None = None,
     ) -> None:  # fmt: skip
         self.path = path if isinstance(path, str) else list(path)
-        self.tokenizer_path, self.template_path = tokenizer, template
+        self.tokenizer_path, self.template_path, self.template_arguments = tokenizer, template, template_arguments
         self.context, self.vocab_size, self.packing, self.too_long = context, vocab_size, packing, too_long
         self.val_fraction, self.test_fraction, self.cache_dir = val_fraction, test_fraction, cache_dir
 
@@ -82,6 +85,8 @@ class Conversations:
         if problems:
             raise ConfigError(problems)
         _ = self.template
+        if self.template_path in BUILT_IN and (problem := self._end_problem()):
+            raise ConfigError(problem)
         files = sources.find(self.path)
         if wrong := [file for file in files if not file.name.removesuffix(".gz").endswith(".jsonl")]:
             raise ConfigError(f"data.path={self.path}: {wrong[0].path} is no .jsonl file. Name files of JSON lines.")
@@ -97,7 +102,7 @@ class Conversations:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return load(self.tokenizer_file.parent, template=self.template_path)
+        return load(self.tokenizer_file.parent, template=self.template_path, arguments=self.template_arguments)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -154,8 +159,8 @@ class Conversations:
             size = self.tokenizer.get_vocab_size()
             raise ConfigError(
                 f"data.source.tokenizer={self.tokenizer_path} has {size:,} tokens, and the model only "
-                f"data.source.vocab_size={self.vocab_size}. Name the tokenizer of the model, or type "
-                f"data.source.vocab_size={size}."
+                f"data.source.vocab_size={self.vocab_size}. Name the tokenizer of the model, or leave "
+                f"data.source.vocab_size out; for a model that begins at random type data.source.vocab_size={size}."
             )
         return folder, header
 
@@ -168,6 +173,20 @@ class Conversations:
                 "The chat template marks no end of the assistant's messages, or none could be found: the model may not "
                 "learn to stop. Name another with data.source.template."
             )
+        elif problem := self._end_problem():
+            log.warning(problem)
+
+    def _end_problem(self) -> str | None:
+        """Return a problem if the end of a turn is no token: what serves the model could not stop at it."""
+        end = self.template.end_of_turn
+        if end is None or end in token_ids(self.tokenizer_file):
+            return None
+        named = "the chat template" if self.template_path is None else f"data.source.template={self.template_path}"
+        plain = "Type data.source.template=plain, which ends them with the tokenizer's own last token."
+        return (
+            f"{named} ends the assistant's messages with {end}, which is no token of {self.tokenizer_file}: no program "
+            f"would know where an answer ends. {plain if self.template_path != 'plain' else 'Name another tokenizer.'}"
+        )
 
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
@@ -251,10 +270,11 @@ class Encoded:
     conversation: Conversation
     ids: list[int]
     learned: NDArray[np.bool_]
+    shortened: int = 0  # learned messages of which the template leaves something out
 
     def up_to(self, tokens: int) -> Encoded:
         """Return the beginning, of at most so many tokens."""
-        return Encoded(self.conversation, self.ids[:tokens], self.learned[:tokens])
+        return Encoded(self.conversation, self.ids[:tokens], self.learned[:tokens], self.shortened)
 
     @property
     def has_targets(self) -> bool:
@@ -274,12 +294,14 @@ def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Toke
         except (NotRenderable, UnicodeEncodeError) as error:
             raise ConfigError(f"{each.where}: {error}. Mend the line, or name another data.source.template.") from error
     encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-    for conversation, (_, spans), encoding in zip(some, rendered, encodings, strict=True):
+    for conversation, (text, spans), encoding in zip(some, rendered, encodings, strict=True):
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        learned = np.zeros(len(offsets), np.bool_)
-        for start, end in (spans[i] for i in conversation.learned):
+        learned, shortened = np.zeros(len(offsets), np.bool_), 0
+        for i in conversation.learned:
+            start, end = spans[i]
             learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)  # trimmed spaces have no length
-        yield Encoded(conversation, encoding.ids, learned)
+            shortened += not template.is_whole(conversation.messages[i], text[start:end])
+        yield Encoded(conversation, encoding.ids, learned, shortened)
 
 
 @dataclass
@@ -300,6 +322,7 @@ class Writer:
 
     def add(self, encoded: Encoded) -> None:
         self.counts["tokens"] += len(encoded.ids) - 1
+        self.counts["shortened"] += encoded.shortened
         self.counts["targets"] += int(encoded.learned[1:].sum())
         self.largest = max(self.largest, *encoded.ids)
         self._files["ids"].write(np.array(encoded.ids, self.dtype).tobytes())
@@ -317,13 +340,17 @@ class Writer:
         ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         for name, array in {"starts": np.array(self._starts, np.int64), "members": members, "rows": ends}.items():
             np.save(self.stem.with_suffix(f".{name}.npy"), array)
-        counts = {name: self.counts[name] for name in ("read", "cut", "emptied", "dropped", "tokens", "targets")}
+        counts = {
+            name: self.counts[name] for name in ("read", "cut", "emptied", "dropped", "shortened", "tokens", "targets")
+        }
         return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts, **self.counts}
 
 
+SHORTENED = "messages of the assistant's are not whole: the chat template leaves parts out, such as thoughts"
 LEFT_OUT = {
     "cut": "cut to the context", "emptied": "left out: their answer begins beyond the context",
     "dropped": "left out: too long, or an empty answer",
+    "shortened": SHORTENED,
 }  # fmt: skip
 
 

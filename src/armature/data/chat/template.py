@@ -35,6 +35,7 @@ DATE = date(2024, 7, 26)
 _MARK, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2"  # no characters, by Unicode: for a program's own use
 _ALSO_WRITTEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # by the model, beside the content
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)  # usual names of the last token of a text
+_RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}  # what rendering passes itself
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 
 Message = dict[str, Any]
@@ -55,16 +56,9 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": DATE.strftime}
         try:
-            return environment.from_string(self.source)
+            return _environment().from_string(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"data.source.template: the chat template is no Jinja2 ({error_line(error)}). Type "
@@ -92,10 +86,10 @@ class ChatTemplate:
     ) -> tuple[str, dict[int, Span]]:
         """Return the text, and per index of an assistant message the characters that the model is to write.
 
-        These are what the template makes of the message, and the mark of the turn's end after it: the model must learn
-        to stop. They are found by rendering the conversation once more with a mark in place of each message, so the
-        template need not tell; where it changes messages, by one mark at a time, by the text before and after the turn,
-        or by the template's own {% generation %} tags. Raises NotRenderable.
+        These are what the template makes of the message, from where a prompt for it ends, and the mark of the turn's
+        end after it: the model must learn to stop. They are found by rendering the conversation once more with a mark
+        in place of each message, so the template need not tell; where it changes messages, by one mark at a time, by
+        the text before and after the turn, or by the template's own {% generation %} tags. Raises NotRenderable.
         """
         marked = self._render(messages, tools)
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
@@ -113,7 +107,30 @@ class ChatTemplate:
                 function = call.get("function", call) if isinstance(call, dict) else {}
                 if str(function.get("name", "")) not in text[start:end]:
                     raise NotRenderable(f"the chat template does not write the tool call of message {i + 1}")
-        return text, {i: self._with_end(text, span) for i, span in found.items()}
+        closed = {i: self._with_end(text, span) for i, span in found.items()}
+        return text, {i: (self._begin(text, messages, i, closed, tools), end) for i, (_, end) in closed.items()}
+
+    def _begin(
+        self, text: str, messages: Sequence[Message], index: int, spans: Mapping[int, Span], tools: list[Any] | None
+    ) -> int:
+        """Return where generation would begin to write a turn, if that is known: after the prompt that asks for it.
+
+        The template may write more of the turn by itself, as empty thoughts, which it does not put into the prompt.
+        """
+        start, end = spans[index]
+        before = max((spans[i][1] for i in spans if i < index), default=0)
+        with suppress(NotRenderable):
+            prompt = self.render(messages[:index], tools=tools, add_generation_prompt=True)
+            if text.startswith(prompt) and before <= len(prompt) <= end:
+                return len(prompt)
+        return start
+
+    @staticmethod
+    def is_whole(message: Message, written: str) -> bool:
+        """Return whether what the template made of a message has its content and thoughts, but for spaces."""
+        parts = (message.get(key) for key in ("content", *_ALSO_WRITTEN))
+        texts = [part for part in parts if isinstance(part, str)]
+        return all(text in written for text in texts) or all(_solid(text) in _solid(written) for text in texts)
 
     def _by_marks(
         self, text: str, messages: Sequence[Message], turns: list[int], tools: list[Any] | None
@@ -147,6 +164,8 @@ class ChatTemplate:
         with suppress(NotRenderable):
             shadow = self.render([*messages[:index], bare, *messages[index + 1 :]], tools=tools)
             before, mark, after = shadow.partition(_MARK)
+            if not text.startswith(before):  # a template may put a space before words, and none before a call
+                before = before.rstrip()
             room = len(text) - len(before) - len(after)
             if mark and room >= 0 and _MARK not in after and text.startswith(before) and text.endswith(after):
                 return len(before), len(text) - len(after)
@@ -177,12 +196,28 @@ class ChatTemplate:
         except NotRenderable:
             return None
         start, end = spans[1]
-        closed = self._ends.search(text[start:end])
-        return closed.group() if closed else None
+        closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])  # thoughts have marks of their own
+        return closed.group(1) if closed else None
+
+
+def _environment() -> jinja2.Environment:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": DATE.strftime}
+    return environment
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _solid(text: str) -> str:
+    return "".join(text.split())
 
 
 def _refuse(message: str) -> NoReturn:
@@ -221,10 +256,15 @@ def _tagged(marked: str) -> list[Span]:
     return spans
 
 
-def load(folder: Path, *, template: str | None) -> ChatTemplate:
+def load(folder: Path, *, template: str | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
     """Return a tokenizer's chat template: the one typed (a built-in's name, or a file), else its folder's own.
 
-    Raises ConfigError if there is none, or a file cannot be read.
+    Args:
+        arguments: values of variables that the template asks for, such as enable_thinking. They become a part of it,
+            so that they hold wherever the run's template is used; who renders it may still pass others.
+
+    Raises:
+        ConfigError: there is none, a file cannot be read, or the template does not use an argument.
     """
     special = model_folder.special_tokens(folder)
     source = _typed(template) if template is not None else model_folder.chat_template(folder)
@@ -236,7 +276,42 @@ def load(folder: Path, *, template: str | None) -> ChatTemplate:
     if "eos_token" not in special and (file := folder / tokens.TOKENIZER_FILE).is_file():
         loaded = load_tokenizer(file)
         special["eos_token"] = next((each for each in _ENDS if loaded.token_to_id(each) is not None), "")
-    return ChatTemplate(source, special)
+    return ChatTemplate(_defaults(source, arguments or {}) + source, special)
+
+
+def _defaults(source: str, arguments: Mapping[str, Any]) -> str:
+    """Return Jinja2 that gives variables these values if they have none. Raises ConfigError."""
+    used = _variables(source) if arguments else set()
+    if unused := [name for name in arguments if name not in used - _RENDERED]:
+        there = ", ".join(sorted(used - _RENDERED - {*_environment().globals})) or "nothing"
+        raise ConfigError(
+            f"data.source.template_arguments={dict(arguments)}: the chat template does not ask for {', '.join(unused)} "
+            f"(it asks for: {there}). Leave it out."
+        )
+    return "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        for name, value in arguments.items()
+    )
+
+
+def _variables(source: str) -> set[str]:
+    """Return the names that a template takes from whoever renders it."""
+    from jinja2 import TemplateError, meta
+
+    environment = _environment()
+    try:
+        return meta.find_undeclared_variables(environment.parse(source))
+    except TemplateError:
+        return set()  # `_compiled` says what is wrong
+
+
+def _literal(value: Any) -> str:
+    """Return a value as Jinja2 writes it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_literal(str(key))}: {_literal(each)}' for key, each in value.items())}}}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_literal, value))}]"
+    return repr(value)
 
 
 def load_tokenizer(file: Path) -> Tokenizer:

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armature.models.decoder.model import KeyValueCache
+from armature.models.decoder.cache import KeyValueCache
+
+# tokens per look at whether all rows have ended, for which the host waits for the device
+READ_EVERY, OTHER_READ_EVERY = {"cpu": 1}, 8
 
 
 def complete(
@@ -18,9 +21,10 @@ def complete(
 ) -> list[list[int]]:  # fmt: skip
     """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` (or one of them) its last.
 
-    Prompts of different lengths are continued together, a short one while a longer one is still read. Up to the model's
-    context, each is continued as it would be alone; beyond it, all rows read their newest half again at the same time.
-    Options and errors are those of `generate`.
+    Prompts of different lengths are continued together, each as it would be alone up to the model's context. They are
+    read at once if the longest one and `max_new_tokens` fit into the context of a model with our own cache. Otherwise a
+    short one is continued while a longer one is still read, and beyond the context all rows read their newest half
+    again at the same time. Options and errors are those of `generate`.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) == 0:
@@ -69,11 +73,17 @@ def generate(
         lengths_B = torch.full((prompt_BT.shape[0],), length, device=prompt_BT.device)
     end = length + max_new_tokens
     ids_BT = F.pad(prompt_BT, (0, max_new_tokens))
-    make_cache: Any = getattr(model, "make_cache", KeyValueCache)
-    cache = make_cache(positions=min(context, end))
-    ended_B = torch.zeros(prompt_BT.shape[0], dtype=torch.bool, device=prompt_BT.device)
+    position, make_cache = int(lengths_B.min()), getattr(model, "make_cache", None)
+    at_once = position < length and end <= context and make_cache is None
+    if make_cache is None:
+        cache: Any = KeyValueCache(positions=min(context, end), lengths_B=lengths_B if at_once else None)
+    else:
+        cache = make_cache(positions=min(context, end))  # pyright: ignore[reportCallIssue]
+    cache.newest_only = True
+    position = length if at_once else position
+    last_B = torch.full_like(lengths_B, end - 1)  # the place of each row's first `eot`
     ends = torch.tensor(_ends(eot), dtype=ids_BT.dtype, device=prompt_BT.device)
-    position = int(lengths_B.min())
+    read_every = READ_EVERY.get(prompt_BT.device.type, OTHER_READ_EVERY)
     begin = max(0, position - context)
     model.eval()
     try:
@@ -86,13 +96,17 @@ def generate(
             if position < length:
                 new_B = torch.where(position < lengths_B, ids_BT[:, position], new_B)
             if len(ends):
-                new_B = torch.where(ended_B, ends[0], new_B)
-                ended_B |= torch.isin(new_B, ends) & (position >= lengths_B)
+                new_B = torch.where(last_B < position, ends[0], new_B)
+                is_last_B = torch.isin(new_B, ends) & (position >= lengths_B) & (position < last_B)
+                last_B = torch.where(is_last_B, position, last_B)
             ids_BT[:, position] = new_B
             begin, position = position, position + 1
-            if len(ends) and bool(ended_B.all()):
+            if len(ends) and position % read_every == 0 and int(last_B.max()) < position:
                 break
-        return ids_BT[:, :position]
+        if at_once:
+            for row, prompt in enumerate(lengths_B.tolist()):  # the new tokens follow the row's own prompt
+                ids_BT[row, prompt : prompt + position - length] = ids_BT[row, length:position].clone()
+        return ids_BT[:, : min(position, int(last_B.max()) + 1) if len(ends) else position]
     finally:
         model.train(training)
 

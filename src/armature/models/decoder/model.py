@@ -9,7 +9,7 @@ Shapes: B batch, T positions, D width, V vocabulary, H query heads, G key-value 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,64 +21,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from armature.models.autocast import to_compute_dtype
 from armature.models.decoder import documents as packing
 from armature.models.decoder import names, rope
+from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
 from armature.models.loss import mean_cross_entropy, token_losses
 
 
-class KeyValueCache:
-    """Keys and values of all positions so far, so that generation computes each of them once.
-
-    Room for `positions` positions, the model's context if None, is taken once and written in place.
-    """
-
-    def __init__(self, *, positions: int | None = None) -> None:
-        self.positions = positions
-        self.length = 0
-        self.layers: dict[str, Tensor] = {}  # (2, B, G, C, K): keys and values
-        self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
-        self._first: dict[str, int] = {}  # the position in the first place of a layer's room, 0 without a window
-        self._rotary_C2K: Tensor | None = None
-
-    def clear(self) -> None:
-        """Forget all positions, and keep the room."""
-        self.length, self.documents_BS = 0, None
-        self._first.clear()
-
-    def rotary(self, table: Callable[[], Tensor]) -> Tensor:
-        """Return the rows of the rotary table from the next position on. The table is computed once."""
-        if self._rotary_C2K is None:
-            self._rotary_C2K = table()
-        return self._rotary_C2K[self.length :]
-
-    def extend(self, name: str, k_BGTK: Tensor, v_BGTK: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values, and return all that the new positions see.
-
-        With a window there is room for about two windows. When it is full, what is still in reach moves to its front.
-        """
-        batch, groups, new, head_dim = k_BGTK.shape
-        kept, first = self.layers.get(name), self._first.get(name, 0)
-        oldest = 0 if window is None else max(0, self.length - window + 1)
-        end = self.length - first + new
-        if kept is None or end > kept.shape[3]:
-            assert self._rotary_C2K is not None
-            reach = 0 if kept is None else self.length - oldest
-            positions = self.positions or self._rotary_C2K.shape[0]
-            places = positions if window is None else min(positions, max(2 * window, reach + new))
-            room = torch.empty((2, batch, groups, places, head_dim), dtype=v_BGTK.dtype, device=v_BGTK.device)
-            if kept is not None:
-                room[:, :, :, :reach] = kept[:, :, :, oldest - first : self.length - first]
-                first = self._first[name] = oldest
-            kept, end = room, self.length - first + new
-            self.layers[name] = kept
-        kept[0, :, :, end - new : end] = k_BGTK
-        kept[1, :, :, end - new : end] = v_BGTK
-        return kept[0, :, :, oldest - first : end], kept[1, :, :, oldest - first : end]
-
-
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
     """Rotate each pair (i, i + K/2) by its position's angle (RoFormer, arXiv:2104.09864), always in fp32."""
-    cos_TK, sin_TK = rotary_C2K[: x_BHTK.shape[2]].unbind(1)
+    cos_TK, sin_TK = rotary_C2K[..., : x_BHTK.shape[2], :, :].unbind(-2)
     x, y = x_BHTK.float().chunk(2, dim=-1)
     return torch.cat([x * cos_TK - y * sin_TK, y * cos_TK + x * sin_TK], dim=-1).to(x_BHTK.dtype)
 
@@ -110,8 +61,11 @@ class AttentionCore(nn.Module):
         mask: Tensor | BlockMask | None = None, cache: KeyValueCache | None = None, name: str = "",
     ) -> Tensor:  # fmt: skip
         """Return attention (B, H, T, K)."""
-        q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
-        if cache is not None:
+        if cache is None:
+            q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
+        else:  # of one position, the number of operations is what takes time
+            both = rotate(torch.cat([q_BHTK, k_BGTK], dim=1), rotary_C2K)
+            q_BHTK, k_BGTK = both.split([q_BHTK.shape[1], k_BGTK.shape[1]], dim=1)
             k_BGTK, v_BGTK = cache.extend(name, k_BGTK, v_BGTK, window=self.window)
         seen = k_BGTK.shape[2]
         if mask is None:  # made here: only here T is whole under sequence parallelism
@@ -224,6 +178,7 @@ class Decoder(nn.Module):
     """
 
     modality = "tokens"
+    computes_loss_in_forward = True  # without all the logits: a pipeline gives its last stage the targets
     pretrained_name = staticmethod(names.theirs)
 
     def __init__(
@@ -272,14 +227,15 @@ class Decoder(nn.Module):
         rotary = partial(self.rotary, device=inputs.device)
         rotary_C2K = rotary() if cache is None else cache.rotary(rotary)
         masks: dict[int | None, Tensor] | dict[int | None, BlockMask] = {}
-        if documents is not None or self.document_token is not None:
+        within = cache is not None and cache.documents_BS is not None
+        if documents is not None or self.document_token is not None or within:
             masks = self.within_documents(inputs, cache, documents)
         x_BTD = self.embed(inputs) if self.embed is not None else inputs
         for name, block in self.blocks.items():
             mask = masks.get(self.windows[int(name)])
             x_BTD = block(x_BTD, rotary_C2K, mask, cache, name) if cache is not None else block(x_BTD, rotary_C2K, mask)
         if cache is not None:
-            cache.length += inputs.shape[1]
+            x_BTD = cache.advance(x_BTD)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss  # a tensor axis replaces it
@@ -317,7 +273,8 @@ class Decoder(nn.Module):
     ) -> dict[int | None, Tensor] | dict[int | None, BlockMask]:
         """Return, for each window, the mask that lets each position see its own document up to itself."""
         if document_BT is None:
-            document_BT = (inputs_BT == self.document_token).cumsum(dim=1, dtype=torch.int32)
+            begins_BT = torch.zeros_like(inputs_BT) if (token := self.document_token) is None else inputs_BT == token
+            document_BT = begins_BT.cumsum(dim=1, dtype=torch.int32)
         document_BS = document_BT
         if cache is not None:
             if cache.documents_BS is not None:

@@ -8,6 +8,7 @@ Shapes: B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Collection
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,7 +25,13 @@ from armature.models.wrapped import WrappedModel, weights_on
 
 
 class Cache:
-    """What generation keeps of the positions so far, in the form of transformers."""
+    """What generation keeps of the positions so far, in the form of transformers.
+
+    Attributes:
+        newest_only: whether the model returns the newest position's logits alone (B, 1, V), if it can.
+    """
+
+    newest_only = False
 
     def __init__(self, config: Any, *, positions: int | None = None) -> None:
         self.positions, self.length, self._config = positions, 0, config
@@ -33,6 +40,14 @@ class Cache:
     def clear(self) -> None:
         """Forget all positions."""
         self.length, self.values = 0, _transformers().DynamicCache(config=self._config)
+
+
+def _damaged(pretrained: str, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ValueError(
+        f"model.pretrained={pretrained}: transformers cannot build the model of its config.json ({reason}). Correct "
+        "that entry, or download the folder again"
+    )
 
 
 class PretrainedModel(WrappedModel):
@@ -77,15 +92,23 @@ class PretrainedModel(WrappedModel):
                 f"model.pretrained={pretrained}: transformers {transformers.__version__} has no "
                 f"model_type={kind}. Install a newer version: code in a folder is never run"
             )
-        config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
+        try:
+            config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers checks the entries' types: its errors derive from Exception alone
+            raise _damaged(pretrained, error) from error
         if type(config) not in known:
             raise ValueError(f"model.pretrained={pretrained}: transformers has no {cls.parts} of model_type={kind}")
         for key, value in settings.items():
             setattr(config, key, value)
         options = {} if attention is None else {"attn_implementation": attention}
-        with weights_on(torch.get_default_device()):
-            built = getattr(transformers, cls.auto_class)
-            return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+        built = getattr(transformers, cls.auto_class)
+        try:
+            with weights_on(torch.get_default_device()):
+                return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+        except ImportError:  # of a kernel's package
+            raise
+        except Exception as error:  # such as a KeyError for an activation that there is not
+            raise _damaged(pretrained, error) from error
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -130,7 +153,8 @@ class CausalLM(PretrainedModel):
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each.
         """
         if cache is not None:
-            outputs = self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True)
+            kept = {"logits_to_keep": 1} if cache.newest_only and self._can_keep_newest else {}
+            outputs = self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept)
             cache.length += inputs.shape[1]
         else:
             places = {} if documents is None else {"position_ids": positions_within(documents)}
@@ -141,6 +165,10 @@ class CausalLM(PretrainedModel):
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that are not -100."""
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    @cached_property
+    def _can_keep_newest(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.inner.forward).parameters
 
     def make_cache(self, *, positions: int | None = None) -> Cache:
         return Cache(self.inner.config, positions=positions)

@@ -25,9 +25,11 @@ class Experts(nn.Module):
 
     Attributes:
         stacked: each parameter is a stack of matrices: Muon orthogonalizes each of them.
+        used_share: of its parameters, the share that one token meets, by which pipeline stages are balanced.
     """
 
     stacked = True
+    used_share = 1.0
 
     def __init__(self, width: int, *, experts: int, hidden: int) -> None:
         super().__init__()
@@ -71,7 +73,13 @@ def takes_groups(x: Tensor) -> bool:
 
 
 class Router(nn.Linear):
-    """Scores of all experts, always computed in fp32: choices depend on small differences of them."""
+    """Scores of all experts, always computed in fp32: choices depend on small differences of them.
+
+    Attributes:
+        full_precision: sharding gathers the weight in its own type, also where it gathers others in bf16.
+    """
+
+    full_precision = True
 
     def forward(self, x_BTD: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.autocast(x_BTD.device.type, enabled=False):
@@ -86,8 +94,8 @@ class Mixture(nn.Module):
     no mean over samples.
 
     Attributes:
-        counts: tokens of each expert (E,), of each training forward since `take_counts`. Recomputation, and ranks that
-            compute the same, count every token equally often.
+        newest_E: tokens of each expert in the newest training forward, until `count_newest` takes them.
+        passes: if it is a list, `count_newest` puts each pass's tokens there, and counts nothing.
     """
 
     bias: Tensor | None
@@ -100,10 +108,13 @@ class Mixture(nn.Module):
         self.active, self.score, self.normalized, self.balance_rate = active, score, normalized, balance_rate
         self.router = Router(width, experts, bias=False)
         self.experts = Experts(width, experts=experts, hidden=hidden)
+        self.experts.used_share = active / experts
         self.shared = None if shared_hidden is None else FeedForward(width, hidden=shared_hidden)
         # a real tensor, also while parameters are on the meta device; fp32, also where the default type is bf16
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32, device="cpu") if balance_rate else None)
-        self.counts: list[Tensor] = []
+        self.newest_E: Tensor | None = None
+        self.passes: list[Tensor] | None = None
+        self._count_E: Tensor | None = None  # since `take_counts`; a list would recompile compiled code as it grows
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         logits_NE = self.router(x_BTD).flatten(0, 1)
@@ -116,7 +127,7 @@ class Mixture(nn.Module):
         expert_M = chosen_NA.flatten()
         count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(0, expert_M, torch.ones_like(expert_M))
         if self.training and torch.is_grad_enabled():
-            self.counts.append(count_E)
+            self.newest_E = count_E
         order_M = expert_M.argsort(stable=True)
         rows_MD = permute(x_BTD.flatten(0, 1).repeat_interleave(self.active, 0), order_M)
         y_MD = permute(self.experts(rows_MD, count_E), order_M.argsort())
@@ -124,10 +135,22 @@ class Mixture(nn.Module):
         y_BTD = y_ND.view_as(x_BTD)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
+    def count_newest(self) -> None:
+        """Count the tokens of the newest training forward. Called once per pass, and not when it is computed again."""
+        newest_E, self.newest_E = self.newest_E, None
+        if newest_E is not None and self.passes is not None:
+            self.passes.append(newest_E)
+        elif newest_E is not None:
+            self.count(newest_E)
+
+    def count(self, count_E: Tensor) -> None:
+        """Count so many tokens of each expert."""
+        self._count_E = count_E.clone() if self._count_E is None else self._count_E + count_E
+
     def take_counts(self) -> Tensor | None:
-        """Return the tokens of each expert since the last call (E,), or None if there was no training forward."""
-        counts, self.counts = self.counts, []
-        return torch.stack(counts).sum(0) if counts else None
+        """Return the tokens of each expert counted since the last call (E,), or None if there are none."""
+        count_E, self._count_E = self._count_E, None
+        return count_E
 
     @torch.no_grad()
     def rebalance(self, load_E: Tensor) -> None:

@@ -27,9 +27,15 @@ class MixtureBlock(Block):
         super().__init__(width, **options)
         del self.ffn
         self.mixture = Mixture(width, **mixture)
+        # a hook of the block, around its recomputation and its compiled code: both are inside of forward
+        self.register_forward_hook(_count_tokens)
 
     def feed_forward(self, x_BTD: Tensor) -> Tensor:
         return self.mixture(x_BTD)
+
+
+def _count_tokens(block: Any, *_: Any) -> None:
+    block.mixture.count_newest()
 
 
 class MixtureDecoder(Decoder):
@@ -89,14 +95,18 @@ class MixtureDecoder(Decoder):
         self.load_LE = self.experts * load_LE.to(exact) / load_LE.sum(1, keepdim=True).clamp(min=1)
 
     @contextmanager
-    def first_pass_uncounted(self, passes: int) -> Iterator[None]:
-        """Leave the first of so many equal forward passes out of the load: torch finds shapes with one of its own."""
-        before = {mixture: mixture.counts for mixture in self.mixtures().values()}
-        for mixture in before:
-            mixture.counts = []
-        yield
-        for mixture, counts in before.items():
-            mixture.counts = counts + mixture.counts[len(mixture.counts) // passes :]
+    def counted_passes(self, number: int) -> Iterator[None]:
+        """Count the tokens of only the last so many training passes of each block inside the context."""
+        mixtures = [*self.mixtures().values()]
+        for mixture in mixtures:
+            mixture.passes = []
+        try:
+            yield
+        finally:
+            for mixture in mixtures:
+                passes, mixture.passes = mixture.passes or [], None
+                for count_E in passes[max(0, len(passes) - number) :]:
+                    mixture.count(count_E)
 
     def flops_per_sample(self, inputs: Tensor) -> float:
         """Return the decoder's count, in which a token's own experts are matrices like others."""

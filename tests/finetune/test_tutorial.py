@@ -1,0 +1,61 @@
+"""The tutorial's parts: the conversations about the standard library, and the table of what was learned."""
+
+import json
+
+from benchmarks import finetune
+from tests import in_process
+
+CODE = '''
+@cache
+def area(width, height=1):
+    """Return the area
+    of a rectangle. In metres."""
+    return width * height
+
+def bare(x):
+    return x
+
+class Shape:
+    def clear(*parts):
+        """Clear."""
+'''
+
+
+def test_conversations_ask_for_name_arguments_and_purpose_without_showing_the_docstring():
+    found = [*in_process.load("stdlib_chats").conversations(CODE)]
+    answers = [chat["completion"] for chat in found]
+    assert answers == [
+        "It is called `area`.", "It takes `width`, `height`.", "Return the area of a rectangle.",
+        "It is called `clear`.", "It takes no arguments.", "Clear.",
+    ]  # fmt: skip
+    assert found[1]["prompt"] == (
+        "Which arguments does it take?\n\ndef area(width, height=1):\n    return width * height"
+    )
+    assert found[3]["prompt"].endswith("def clear(*parts):\n    pass")
+    assert not [*in_process.load("stdlib_chats").conversations("def (")]
+
+
+def test_files_that_are_held_out_are_left_out_and_few_conversations_are_the_same_each_time(
+    tmp_path, monkeypatch, capsys
+):
+    script = in_process.load("stdlib_chats")
+    file = tmp_path / "code.py"
+    file.write_text(CODE)
+    monkeypatch.setattr(script, "training_files", lambda: [file])
+    lines = []
+    for target in (tmp_path / "a.jsonl", tmp_path / "b.jsonl"):
+        said = in_process.run(script, (str(target), "--most", "4"), monkeypatch, capsys)
+        assert said == f"{target}: 4 conversations of 6\n"
+        lines.append(target.read_text())
+    assert lines[0] == lines[1]
+    assert [sorted(json.loads(line)) for line in lines[0].splitlines()] == [["completion", "prompt"]] * 4
+
+
+def test_a_table_shows_one_run_or_the_mean_and_the_spread_of_several():
+    runs = [{"val/loss": 1.0, "right answers": 0.25}, {"val/loss": 2.0, "right answers": 0.75}]
+    assert finetune.table({"before": runs[:1], "finetune": runs}).splitlines() == [
+        "| | val/loss | right answers |",
+        "| --- | --- | --- |",
+        "| before | 1.000 | 0.25 |",
+        "| finetune | 1.500 (1.000 to 2.000) | 0.50 (0.25 to 0.75) |",
+    ]
