@@ -267,7 +267,7 @@ def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[a
 
     Secrets of .env, such as HF_TOKEN, are in the environment afterwards, as they are for train.py.
     """
-    load_dotenv(Path.cwd() / ".env")
+    _load_env(Path.cwd() / ".env")
     args, typed = parser.parse_known_args()
     if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")
