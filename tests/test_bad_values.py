@@ -7,13 +7,16 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
 from armature.errors import ConfigError
-from armature.validation import targets, values
+from armature.loading import constructors
+from armature.models.decoder import check as decoder
+from armature.models.sizes import nearest_divisor
+from armature.validation import signatures, targets, values
 from armature.validation.checks import check
-from armature.validation.compose import explain
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -39,12 +42,16 @@ launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_to
 data.source.tokenizer_bytes=-1 data.source.vocab_size=100 data.source.val_fraction=nan data.source.path=5
 data.seed=-1 data.num_workers=null data.context=0 data.source=5 strategy.activation_checkpointing=some
 strategy.compile=yes strategy.backend=tcp model._target_=null model._target_=5 model._target_=[a]
-model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.name=. run.name=.. run.dir=x
-run.id=x run.git=x run.micro_batch_size=4 resume='' resume=/dev/zero
+model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.root=s3://bucket/runs run.name=.
+run.name=.. run.dir=x run.id=x run.git=x run.micro_batch_size=4 resume='' resume=/dev/zero
+model.layers=100000000 model.vocab_size=1000000000000 model.context=1000000000000 model.width=1000000000000
+data.num_workers=100000 data.global_batch_size=1000000000000 data.eval_batch_size=1000000000000
+data.source.context=1000000000000 trainer.devices=100000 trainer.num_nodes=1000000 task.preview_tokens=100000000
 """)
 OF_ANOTHER_FORM = words("""
 model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5 logger=5 ~run
-~seed ~trainer ~model.width ~task._target_ +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
++strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
+~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
 +logger.e._target_=torch.nn.Identity
 +callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
 """)
@@ -56,20 +63,29 @@ TOGETHER = [
     ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", "model.channels=1"),
     ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", "model.image_size=8"),
     ("optimizer=sgd", "optimizer.lr=abc"), ("optimizer=sgd", "optimizer.momentum=-1"),
+    ("optimizer=sgd", "optimizer.lr=null"), ("optimizer=sgd", "optimizer.lr=[1,2]"),
+    ("optimizer=sgd", "optimizer.weight_decay=[1]"), ("optimizer=adamw", "optimizer.eps=null"),
+    ("callbacks=ema", "callbacks.ema.decay=2"), ("callbacks=ema", "callbacks.ema.decay=nan"),
+    ("callbacks=early_stopping", "callbacks.early_stopping.mode=sideways"),
+    ("callbacks=early_stopping", "callbacks.early_stopping.patience=-1"),
+    ("callbacks=early_stopping", "callbacks.early_stopping.min_delta=inf"),
+    ("callbacks=monitors", "callbacks.monitors.norms_every_n_steps=0"),
+    ("callbacks=monitors", "callbacks.monitors.peak_tflops=-1"),
+    ("experiment=mixture", "model.experts=1000000000000"), ("experiment=mixture", "model.expert_hidden=1000000000000"),
+    ("experiment=digits", "model.image_size=1000000000"),
+    *(("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", each) for each in words("""
+      data.std=[0,0,0] data.std=0.5 data.mean=[1] data.margin=-3 data.size=1000000000 data.val_fraction=2""")),
+    ("data=mixture", "data.paths=[a]"), ("data=mixture", "data.paths={a: 1}"),
+    ("data=mixture", "data.paths={a: b}", "data.weights=[1]"),
+    ("data=mixture", "data.paths={a: b}", "data.weights={a: -1}"),
+    ("data=tokens", "data.path=.", "data.source.dtype=abc"),
     ("data=text", "data.path=null"), ("data=text", "data.path=[1,2]"), ("data=text", "data.path=/dev/zero"),
 ]  # fmt: skip
 
 
 def problems_of(*typed: str) -> list[str]:
-    overrides = [cli.quoted(each) for each in typed]
-    config.register()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-            cfg = compose("train", overrides=overrides)
-    except Exception as error:
-        return explain(error, overrides, CONFIGS)
-    try:
-        check(cfg, prepare=False)
+        check(cli.compose(typed), prepare=False)
     except ConfigError as error:
         return error.problems
     return []
@@ -104,6 +120,15 @@ def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
 def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(problems_of(*typed), typed[-1])
+
+
+@pytest.mark.parametrize("key", ["run.name", "run.root", "checkpoint.root"])
+def test_a_folder_that_cannot_be_printed_is_refused(key, default):
+    for name in ("a\0b", "a\nb\x1b[31m"):
+        cfg = default.copy()
+        OmegaConf.update(cfg, key, name)
+        with pytest.raises(ConfigError, match=rf"{key}='a.*': holds characters that cannot be printed"):
+            check(cfg, prepare=False)
 
 
 @pytest.mark.parametrize("length", [256, 300, 5000])
@@ -254,6 +279,48 @@ def test_validation_that_is_switched_off_is_warned_of(caplog):
 @pytest.mark.parametrize("typed", ["optimizer.eps=nan", "optimizer.betas=[0.9,nan]", "optimizer.lr=nan"])
 def test_a_value_is_named_once(typed):
     assert len(problems_of(typed)) == 1
+
+
+def test_a_size_of_any_magnitude_is_checked_at_once():
+    assert decoder.problems({"width": 2**24, "heads": 3}) == [
+        "model.heads=3 does not divide model.width=16777216: model.heads=2 does, or model.width=16777218"
+    ]
+    assert [nearest_divisor(number, wanted) for number, wanted in ((36, 5), (1, 9), (97, 60))] == [4, 1, 97]
+    assert decoder.attended_share({"layers": 10**15, "context": 64, "windows": 16}) == 0.25
+    assert decoder.attended_share({"layers": 2, "context": 64, "windows": [16, None]}) == 0.625
+
+
+def test_what_a_constructor_refuses_is_named_by_its_key():
+    cfg = OmegaConf.create({"callbacks": {"ema": {"_target_": "armature.callbacks.ema.EMA", "decay": 2}}})
+    with (
+        pytest.raises(ConfigError, match=r"^callbacks.ema: ValueError: decay must lie .* Got 2 \(.*ema.py:\d+\)\.$"),
+        constructors(),
+    ):
+        instantiate(cfg.callbacks.ema)
+    bug = OmegaConf.create({"a": {"_target_": "builtins.open", "file": "/nowhere/x"}})
+    with pytest.raises(InstantiationException, match="FileNotFoundError"), constructors():
+        instantiate(bug.a)
+
+
+def test_a_group_s_option_that_is_no_word_is_refused_by_every_script():
+    with pytest.raises(ConfigError, match=r"debug=True: debug has no option 'True'\. Type debug=fast"):
+        cli.compose(["debug=True"])
+
+
+@pytest.mark.parametrize("content", [b"KEY=\xff\xfe", b"KEY=a\0b"])
+def test_an_environment_file_that_is_no_text_is_named(content, tmp_path, capsys):
+    (tmp_path / ".env").write_bytes(content)
+    with pytest.raises(SystemExit):
+        cli._load_env(tmp_path / ".env")
+    assert f"{tmp_path / '.env'} cannot be read" in capsys.readouterr().err
+
+
+def test_strategy_auto_takes_the_options_of_single_and_ddp():
+    ours, single, ddp = (
+        signatures.defaults_of(f"armature.strategies.{name}")
+        for name in ("auto.auto", "single.SingleDevice", "ddp.DDP")
+    )
+    assert single | ddp == ours
 
 
 def test_an_error_after_composing_is_not_taken_for_a_mistake_in_the_command(monkeypatch):

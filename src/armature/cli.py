@@ -52,7 +52,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     if "OMP_WAIT_POLICY" not in os.environ:
         # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy threads
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    load_dotenv(Path.cwd() / ".env")
+    _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its exceptions instead of printing and exiting
     config.register()
@@ -86,6 +86,13 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
+
+
+def _load_env(file: Path) -> None:
+    try:
+        load_dotenv(file)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL
+        refuse([f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it readable, or remove it."])
 
 
 def _explained(error: Exception, arguments: argparse.Namespace, config_dir: Path) -> list[str]:
@@ -153,7 +160,7 @@ def compose(typed: Sequence[str]) -> DictConfig:
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
             return hydra.compose("train", overrides)
-    except CONFIG_ERRORS as error:
+    except (*CONFIG_ERRORS, TypeError, ValueError) as error:  # the last two for a group's option that is no word
         raise ConfigError(explain(error, overrides, config.CONFIGS)) from error
 
 
@@ -260,7 +267,7 @@ def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[a
 
     Secrets of .env, such as HF_TOKEN, are in the environment afterwards, as they are for train.py.
     """
-    load_dotenv(Path.cwd() / ".env")
+    _load_env(Path.cwd() / ".env")
     args, typed = parser.parse_known_args()
     if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")

@@ -1,6 +1,9 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
-from collections.abc import Mapping, Sequence
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from armature import config, run_dir
 from armature.checkpoint import buffers, directory, huggingface, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line, own_frames
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
@@ -111,6 +114,24 @@ def is_of_a_run(path: Path) -> bool:
     return resume.run_of(path) is not None
 
 
+@contextmanager
+def constructors() -> Iterator[None]:
+    """Turn what a constructor refuses in its arguments into a ConfigError with the key of its `_target_`."""
+    try:
+        yield
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        if not isinstance(cause, TypeError | ValueError):
+            raise
+        key = re.search(r"full_key: (\S+)", str(error))
+        place = own_frames(traceback.extract_tb(cause.__traceback__))[-1]
+        raise ConfigError(
+            f"{key[1] if key else 'The configuration'}: {error_line(cause)} ({place.filename}:{place.lineno})."
+        ) from error
+
+
 def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     """Build the task. Of the factories model, optimizer and scheduler it gets those that its constructor takes.
 
@@ -139,7 +160,8 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
         cfg = cfg.copy()
         cfg.model.pretrained = str(folder)
     try:
-        task = build_task(cfg, **arguments)
+        with constructors():
+            task = build_task(cfg, **arguments)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
     task.configure_model()

@@ -40,7 +40,7 @@ from armature.finetune import check as pretrained
 from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
-from armature.loading import build_task
+from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group, scaler
 from armature.training import not_finite, report, run_report
@@ -107,7 +107,8 @@ def _attempt(
     process (`data.micro_batch_size=auto`).
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)
-    built = build(cfg, stop, events)
+    with constructors():
+        built = build(cfg, stop, events)
     try:
         fit_and_test(built)
     except not_finite.RolledBack as back:

@@ -90,7 +90,7 @@ def test_a_group_that_the_task_does_not_take_may_refer_to_keys_that_the_data_hav
         cfg.scheduler = None
     assert "vocab_size" not in checks.check(cfg, prepare=False).model
 
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: Interpolation key"):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: it is data\.\S+, which these data do not have\. Type"):
         checks.check(composed("task=example", "model=gpt_nano", "data=example"), prepare=False)
 
 

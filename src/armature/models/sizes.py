@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+LARGEST = 2**24  # of a size; no model comes near it, and checks may count up to one
+FEWER = {"layers": 10_000, "image_size": 2**16, "experts": 2**16}
 
 
 def whole_numbers(args: Mapping[str, Any], names: Iterable[str], *, optional: Iterable[str] = ()) -> list[str]:
@@ -13,8 +17,11 @@ def whole_numbers(args: Mapping[str, Any], names: Iterable[str], *, optional: It
         value = args.get(name)
         if value is None and (name in optional or name not in args):
             continue
+        most = FEWER.get(name, LARGEST)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             problems.append(f"model.{name} must be a whole number of at least 1. Got {value!r}")
+        elif value > most:
+            problems.append(f"model.{name} must be at most {most}. Got {value}")
     return problems
 
 
@@ -28,7 +35,8 @@ def fraction(args: Mapping[str, Any], name: str) -> list[str]:
 
 def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of `number` that is nearest to `wanted`."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+    pairs = ((d, number // d) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
+    return min(sorted(d for pair in pairs for d in pair), key=lambda d: abs(d - wanted))
 
 
 def nearest_multiple(number: int, factor: int) -> int:

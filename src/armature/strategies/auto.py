@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from armature.launcher import environment
 
@@ -10,13 +10,25 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 
-def auto(*, seed: int = 0, **options: Any) -> Strategy:
-    """Return `single` for one process, `ddp` for several."""
+def auto(
+    *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none",
+    compile_mode: str = "default", float8: bool | str = False, backend: str = "auto",
+    comm_hook: Literal["bf16", "fp16"] | None = None,
+    sync_batchnorm: bool = True, static_graph: bool = False, find_unused_parameters: bool | None = None,
+    gradient_as_bucket_view: bool = True,
+) -> Strategy:  # fmt: skip
+    """Return `single` for one process, `ddp` for several. Each option is named: another one is a mistake."""
+    options: dict[str, Any] = {
+        "seed": seed, "activation_checkpointing": activation_checkpointing, "compile": compile,
+        "compile_mode": compile_mode, "float8": float8,
+    }  # fmt: skip
     if environment.world_size() == 1:
         from armature.strategies.single import SingleDevice
 
-        names = ("activation_checkpointing", "compile", "compile_mode", "float8")
-        return SingleDevice(seed=seed, **{name: value for name, value in options.items() if name in names})
+        return SingleDevice(**options)
     from armature.strategies.ddp import DDP
 
-    return DDP(seed=seed, **options)
+    return DDP(
+        **options, backend=backend, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm, static_graph=static_graph,
+        find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view,
+    )  # fmt: skip

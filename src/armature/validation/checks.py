@@ -36,6 +36,7 @@ from armature.validation import (
     values,
 )
 
+MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ def check(
     problems, chosen = values.problems(cfg, plain(cfg)), None
     unsound = _target_problems(cfg) + _device_problems(cfg)
     sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
-    problems += unsound
+    named = {each.partition("=")[0] for each in problems}
+    problems += [each for each in unsound if each.partition("=")[0] not in named]
     if not unsound:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
@@ -159,6 +161,11 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
+        if key.startswith("model.") and (lacking := re.search(r"key '(data\.\S+)' not found", lines[0])):
+            return [
+                f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… for them "
+                f"(docs/data.md), or {key}=…"
+            ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
         return [f"{key}: {said}.".removeprefix(": ")]
     return []
@@ -189,6 +196,9 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         if devices not in ("auto", 1):
             instead = "trainer.devices=1, or trainer.accelerator=cpu"
             return [f"trainer.devices={devices}: mps is one device. Type {instead}."]
+    most = max(MOST_PROCESSES, 8 * hardware.cpu_count())
+    if accelerator == "cpu" and devices != "auto" and devices > most:
+        return [f"trainer.devices={devices}: this machine has {hardware.cpu_count()} CPUs. Type {most} or less."]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
         log.warning("trainer.devices=%s processes share %s CPUs, which is slow.", devices, hardware.cpu_count())
     return []
@@ -298,6 +308,10 @@ def _name_problems(name: str | None) -> list[str]:
 
 
 def _folder_problems(key: str, folder: str | None) -> list[str]:
+    if folder is not None and not folder.isprintable():
+        return [f"{key}={folder!r}: holds characters that cannot be printed. Type another {key}."]
+    if folder is not None and "://" in folder and key == "run.root":
+        return [f"{key}={folder}: must be a folder of this machine. Type checkpoint.root={folder} for the checkpoints."]
     if folder is None or "://" in folder:
         return []
     try:

@@ -39,7 +39,7 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         found.append(problem)
     count = cfg["model"].get(plan.expert_count)
     if isinstance(count, int) and count % expert:
-        fits = [n for n in range(1, expert) if count % n == 0]
+        fits = [n for n in range(1, min(expert, count + 1)) if count % n == 0]
         found.append(
             f"strategy.expert={expert} does not divide model.{plan.expert_count}={count}. Type "
             f"strategy.expert={max(fits)}, or model.{plan.expert_count}={-(-count // expert) * expert}."

@@ -12,6 +12,8 @@ _EVERY = "Type trainer.val_every_n_steps=… (optimizer steps; null: at the end 
 _LR = "Type optimizer.lr={value}"
 _LIMIT = "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier"
 _ALL_OR_ONE = "Type trainer.devices={value} (processes per machine) with trainer.accelerator=gpu"
+_ALL_GPUS = "Type trainer.devices=auto"
+_CHOSEN_GPUS = "Set CUDA_VISIBLE_DEVICES={items} before the command and type trainer.devices={count}"
 _CHECKPOINTS = "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
 _MICRO_BATCH = "Type data.micro_batch_size=…: it does not change the result. Halve it until it fits"
@@ -53,6 +55,8 @@ FOREIGN: dict[str, str] = {
     "trainer.enable_autolog_hparams": "Nothing to type: every logger gets the whole configuration",
     # its older arguments
     "trainer.gpus": _ALL_OR_ONE,
+    "trainer.gpus=[…]": _CHOSEN_GPUS,
+    "trainer.gpus=-1": _ALL_GPUS,
     "trainer.num_processes": _ALL_OR_ONE.replace("gpu", "cpu"),
     "trainer.tpu_cores": "TPUs are not supported. Type trainer.accelerator=gpu, cpu or mps",
     "trainer.auto_lr_find": _LR_FINDER,
@@ -78,8 +82,8 @@ FOREIGN: dict[str, str] = {
     "trainer=ddp_spawn": _DDP,
     "trainer=fsdp": _DDP.replace("ddp", "fsdp"),
     "trainer=deepspeed": _DDP.replace("ddp", "deepspeed"),
-    "trainer.devices=-1": "Type trainer.devices=auto",
-    "trainer.devices=[…]": "Set CUDA_VISIBLE_DEVICES to those GPUs and type trainer.devices=2, their number",
+    "trainer.devices=-1": _ALL_GPUS,
+    "trainer.devices=[…]": _CHOSEN_GPUS,
     "trainer.accelerator=cuda": "Type trainer.accelerator=gpu",
     "strategy=ddp_spawn": "Type strategy=ddp",
     "strategy=ddp_notebook": "Type strategy=ddp",
@@ -95,15 +99,18 @@ FOREIGN: dict[str, str] = {
     "eval": "Type python scripts/evaluate.py outputs/NAME",
     "launch.allowed_packages=null": "Type a list: launch.allowed_packages=[mypackage]",
     "run=null": "Type run.name=… for the run's name",
+    "train=true": "Leave it out: train.py always trains",
     "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py outputs/NAME",
     "test": "Type trainer.test_at_end={value}",
     "optimized_metric": "Type checkpoint.monitor={value}",
+    "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
     "paths.output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
     "paths.log_dir": "Type run.root={value}",
     "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
     "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
     "paths.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
+    "extras": "Leave it out. Add --cfg job to print the configuration, or type run.tags=[…]",
     "extras.print_config": "Add --cfg job to the command: it prints the configuration and ends",
     "extras.enforce_tags": "Type run.tags=[…]; they are never required",
     "extras.ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
@@ -111,6 +118,7 @@ FOREIGN: dict[str, str] = {
     "print_config": "Add --cfg job to the command: it prints the configuration and ends",
     "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
     "hparams_search": "Type -m sweep=lr, or several values, such as -m optimizer.lr=1e-3,3e-3",
+    "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where outputs go",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
     "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher",
@@ -123,7 +131,6 @@ FOREIGN: dict[str, str] = {
     "debug=profiler": "Type debug=profile",
     "debug=step": _DEBUG_RUN,
     "debug=true": _DEBUG_RUN,
-    "debug=True": _DEBUG_RUN,
     "datamodule": "Type data={value}",
     "datamodule.*": "Type data.… instead of datamodule.…",
     "lr": _LR,
@@ -215,11 +222,17 @@ def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,))
     if parts[0] == "data" and _OWN_DATA not in known:
         return None
     below = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
-    kind = "[…]" if value.startswith("[") else value
+    items = re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
+    several = items and not value.isdigit()
+    kind = "[…]" if several else value.lower()
     found = next((FOREIGN[name] for name in (f"{key}={kind}", key, *below) if name in FOREIGN), None)
     if key == "trainer.strategy":
         found = FOREIGN.get(f"strategy={value}", found)
-    return found.replace("{value}", value).rstrip("….") + "." if found else None
+    if found is None:
+        return None
+    for name, text in {"{value}": value, "{items}": ",".join(items), "{count}": str(len(items))}.items():
+        found = found.replace(name, text)
+    return found.rstrip("….") + "."
 
 
 def ineffective(overrides: list[str]) -> list[str]:
@@ -234,7 +247,8 @@ def ineffective(overrides: list[str]) -> list[str]:
 
 def table() -> str:
     """Return the keys and their answers as the Markdown table of docs/migrating.md."""
-    rows = [f"| `{key}` | {text.replace('{value}', '…')} |" for key, text in (FOREIGN | INEFFECTIVE).items()]
+    shown = {key: re.sub(r"{\w+}", "…", text) for key, text in (FOREIGN | INEFFECTIVE).items()}
+    rows = [f"| `{key}` | {text} |" for key, text in shown.items()]
     return "\n".join(["| typed elsewhere | here |", "| --- | --- |", *rows, ""])
 
 

@@ -19,7 +19,10 @@ from armature.validation import foreign_keys
 
 LIBRARIES = ("torch", "lightning")  # their classes declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
-_TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
+_TYPES = {
+    "int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict,
+    "Tensor": dict,  # a node with a _target_
+}  # fmt: skip
 FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
 Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
@@ -53,7 +56,9 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
             continue
         names = _annotation_names(signature.parameters[key])
         if names and not any(_is_a(value, name) for name in names):
-            found.append(f"{path}.{key}={value!r}: {target} takes {' or '.join(names)} here.")
+            found.append(
+                f"{path}.{key}={'null' if value is None else repr(value)}: {target} takes {' or '.join(names)} here."
+            )
     return found
 
 

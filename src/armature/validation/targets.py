@@ -200,10 +200,14 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
             continue
         for name, node in members.items():
             if not isinstance(node, dict) or "_target_" not in node:
-                yield f"{group}.{name}={node!r}: has no _target_. Type +{group}.{name}._target_=package.Class."
+                listed = f"{group}={name}, or " if (config.CONFIGS / group / f"{name}.yaml").is_file() else ""
+                remedy = f"Type {listed}+{group}.{name}._target_=package.Class"
+                yield f"{group}.{name}={node!r}: has no _target_. {remedy}."
     for group in ("task", "model", "data", "optimizer", "strategy"):
         if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
             yield f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of configs/{group}/."
+    if (scheduler := cfg.get("scheduler")) and (not isinstance(scheduler, dict) or "_target_" not in scheduler):
+        yield "scheduler._target_ is missing, the function to call. Type scheduler=NAME, a file of configs/scheduler/."
 
 
 def _role_problems(path: str, node: dict[str, Any], definition: Definition, *, complete: bool) -> list[str]:

@@ -7,12 +7,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from armature.errors import MASK, hide, masked
+from armature.validation import rules
+from armature.validation.rules import Rule
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
@@ -30,6 +32,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.stage": (1, 2, 3),
+    "data.source.dtype": ("uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"),
     "strategy.sequence_parallel": ("auto", True, False),
 }
 ALIASES = {
@@ -43,6 +46,7 @@ ALIASES = {
     "trainer.accelerator": {"cuda": "gpu"},
 }
 log = logging.getLogger(__name__)
+LARGEST_BATCH = 10**9  # samples
 LONGEST = 1e9  # seconds, 31 years: what torch and Python still take as a time
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|key|key_?id|token|(api|access|auth|refresh|bearer|hf)_?tokens|auth|authorization|passw(or)?d"
@@ -63,179 +67,111 @@ _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORE
 def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
     """Return every value out of its range; `plain` is the resolved configuration."""
     found = [*_choices(plain, CHOICES), *_ranges(plain, RANGES), *_trainer(plain), *_not_finite(plain), *_names(plain)]
-    found += [*_optimizer(plain.get("optimizer")), *secrets(cfg)]
+    found += [*_optimizer(plain.get("optimizer")), *_arguments(plain.get("callbacks")), *secrets(cfg)]
     ours = [group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))]
     found += _choices(plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours})
     found += _ranges(plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours})
     return found
 
 
-# ---------------------------------------------------------------- ranges: rule → what is wrong
-Rule = Callable[[Any], str | None]
-
-
-def _number(
-    *, least: float | None = None, above: float | None = None, most: float | None = None, below: float | None = None,
-    whole: bool = False, null: str | None = None,
-) -> Rule:  # fmt: skip
-    """Return a rule for a number. `null` says what null stands for, if it is allowed."""
-    bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
-    words = " and ".join(
-        f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound, word in bounds if bound is not None
-    )
-    kind = f"must be a {'whole ' * whole}number {words}".rstrip()
-    if (least, above, below) == (None, 0, None) or (least, whole) == (1, True):
-        kind = "must be positive and finite" if not whole else "must be a positive whole number"
-    kind += f", or null for {null}" if null else ""
-
-    def rule(value: Any) -> str | None:
-        if value is None and null:
-            return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            return kind
-        good = not whole or isinstance(value, int)
-        good = good and (least is None or value >= least) and (above is None or value > above)
-        good = good and (most is None or value <= most) and (below is None or value < below)
-        return None if good else kind
-
-    return rule
-
-
-def _prompts(value: Any) -> str | None:
-    texts = value if isinstance(value, list) and value else [value]
-    if all(isinstance(text, str) and text.strip() for text in texts):
-        return None
-    return "must be text to continue, a list of texts, or auto for held-out text"
-
-
-def _text(what: str, *, null: str | None = None, form: str = r"(?s).*\S.*") -> Rule:
-    def rule(value: Any) -> str | None:
-        if (value is None and null) or (isinstance(value, str) and re.fullmatch(form, value)):
-            return None
-        return f"must be {what}" + (f", or null for {null}" if null else "")
-
-    return rule
-
-
-def _length(value: Any) -> str | None:
-    """A number of steps, or a share of the run."""
-    good = (type(value) is int and value >= 0) or (
-        type(value) is float and math.isfinite(value) and value >= 0 and (value < 1.0 or value == int(value))
-    )
-    return None if good else "must be a whole number of optimizer steps from 0, or a share of the run below 1.0"
-
-
-def _counts(value: Any) -> str | None:
-    good = value is None or (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value))
-    return None if good else "must be numbers of blocks from 1, as in [5,6,5], or null"
-
-
-def _patterns(value: Any) -> str | None:
-    good = value is None or (isinstance(value, list) and all(isinstance(each, str) and each for each in value))
-    return None if good else "must be a list of names or patterns, as in [q,v]"
-
-
-def _paths(value: Any) -> str | None:
-    texts = value if isinstance(value, list) and value else [value]
-    good = value is None or all(isinstance(text, str) and text and "\0" not in text for text in texts)
-    return None if good else "must be a path, a pattern, or a list of them"
-
-
-def _time(value: Any) -> str | None:
-    found = re.fullmatch(r"(\d{1,5}):(\d{2}):(\d{2}):(\d{2})", str(value))
-    days, hours, minutes, seconds = map(int, found.groups()) if found else (0, 0, 0, 0)
-    good = hours <= 23 and minutes <= 59 and seconds <= 59 and any((days, hours, minutes, seconds))
-    return None if good or value is None else "must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00"
-
-
-def _checkpointing(value: Any) -> str | None:
-    good = value in ("none", "every", "selective") or (type(value) is int and value >= 1)
-    return None if good else "must be none, every, selective, or n for every n-th block"
-
-
-def _packages(value: Any) -> str | None:
-    good = isinstance(value, list) and value and all(isinstance(name, str) and _is_dotted(name) for name in value)
-    return None if good else "must be a list of packages, as in [armature,torch.nn,torch.optim,lightning.pytorch]"
-
-
-def _is_dotted(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
-
-
-_clip = _number(above=0, null="no clipping")
-_steps = _number(least=1, whole=True, null="never")
-_limit = _number(least=1, whole=True, null="all samples, or batch for one global batch")
-_count = _number(least=1, whole=True)
-_seconds = _number(above=0, most=LONGEST, null="never")
+# ---------------------------------------------------------------- ranges
+_clip = rules.number(above=0, null="no clipping")
+_steps = rules.number(least=1, whole=True, null="never")
+_limit = rules.number(least=1, whole=True, null="all samples, or batch for one global batch")
+_count = rules.number(least=1, whole=True)
+_size = rules.number(least=1, most=2**24, whole=True)
+_seconds = rules.number(above=0, most=LONGEST, null="never")
 RANGES: dict[str, Rule] = {
-    "seed": _number(least=0, most=2**32 - 1, whole=True),
-    "resume": _text("auto, never, required, or the path of a run or a checkpoint"),
-    "run.root": _text("a folder"),
-    "trainer.num_nodes": _count,
-    "trainer.max_steps": _number(least=1, most=10**12, whole=True, null="no limit"),
-    "trainer.max_epochs": _number(least=1, most=10**9, whole=True, null="no limit"),
-    "trainer.max_time": _time,
+    "seed": rules.number(least=0, most=2**32 - 1, whole=True),
+    "resume": rules.text("auto, never, required, or the path of a run or a checkpoint"),
+    "run.root": rules.text("a folder"),
+    "trainer.num_nodes": rules.number(least=1, most=10**5, whole=True),
+    "trainer.max_steps": rules.number(least=1, most=10**12, whole=True, null="no limit"),
+    "trainer.max_epochs": rules.number(least=1, most=10**9, whole=True, null="no limit"),
+    "trainer.max_time": rules.duration,
     "trainer.gradient_clip_val": lambda value: None if value == "auto" else _clip(value),
-    "trainer.val_every_n_steps": _number(least=1, whole=True, null="the end of each epoch"),
+    "trainer.val_every_n_steps": rules.number(least=1, whole=True, null="the end of each epoch"),
     "trainer.log_every_n_steps": _count,
     "checkpoint.every_n_steps": _steps,
-    "checkpoint.every_n_minutes": _number(above=0, most=LONGEST / 60, null="never"),
-    "checkpoint.keep_last": _number(least=1, whole=True),
-    "checkpoint.keep_best": _number(least=0, whole=True),
+    "checkpoint.every_n_minutes": rules.number(above=0, most=LONGEST / 60, null="never"),
+    "checkpoint.keep_last": rules.number(least=1, whole=True),
+    "checkpoint.keep_best": rules.number(least=0, whole=True),
     "checkpoint.keep_every_n_steps": _steps,
-    "checkpoint.monitor": _text("the name of a metric, as in val/loss"),
-    "checkpoint.root": _text("a folder or an object store", null="the run directory"),
+    "checkpoint.monitor": rules.text("the name of a metric, as in val/loss"),
+    "checkpoint.root": rules.text("a folder or an object store", null="the run directory"),
     "launch.hang_timeout": lambda value: None if value == "auto" else _seconds(value),
-    "launch.stop_minutes_before_limit": _number(above=0, most=LONGEST / 60, null="never"),
-    "launch.grace_seconds": _number(least=0, most=LONGEST),
-    "launch.rdzv_endpoint": _text("HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"),
-    "launch.allowed_packages": _packages,
-    "data.eval_batch_size": _number(least=1, whole=True, null="the data module's own"),
-    "data.num_workers": _number(least=0, whole=True),
+    "launch.stop_minutes_before_limit": rules.number(above=0, most=LONGEST / 60, null="never"),
+    "launch.grace_seconds": rules.number(least=0, most=LONGEST),
+    "launch.rdzv_endpoint": rules.text("HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"),
+    "launch.allowed_packages": rules.packages,
+    "data.eval_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True, null="the data module's own"),
+    "data.num_workers": rules.number(least=0, most=1024, whole=True),
     "data.train_limit": lambda value: None if value == "batch" else _limit(value),
 }
 OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
-    "task.preview_prompt": _prompts,
-    "task.preview_tokens": _number(least=0, whole=True),
-    "task.preview_temperature": _number(least=0),
+    "task.preview_prompt": rules.prompts,
+    "task.preview_tokens": rules.number(least=0, most=2**16, whole=True),
+    "task.preview_temperature": rules.number(least=0),
     "task.adapter.rank": _count,
-    "task.adapter.alpha": _number(above=0),
-    "task.adapter.dropout": _number(least=0, below=1),
-    "task.adapter.targets": _patterns,
-    "task.adapter.train": _patterns,
-    "scheduler.warmup": _length,
-    "scheduler.decay": _length,
-    "scheduler.final": _number(least=0),
-    "strategy.seed": _number(least=0, most=2**32 - 1, whole=True),
-    "strategy.activation_checkpointing": _checkpointing,
-    "strategy.prefetch": _number(least=0, whole=True),
-    "strategy.min_num_params": _number(least=0, whole=True),
+    "task.adapter.alpha": rules.number(above=0),
+    "task.adapter.dropout": rules.number(least=0, below=1),
+    "task.adapter.targets": rules.patterns,
+    "task.adapter.train": rules.patterns,
+    "scheduler.warmup": rules.length,
+    "scheduler.decay": rules.length,
+    "scheduler.final": rules.number(least=0),
+    "strategy.seed": rules.number(least=0, most=2**32 - 1, whole=True),
+    "strategy.activation_checkpointing": rules.checkpointing,
+    "strategy.prefetch": rules.number(least=0, whole=True),
+    "strategy.min_num_params": rules.number(least=0, whole=True),
     "strategy.microbatches": _count,
-    "strategy.stages": _counts,
-    "data.seed": _number(least=0, most=2**32 - 1, whole=True),
-    "data.shift": _number(least=0, most=8, whole=True),
+    "strategy.stages": rules.counts,
+    "data.seed": rules.number(least=0, most=2**32 - 1, whole=True),
+    "data.shift": rules.number(least=0, most=8, whole=True),
     "data.samples": _count,
     "data.held_out": _count,
-    "data.noise": _number(least=0),
-    "data.context": _count,
-    "data.path": _paths,
-    "data.source.path": _paths,
-    "data.source.context": _count,
-    "data.multiple": _number(least=1, whole=True, null="data.context"),
-    "data.source.vocab_size": _number(least=257, most=2**24, whole=True),
+    "data.noise": rules.number(least=0),
+    "data.context": _size,
+    "data.size": rules.number(least=1, most=2**16, whole=True),
+    "data.margin": rules.number(least=0, most=10),
+    "data.mean": rules.three(),
+    "data.std": rules.three(above=0),
+    "data.val_fraction": rules.number(least=0, below=0.9),
+    "data.test_fraction": rules.number(least=0, below=0.9),
+    "data.global_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True),
+    "data.path": rules.paths,
+    "data.source.path": rules.paths,
+    "data.paths": rules.named_paths,
+    "data.weights": rules.named_weights,
+    "data.source.context": _size,
+    "data.multiple": rules.number(least=1, most=2**24, whole=True, null="data.context"),
+    "data.source.vocab_size": rules.number(least=257, most=2**24, whole=True),
     "data.source.tokenizer_bytes": _count,
     "data.source.held_out": _count,
     "data.source.block": _count,
-    "data.source.val_fraction": _number(least=0, below=0.9),
-    "data.source.test_fraction": _number(least=0, below=0.9),
+    "data.source.val_fraction": rules.number(least=0, below=0.9),
+    "data.source.test_fraction": rules.number(least=0, below=0.9),
 }
 OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's would refuse the values in the rank
-    "optimizer.lr": _number(above=0),
-    "optimizer.weight_decay": _number(least=0),
-    "optimizer.eps": _number(least=0),
-    "optimizer.momentum": _number(least=0, below=1),
+    "optimizer.lr": rules.number(above=0),
+    "optimizer.weight_decay": rules.number(least=0),
+    "optimizer.eps": rules.number(least=0),
+    "optimizer.momentum": rules.number(least=0, below=1),
     "optimizer.newton_schulz_steps": _count,
-    "optimizer.base_width": _number(least=1, whole=True, null="no scaling"),
+    "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
+}
+ARGUMENTS: dict[str, dict[str, Rule]] = {  # of callbacks by their class, which would refuse them in the rank
+    "armature.callbacks.ema.EMA": {"decay": rules.number(above=0, below=1)},
+    "armature.callbacks.monitors.Monitors": {
+        "peak_tflops": rules.number(above=0, null="the device's own"),
+        "norms_every_n_steps": _steps,
+    },
+    "lightning.pytorch.callbacks.EarlyStopping": {
+        "mode": rules.one_of("min", "max"),
+        "monitor": rules.text("the name of a metric, as in val/loss"),
+        "patience": rules.number(least=0, whole=True),
+        "min_delta": rules.number(),
+    },
 }
 _UNSET = object()
 
@@ -254,11 +190,18 @@ def _is_ours(node: Any) -> bool:
     return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in ("armature", "example")
 
 
-def _ranges(plain: dict[str, Any], rules: dict[str, Rule]) -> Iterator[str]:
-    for key, rule in rules.items():
+def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
+    for key, rule in ranges.items():
         value = _select(plain, key)
         if value is not _UNSET and (wrong := rule(value)) is not None:
             yield f"{key}={_shown(value)}: {wrong}."
+
+
+def _arguments(callbacks: Any) -> Iterator[str]:
+    for name, node in callbacks.items() if isinstance(callbacks, dict) else ():
+        ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
+        given = {argument: rule for argument, rule in ranges.items() if argument in node}
+        yield from _ranges({"callbacks": callbacks}, {f"callbacks.{name}.{key}": rule for key, rule in given.items()})
 
 
 def _shown(value: Any) -> str:
@@ -313,7 +256,7 @@ def _optimizer(node: Any) -> Iterator[str]:
             yield f"{key}={_shown(value)}: {wrong}."
     if node.get("nesterov") is True and not node.get("momentum"):
         yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
-    betas, share = node.get("betas"), _number(least=0, below=1)
+    betas, share = node.get("betas"), rules.number(least=0, below=1)
     pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
     if "betas" in node and (
         not isinstance(betas, list)

@@ -67,7 +67,8 @@ def windows_of(windows: int | Sequence[int | None] | None, *, layers: int) -> tu
 
 def attended_share(args: Mapping[str, Any]) -> float:
     """Return the share of the context that a position attends to, as a mean of all blocks; 1: no windows."""
-    windows, context = windows_of(args.get("windows"), layers=args["layers"]), args["context"]
+    windows, context = args.get("windows"), args["context"]
+    windows = [windows] if windows is None or isinstance(windows, int) else windows
     return sum(min(window or context, context) for window in windows) / (len(windows) * context)
 
 
