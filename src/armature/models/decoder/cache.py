@@ -81,7 +81,8 @@ class KeyValueCache:
             reach = 0 if kept is None else self.length - oldest
             positions = self.positions or self._rotary_C2K.shape[0]
             places = positions if window is None else min(positions, max(2 * window, reach + new))
-            room = torch.empty((2, batch, groups, places, head_dim), dtype=v_BGTK.dtype, device=v_BGTK.device).unbind()
+            shape = batch, groups, places, head_dim
+            room = tuple(torch.empty(shape, dtype=v_BGTK.dtype, device=v_BGTK.device) for _ in range(2))
             if kept is not None:
                 for to, old in zip(room, kept, strict=True):
                     to[:, :, :reach] = old[:, :, oldest - first : self.length - first]
