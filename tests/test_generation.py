@@ -85,7 +85,7 @@ def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(mod
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(args[0]), empty(*args, **kwargs))[1])
     monkeypatch.setattr(model, "rotary", lambda **kwargs: (tables.append(1), table(**kwargs))[1])
     generate(model, PROMPT, max_new_tokens=40, temperature=0)
-    assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 16, 4)] * 4  # keys and values of two layers, the whole context
+    assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 16, 4)] * 4  # keys and values of two layers
     assert len(tables) == 1
     made.clear()
     generate(model, PROMPT, max_new_tokens=4, temperature=0)
