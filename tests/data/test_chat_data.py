@@ -130,14 +130,17 @@ def test_thoughts_that_the_template_leaves_out_are_counted_and_said(source, tmp_
     assert "1 messages of the assistant's are not whole: the chat template leaves parts out, such as" in caplog.text
 
 
-def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path):
+def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path, caplog):
     file = tmp_path / "reasoning.jinja"
     file.write_text(REASONING)
     made = [
         source([chat(1)], template=str(file), template_arguments=each) for each in (None, {"enable_thinking": False})
     ]
-    targets = [each.header["splits"]["train"]["targets"] for each in made]
-    assert targets[0] > targets[1]
+    for each, is_said in zip(made, (True, False), strict=True):
+        caplog.clear()
+        each.prepare()
+        assert ("which is not learned and which a prompt for an answer lacks" in caplog.text) is is_said
+    assert made[0]._key([]) != made[1]._key([])
     data(made[1]).save_assets(tmp_path)
     prompt = load(tmp_path, template=None).render(CHAT[:1], add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

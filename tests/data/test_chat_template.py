@@ -38,9 +38,9 @@ WRITTEN = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am fine<|eot_id|>⟧"
     "<|start_header_id|>user<|end_header_id|>\n\nworld<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦thank you<|eot_id|>⟧",
-    "instruct": "<s>[INST] how are you [/INST]⟦ I am fine</s>⟧[INST] world\n [/INST]⟦ thank you \n</s>⟧",
+    "instruct": "<s>[INST] how are you [/INST] ⟦I am fine</s>⟧[INST] world\n [/INST] ⟦thank you \n</s>⟧",
     "thinking": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
-    "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nthank you \n<|im_end|>⟧\n",
+    "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank you \n<|im_end|>⟧\n",
     "tagged": "<s>user\nhow are you</s>\n<s>assistant\n⟦I am fine</s>⟧\n"
     "<s>user\nworld\n</s>\n<s>assistant\n⟦thank you \n</s>⟧\n",
 }
@@ -65,9 +65,9 @@ WRITTEN_TOOLS = {
     '<|im_start|>assistant\n⟦\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
     "<|im_start|>user\n<tool_response>\nfine\n</tool_response><|im_end|>\n"
     "<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
-    "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nthank you<|im_end|>⟧\n",
+    "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank you<|im_end|>⟧\n",
     "brackets": '<s>[INST] how are you[/INST]⟦[CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>⟧'
-    f"[RESULTS] fine[/RESULTS] ⟦I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] hello\n\nworld[/INST]⟦ thank you</s>⟧",
+    f"[RESULTS] fine[/RESULTS] ⟦I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] hello\n\nworld[/INST] ⟦thank you</s>⟧",
 }
 
 
@@ -105,7 +105,8 @@ def test_the_mask_is_right_token_by_token(style):
     found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
     assert found == expected_tokens(WRITTEN[style])
     learned = small_tokenizer().decode([i for i, is_learned in found if is_learned], skip_special_tokens=False)
-    assert learned == "".join(part.partition("⟧")[0] for part in WRITTEN[style].split("⟦")[1:])
+    written = WRITTEN[style].replace(" ⟦", "⟦ ")  # a space before a word is the word's token's
+    assert learned == "".join(part.partition("⟧")[0] for part in written.split("⟦")[1:])
 
 
 @pytest.mark.parametrize("style", TOOL_STYLES)
@@ -129,23 +130,23 @@ def test_two_results_are_one_turn_and_two_calls_are_learned():
 
 
 @pytest.mark.parametrize("style", [*STYLES, *TOOL_STYLES])
-def test_all_that_follows_a_prompt_is_learned(style):
-    source = {**STYLES, **TOOL_STYLES}[style]
-    own = ChatTemplate(source, SPECIALS)
-    text, spans = own.assistant_spans(CHAT)
-    prompt = own.render(CHAT[:3], add_generation_prompt=True)
-    assert text.startswith(prompt)
-    assert spans[3][0] == len(prompt)
+def test_what_a_prompt_lacks_and_is_not_learned_is_known(style):
+    own = ChatTemplate({**STYLES, **TOOL_STYLES}[style], SPECIALS)
+    assert own.unprompted == ("<think>\n\n</think>" if style in ("thinking", "reasoning") else None)
 
 
-def test_empty_thoughts_are_learned_unless_the_prompt_has_them(tmp_path):
+def test_headers_are_not_learned_of_a_template_without_prompts():
+    source = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
+    assert marked(source, CHAT[:2]) == "<|user|>\nhow are you</s>\n<|assistant|>\n⟦I am fine</s>⟧\n"
+    assert ChatTemplate(source, SPECIALS).unprompted is None
+
+
+def test_an_argument_puts_empty_thoughts_into_the_prompt(tmp_path):
     own = folder(tmp_path / "own", REASONING)
-    thoughts = "<think>\n\n</think>\n\n"
-    on, off = (
-        template.load(own, template=None, arguments=arguments) for arguments in (None, {"enable_thinking": False})
-    )
-    assert marked(on.source, CHAT[:2]).endswith(f"assistant\n⟦{thoughts}I am fine<|im_end|>⟧\n")
-    assert marked(off.source, CHAT[:2]).endswith(f"assistant\n{thoughts}⟦I am fine<|im_end|>⟧\n")
+    for arguments, words in ((None, "<think>\n\n</think>"), ({"enable_thinking": False}, None)):
+        loaded = template.load(own, template=None, arguments=arguments)
+        assert marked(loaded.source, CHAT[:2]).endswith("assistant\n<think>\n\n</think>\n\n⟦I am fine<|im_end|>⟧\n")
+        assert loaded.unprompted == words
 
 
 def test_arguments_are_kept_in_the_template(tmp_path):
@@ -162,7 +163,7 @@ def test_arguments_are_kept_in_the_template(tmp_path):
     assert ChatTemplate(loaded.source, {"a": "other", "b": {"c": "y"}}).render([]) == "othery"
 
 
-@pytest.mark.parametrize("name", ["thinking", "messages", "range"])
+@pytest.mark.parametrize("name", ["thinking", "messages", "range", "bos_token"])
 def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, name):
     own = folder(tmp_path / "own", REASONING.replace("last)", "last) and range(1)"))
     with pytest.raises(ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"):
@@ -211,7 +212,7 @@ def test_a_tool_call_is_learned_as_the_template_writes_it(source):
     assert "⟧\n<|im_start|>tool\n2<|im_end|>\n" in text
     call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧'
     assert call in text
-    assert text.endswith(f"<|im_start|>assistant\n⟦{thought}I am fine<|im_end|>⟧\n")
+    assert text.endswith(f"<|im_start|>assistant\n{thought}⟦I am fine<|im_end|>⟧\n")
 
 
 @pytest.mark.parametrize("content", ["", None, "wait"])

@@ -45,21 +45,37 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> str:
             save_file(tensors, part / name, metadata={"format": "pt"})
             files.sync(part / name)
             types |= {key: tensors[key].dtype for key in changed}
-        is_ours = folder.config(whole).get("model_type") in architecture.FAMILIES
+        is_ours = _is_decoder(whole)
         if is_ours and not (far := _difference(adapter, whole, part, types)) <= NEAR:
             raise ConfigError(
                 f"{target}: its logits differ from those of {whole} with {adapter} by {far:.1e} of the largest, so it "
                 "was not written. Please report this with both config.json."
             )
         part.replace(target)
-    said = "its logits are those of both" if is_ours else "its logits were not compared: the decoder has no such model"
+    said = (
+        "its logits are those of both" if is_ours else "its logits were not compared: the decoder does not compute it"
+    )
     return f"{target}: {whole} with {len(adapters)} adapters of rank {own.rank} added; {said}"
+
+
+def _is_decoder(whole: Path) -> bool:
+    config = folder.config(whole)
+    if config.get("model_type") not in architecture.FAMILIES:
+        return False
+    try:
+        architecture.arguments_of(config, name=str(whole))
+    except ConfigError:
+        return False
+    return True
 
 
 def _copy_small_files(adapter: Path, whole: Path, part: Path) -> None:
     """Copy what a model's folder has besides its weights. The adapter's tokenizer and chat template come first."""
     for name in (*folder.SMALL_FILES, folder.INDEX):
-        found = next((each for each in (adapter, whole) if (each / name).is_file()), None)
+        places = (whole,) if name in (folder.CONFIG, folder.INDEX) else (adapter, whole)
+        if name == folder.CHAT_TEMPLATE and folder.chat_template(adapter) is not None:
+            places = (adapter,)  # which may have it in its tokenizer_config.json
+        found = next((each for each in places if (each / name).is_file()), None)
         if found is not None:
             shutil.copyfile(found / name, part / name)
 

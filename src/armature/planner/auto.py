@@ -199,12 +199,19 @@ def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
 def _refuse(
     cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes: int, problems: Problems
 ) -> None:  # fmt: skip
-    """Raise ConfigError if the optimizer's step alone takes more than a device has: no other setting changes that."""
+    """Raise ConfigError if the optimizer's step alone takes more than a device has under all that was tried."""
     least = min(each.peak.least_bytes for each in tried)
     if least <= memory_bytes:
         return
     whole = min(each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried)
-    enough = next((n for n in (2**exponent for exponent in range(1, 11)) if 1.25 * whole / n < memory_bytes), None)
+    enough = next(
+        (
+            n
+            for n in (2**exponent for exponent in range(1, 11))
+            if n > setup.world_size and 1.25 * whole / n < memory_bytes
+        ),
+        None,
+    )
     advice = f"{enough} such devices hold it under strategy=fsdp" if enough else "1,024 devices would not either"
     offload = "strategy=fsdp strategy.cpu_offload=true"
     if setup.world_size == 1:  # fsdp shards nothing there, and offloads nothing

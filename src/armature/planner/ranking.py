@@ -259,6 +259,8 @@ def _with_tensor(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
         return
     size = 2
     while size <= min(devices, layouts.LONGEST_TENSOR) and heads % size == 0:
+        if setup.world_size % size:
+            return
         axes = {**setup.axes, "replicate": 1, "shard": setup.world_size // size, "tensor": size}
         words = f"strategy=fsdp_tensor strategy.tensor={size} strategy.activation_checkpointing=every instead"
         share = setup.accumulate * setup.micro * size

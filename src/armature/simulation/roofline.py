@@ -30,7 +30,8 @@ class Roofline:
     def peak(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s of matrix products in a type; a type that the device lacks runs in the next larger one."""
         if dtype == torch.float64:
-            return self.device.peak("float64")
+            rates = self.device.peak_flops
+            return rates.get("float64", rates["float32"])
         wanted = ["float8"] if dtype.itemsize == 1 else []
         wanted += ["bfloat16" if dtype == torch.bfloat16 else "float16"] if dtype.itemsize <= 2 else []
         wanted += ["tf32"] if self.tf32 else []

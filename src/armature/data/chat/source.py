@@ -25,7 +25,6 @@ from armature.data.chat.packing import best_fit
 from armature.data.chat.template import BUILT_IN, ChatTemplate, NotRenderable, load, load_tokenizer
 from armature.data.sources import SourceFile
 from armature.errors import ConfigError
-from armature.finetune.folder import token_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -175,11 +174,17 @@ class Conversations:
             )
         elif problem := self._end_problem():
             log.warning(problem)
+        if words := self.template.unprompted:
+            log.warning(
+                "The chat template writes %r before an answer, which is not learned and which a prompt for an answer "
+                "lacks. If it can put it there, type so: for Qwen3 data.source.template_arguments='{enable_thinking: "
+                "false}'.", words,
+            )  # fmt: skip
 
     def _end_problem(self) -> str | None:
         """Return a problem if the end of a turn is no token: what serves the model could not stop at it."""
         end = self.template.end_of_turn
-        if end is None or end in token_ids(self.tokenizer_file):
+        if end is None or len(self.tokenizer.encode(end, add_special_tokens=False).ids) == 1:
             return None
         named = "the chat template" if self.template_path is None else f"data.source.template={self.template_path}"
         plain = "Type data.source.template=plain, which ends them with the tokenizer's own last token."
@@ -300,7 +305,10 @@ def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Toke
         for i in conversation.learned:
             start, end = spans[i]
             learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)  # trimmed spaces have no length
-            shortened += not template.is_whole(conversation.messages[i], text[start:end])
+            before = max(
+                (spans[other][1] for other in spans if other < i), default=0
+            )  # a prompt may begin the thoughts
+            shortened += not template.is_whole(conversation.messages[i], text[before:end])
         yield Encoded(conversation, encoding.ids, learned, shortened)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -86,10 +86,10 @@ class ChatTemplate:
     ) -> tuple[str, dict[int, Span]]:
         """Return the text, and per index of an assistant message the characters that the model is to write.
 
-        These are what the template makes of the message, from where a prompt for it ends, and the mark of the turn's
-        end after it: the model must learn to stop. They are found by rendering the conversation once more with a mark
-        in place of each message, so the template need not tell; where it changes messages, by one mark at a time, by
-        the text before and after the turn, or by the template's own {% generation %} tags. Raises NotRenderable.
+        These are what the template makes of the message, and the mark of the turn's end after it: the model must learn
+        to stop. They are found by rendering the conversation once more with a mark in place of each message, so the
+        template need not tell; where it changes messages, by one mark at a time, by the text before and after the turn,
+        or by the template's own {% generation %} tags. Raises NotRenderable.
         """
         marked = self._render(messages, tools)
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
@@ -107,23 +107,7 @@ class ChatTemplate:
                 function = call.get("function", call) if isinstance(call, dict) else {}
                 if str(function.get("name", "")) not in text[start:end]:
                     raise NotRenderable(f"the chat template does not write the tool call of message {i + 1}")
-        closed = {i: self._with_end(text, span) for i, span in found.items()}
-        return text, {i: (self._begin(text, messages, i, closed, tools), end) for i, (_, end) in closed.items()}
-
-    def _begin(
-        self, text: str, messages: Sequence[Message], index: int, spans: Mapping[int, Span], tools: list[Any] | None
-    ) -> int:
-        """Return where generation would begin to write a turn, if that is known: after the prompt that asks for it.
-
-        The template may write more of the turn by itself, as empty thoughts, which it does not put into the prompt.
-        """
-        start, end = spans[index]
-        before = max((spans[i][1] for i in spans if i < index), default=0)
-        with suppress(NotRenderable):
-            prompt = self.render(messages[:index], tools=tools, add_generation_prompt=True)
-            if text.startswith(prompt) and before <= len(prompt) <= end:
-                return len(prompt)
-        return start
+        return text, {i: self._with_end(text, span) for i, span in found.items()}
 
     @staticmethod
     def is_whole(message: Message, written: str) -> bool:
@@ -198,6 +182,22 @@ class ChatTemplate:
         start, end = spans[1]
         closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])  # thoughts have marks of their own
         return closed.group(1) if closed else None
+
+    @cached_property
+    def unprompted(self) -> str | None:
+        """What the template writes between the prompt for an answer and the answer, and is not learned; None: nothing.
+
+        Qwen3's empty thoughts are such: the prompt has them with enable_thinking=false alone.
+        """
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            text, spans = self.assistant_spans(messages)
+            prompt = self.render(messages[:1], add_generation_prompt=True)
+            if prompt == self.render(messages[:1]) or not text.startswith(prompt):
+                return None
+        except NotRenderable:
+            return None
+        return text[len(prompt) : spans[1][0]].strip() or None
 
 
 def _environment() -> jinja2.Environment:
@@ -276,14 +276,24 @@ def load(folder: Path, *, template: str | None, arguments: Mapping[str, Any] | N
     if "eos_token" not in special and (file := folder / tokens.TOKENIZER_FILE).is_file():
         loaded = load_tokenizer(file)
         special["eos_token"] = next((each for each in _ENDS if loaded.token_to_id(each) is not None), "")
-    return ChatTemplate(_defaults(source, arguments or {}) + source, special)
+    if arguments:
+        _ = ChatTemplate(source)._compiled
+        source = _defaults(source, arguments, passed=special) + source
+    return ChatTemplate(source, special)
 
 
-def _defaults(source: str, arguments: Mapping[str, Any]) -> str:
-    """Return Jinja2 that gives variables these values if they have none. Raises ConfigError."""
-    used = _variables(source) if arguments else set()
-    if unused := [name for name in arguments if name not in used - _RENDERED]:
-        there = ", ".join(sorted(used - _RENDERED - {*_environment().globals})) or "nothing"
+def _defaults(source: str, arguments: Mapping[str, Any], *, passed: Iterable[str]) -> str:
+    """Return Jinja2 that gives variables these values if they have none. Raises ConfigError.
+
+    Args:
+        passed: variables that rendering gives values to.
+    """
+    from jinja2 import meta
+
+    environment = _environment()
+    used = meta.find_undeclared_variables(environment.parse(source)) - _RENDERED - {*passed}
+    if unused := [name for name in arguments if name not in used]:
+        there = ", ".join(sorted(used - {*environment.globals})) or "nothing"
         raise ConfigError(
             f"data.source.template_arguments={dict(arguments)}: the chat template does not ask for {', '.join(unused)} "
             f"(it asks for: {there}). Leave it out."
@@ -292,17 +302,6 @@ def _defaults(source: str, arguments: Mapping[str, Any]) -> str:
         f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
         for name, value in arguments.items()
     )
-
-
-def _variables(source: str) -> set[str]:
-    """Return the names that a template takes from whoever renders it."""
-    from jinja2 import TemplateError, meta
-
-    environment = _environment()
-    try:
-        return meta.find_undeclared_variables(environment.parse(source))
-    except TemplateError:
-        return set()  # `_compiled` says what is wrong
 
 
 def _literal(value: Any) -> str:
