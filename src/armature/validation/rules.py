@@ -15,10 +15,13 @@ def number(
     whole: bool = False, null: str | None = None,
 ) -> Rule:  # fmt: skip
     """Return a rule for a number. `null` says what null stands for, if it is allowed."""
-    bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
-    words = " and ".join(
+    bounds = [(least, "from"), (above, "above"), (most, "to"), (below, "below")]
+    if least is None or most is None:
+        bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
+    given = [
         f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound, word in bounds if bound is not None
-    )
+    ]
+    words = (" " if least is not None and most is not None else " and ").join(given)
     kind = f"must be a {'whole ' * whole}number {words}".rstrip()
     if (least, above, below) == (None, 0, None) or (least, most, whole) == (1, None, True):
         kind = "must be positive and finite" if not whole else "must be a positive whole number"
@@ -49,8 +52,8 @@ def three(*, above: float | None = None) -> Rule:
     each, kind = number(above=above), "three numbers" if above is None else f"three numbers above {above}"
 
     def rule(value: Any) -> str | None:
-        good = isinstance(value, list) and len(value) == 3 and not any(map(each, value))
-        return None if good else f"must be {kind}, of the channels red, green and blue"
+        good = value is None or (isinstance(value, list) and len(value) == 3 and not any(map(each, value)))
+        return None if good else f"must be {kind}, of the channels red, green and blue, or null for ImageNet's"
 
     return rule
 

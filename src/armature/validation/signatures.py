@@ -55,6 +55,8 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
         names = _annotation_names(signature.parameters[key])
+        if "Tensor" in names and target.split(".")[0] != "torch":
+            continue  # a list, which the class makes a tensor of
         if names and not any(_is_a(value, name) for name in names):
             found.append(
                 f"{path}.{key}={'null' if value is None else repr(value)}: {target} takes {' or '.join(names)} here."

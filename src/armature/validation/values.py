@@ -67,7 +67,7 @@ _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORE
 def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
     """Return every value out of its range; `plain` is the resolved configuration."""
     found = [*_choices(plain, CHOICES), *_ranges(plain, RANGES), *_trainer(plain), *_not_finite(plain), *_names(plain)]
-    found += [*_optimizer(plain.get("optimizer")), *_arguments(plain.get("callbacks")), *secrets(cfg)]
+    found += [*_optimizer(plain.get("optimizer")), *_arguments(plain), *secrets(cfg)]
     ours = [group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))]
     found += _choices(plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours})
     found += _ranges(plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours})
@@ -132,17 +132,11 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.held_out": _count,
     "data.noise": rules.number(least=0),
     "data.context": _size,
-    "data.size": rules.number(least=1, most=2**16, whole=True),
-    "data.margin": rules.number(least=0, most=10),
-    "data.mean": rules.three(),
-    "data.std": rules.three(above=0),
-    "data.val_fraction": rules.number(least=0, below=0.9),
-    "data.test_fraction": rules.number(least=0, below=0.9),
+    "data.val_fraction": rules.number(least=0, below=1),
+    "data.test_fraction": rules.number(least=0, below=1),
     "data.global_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True),
     "data.path": rules.paths,
     "data.source.path": rules.paths,
-    "data.paths": rules.named_paths,
-    "data.weights": rules.named_weights,
     "data.source.context": _size,
     "data.multiple": rules.number(least=1, most=2**24, whole=True, null="data.context"),
     "data.source.vocab_size": rules.number(least=257, most=2**24, whole=True),
@@ -160,7 +154,14 @@ OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's woul
     "optimizer.newton_schulz_steps": _count,
     "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
 }
-ARGUMENTS: dict[str, dict[str, Rule]] = {  # of callbacks by their class, which would refuse them in the rank
+ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse them in the rank
+    "armature.data.image_folder.ImageFolderData": {
+        "size": rules.number(least=1, most=2**16, whole=True),
+        "margin": rules.number(least=0, most=10),
+        "mean": rules.three(),
+        "std": rules.three(above=0),
+    },
+    "armature.data.mixture.MixtureData": {"paths": rules.named_paths, "weights": rules.named_weights},
     "armature.callbacks.ema.EMA": {"decay": rules.number(above=0, below=1)},
     "armature.callbacks.monitors.Monitors": {
         "peak_tflops": rules.number(above=0, null="the device's own"),
@@ -197,11 +198,12 @@ def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
             yield f"{key}={_shown(value)}: {wrong}."
 
 
-def _arguments(callbacks: Any) -> Iterator[str]:
-    for name, node in callbacks.items() if isinstance(callbacks, dict) else ():
+def _arguments(plain: dict[str, Any]) -> Iterator[str]:
+    callbacks = plain.get("callbacks")
+    nodes = {f"callbacks.{name}": node for name, node in callbacks.items()} if isinstance(callbacks, dict) else {}
+    for path, node in (nodes | {"data": plain.get("data")}).items():
         ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
-        given = {argument: rule for argument, rule in ranges.items() if argument in node}
-        yield from _ranges({"callbacks": callbacks}, {f"callbacks.{name}.{key}": rule for key, rule in given.items()})
+        yield from _ranges(plain, {f"{path}.{key}": rule for key, rule in ranges.items()})
 
 
 def _shown(value: Any) -> str:
