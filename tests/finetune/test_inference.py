@@ -89,6 +89,19 @@ def test_an_adapter_is_merged_into_a_folder(tmp_path, changes, dtype):
         torch.testing.assert_close(loaded.model(IDS), expected, atol=near * float(expected.abs().max()), rtol=0.0)
 
 
+def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_else_from_the_adapter(tmp_path):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
+    config = json.loads((tmp_path / "base" / folder.CONFIG).read_text())
+    (tmp_path / "base" / folder.CONFIG).write_text(json.dumps({**config, "rope_scaling": {"rope_type": "longrope"}}))
+    (tmp_path / "adapter" / folder.CONFIG).write_text('{"quantization_config": {}}')
+    (tmp_path / "base" / folder.CHAT_TEMPLATE).write_text("the base's")
+    (tmp_path / "adapter" / folder.TOKENIZER_CONFIG).write_text('{"chat_template": "the adapter\'s"}')
+    said = merge.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert said.endswith("its logits were not compared: the decoder does not compute it")
+    assert "longrope" in (tmp_path / "merged" / folder.CONFIG).read_text()
+    assert folder.chat_template(tmp_path / "merged") == "the adapter's"
+
+
 def test_a_merged_folder_whose_logits_differ_is_not_written(tmp_path, monkeypatch):
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     monkeypatch.setattr(merge.peft, "add_to", lambda model, path: None)
