@@ -83,8 +83,7 @@ def blocks_of_stages(
 ) -> list[list[str]]:
     """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many.
 
-    A module's `used_share` is the share of its parameters that a token uses (1 without it): a mixture's experts. The
-    embedding counts in full.
+    `used_share` is the share of a module's parameters that a token uses (1 without it). The embedding counts in full.
     """
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
 
