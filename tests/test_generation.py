@@ -63,6 +63,21 @@ def test_prompts_that_fit_are_read_at_once_and_continue_as_each_alone(options, m
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
 
 
+@pytest.mark.parametrize("newest", [False, True])
+def test_a_decoder_that_moves_the_cache_on_by_itself_is_told_what_to_call(model, monkeypatch, newest):
+    def advance(cache: KeyValueCache, x_BTD: torch.Tensor) -> torch.Tensor:
+        cache.length += x_BTD.shape[1]
+        return x_BTD[:, -1:] if newest else x_BTD
+
+    prompts = [[3, 1, 4], [1, 5, 9]]
+    expected = complete(model, prompts, max_new_tokens=4, temperature=0)
+    monkeypatch.setattr(KeyValueCache, "advance", advance)  # as code of its own in its forward
+    assert complete(model, prompts, max_new_tokens=4, temperature=0) == expected
+    with pytest.raises(TypeError, match=r"Decoder does not call cache.advance.*x = cache.advance\(x\)"):
+        complete(model, [[3, 1, 4], [1]], max_new_tokens=4)
+    assert model.training
+
+
 def test_the_head_computes_the_newest_positions_alone(model):
     seen = []
     model.head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[:2]))

@@ -14,6 +14,7 @@ import torch
 from armature.callbacks.ema import EMA
 from armature.checkpoint import directory, storage
 from armature.checkpoint.writer import CheckpointWriter
+from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.strategies.single import SingleDevice
 from armature.training.checkpointing import Checkpointing
@@ -141,6 +142,29 @@ def test_ranks_agree_that_the_time_is_up_without_waiting_for_each_other():
     for saved, sent in on_ranks(saved_by_time, ranks=2):
         assert saved == [10, 20, 25]
         assert sent == [(9, "all_reduce"), (19, "all_reduce")]
+
+
+def test_a_vote_is_read_at_the_step_after_it_whatever_else_is_due(monkeypatch):
+    made: Any = Checkpointing(
+        Path(), Quiet(), **{**POLICY, "every_n_steps": 10, "every_n_minutes": 1.0}, on_failure="stop"
+    )  # pyright: ignore[reportArgumentType]
+    votes: list[tuple[str, int]] = []
+
+    class Votes:
+        def __call__(self, due: bool) -> None:
+            votes.append(("sent", trainer.global_step))
+
+        def finish(self) -> list[bool]:
+            votes.append(("read", trainer.global_step))
+            return []
+
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False)))
+    monkeypatch.setattr(process_group, "ranks", lambda: 2)
+    made._time_vote, made._save = Votes(), lambda trainer: setattr(made, "_due", False)
+    for step in range(1, 21):
+        trainer.global_step = step
+        made.step_ended(trainer)
+    assert votes == [("sent", 9), ("read", 10), ("sent", 19), ("read", 20)]
 
 
 class Module(L.LightningModule):

@@ -265,6 +265,14 @@ def test_what_is_logged_is_the_mean_over_all_targets_of_a_step(tmp_path):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_micro_batch_without_targets_leaves_the_loss_of_its_step_finite(tmp_path):
+    for name, micro, accumulate in (("whole", 6, 1), ("parts", 1, 6)):  # a third of the parts has a loss of NaN
+        fit(tmp_path / name, micro=micro, accumulate=accumulate, rows=Padded)
+    for row, expected in zip(*(table(tmp_path / name / "metrics.csv") for name in ("parts", "whole")), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+        assert 0 < row["train/loss"] < 2
+
+
 class Poisoned(Rows):
     """The samples from the third step on."""
 

@@ -1,6 +1,7 @@
 """model=huggingface, as far as it can be tested without transformers, which lies in another environment."""
 
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from armature import cli
 from armature.errors import ConfigError
 from armature.finetune import built, check, folder, others
 from armature.layout import Layout
+from armature.models.huggingface import model
 from armature.models.huggingface.model import PretrainedModel, positions_within
 from armature.models.huggingface.sharding import plan_of
 from armature.optim.groups import parameter_groups
@@ -100,6 +102,23 @@ def test_other_strategies_are_not(strategy):
     overrides = ["model=huggingface", "model.pretrained=x", f"strategy={strategy}", "trainer.devices=8"]
     cfg = checks.decide(cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"]))
     assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
+
+
+@pytest.mark.parametrize("place", ["config", "model"])
+@pytest.mark.parametrize("error", [ImportError, MemoryError, torch.OutOfMemoryError])
+def test_no_memory_is_not_blamed_on_the_folder(tmp_path, monkeypatch, place, error):
+    def fail(*_, **__):
+        raise error("of the machine")
+
+    fake = SimpleNamespace(
+        PreTrainedConfig=SimpleNamespace(get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})),
+        CONFIG_MAPPING=["x"], MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
+        AutoConfig=SimpleNamespace(from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()),
+        AutoModelForCausalLM=SimpleNamespace(from_config=fail),
+    )  # fmt: skip
+    monkeypatch.setattr(model, "_transformers", lambda: fake)
+    with pytest.raises(error, match="of the machine"):
+        model.CausalLM(pretrained=str(tmp_path), vocab_size=4, context=4, attention=None)
 
 
 class Block(nn.Module):

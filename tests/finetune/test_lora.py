@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature.errors import ConfigError
+from armature.finetune import peft
 from armature.finetune.lora import Lora, LoraLinear, merge
 from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
@@ -175,6 +176,12 @@ def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
     assert trained(model) == {"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B"}
     with pytest.raises(ConfigError, match=r"no torch\.nn\.Linear"):
         Lora(rank=2).add_to(nn.Conv1d(3, 3, 3))
+
+
+def test_adapters_that_hold_nan_are_refused_by_name(tmp_path):
+    found = {"x.lora_A.weight": torch.ones(1, 2), "x.lora_B.weight": torch.tensor([[float("nan")], [0.0]])}
+    with pytest.raises(ConfigError, match=r"adapters hold NaN: x.lora_B.weight. Name an earlier checkpoint"):
+        peft.compare(tmp_path / "adapter", found, Lora(**ADAPTER))
 
 
 LAYOUTS_TRIED = [

@@ -152,6 +152,9 @@ def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: s
         torch.autograd.grad(loss, param, retain_graph=True)
     loss.backward()
     assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [0, 64, 64]
+    with torch.no_grad():
+        model.eval()(ids)
+    assert model.take_load(device=torch.device("cpu")).sum() == 0, "a validation counts what was computed again"
 
 
 def test_only_the_last_passes_of_a_context_are_counted() -> None:

@@ -172,9 +172,9 @@ def exchanges(layout: str, room: int | None = None) -> tuple[list[str], bool]:
         distributed_matrices.MAX_ROUND_ELEMENTS = distributed_matrices.MAX_SHARD_ELEMENTS = room
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 24), (24, 24), (13, 24), (24, 24), (3, 24)]
-    whole = [torch.randn(shape, generator=generator) for shape in shapes[:1] if layout == "one matrix"]
+    whole = [torch.randn(shape, generator=generator) for shape in shapes[:1] if layout.startswith("one")]
     whole = whole or [torch.randn(shape, generator=generator) for shape in shapes]
-    if layout == "sharded":
+    if layout.endswith("sharded"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         matrices = [distribute_tensor(matrix, mesh, [Shard(i % 2)]) for i, matrix in enumerate(whole)]
         work = DistributedMatrices()
@@ -193,7 +193,7 @@ def exchanges(layout: str, room: int | None = None) -> tuple[list[str], bool]:
 def every_exchange() -> list[tuple[list[str], bool]]:
     return [
         exchanges("replicated"), exchanges("sharded"), exchanges("one matrix"),
-        exchanges("replicated", 1000), exchanges("sharded", 500),
+        exchanges("replicated", 1000), exchanges("sharded", 500), exchanges("one, sharded"),
     ]  # fmt: skip
 
 
@@ -201,13 +201,15 @@ def every_exchange() -> list[tuple[list[str], bool]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_matrices_of_a_step_travel_together_up_to_a_size(ranks):
     for found in on_ranks(every_exchange, ranks=ranks):
-        together, sharded, one, replicated_rounds, sharded_rounds = found
+        together, sharded, one, replicated_rounds, sharded_rounds, one_sharded = found
         assert together == (["all_gather"], True)
         assert sharded == (["all_to_all"] * 2, True)
         assert one == (["broadcast" if ranks == 3 else "all_gather"], True)
         assert len(replicated_rounds[0]) == ranks + 1, "three rounds; with three ranks, one of two broadcasts"
         assert len(sharded_rounds[0]) == (4 if ranks == 3 else 6)
-        assert replicated_rounds[1], sharded_rounds[1]
+        assert one_sharded == (["all_to_all"] * 2, True), "the other ranks have no matrix of their own"
+        assert replicated_rounds[1]
+        assert sharded_rounds[1]
 
 
 def test_stacks_that_are_left_to_adamw_are_named(caplog):

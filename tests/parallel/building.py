@@ -9,6 +9,7 @@ import torch
 
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
+from armature.models.plan import Plan
 from armature.parallel import apply, mesh
 from armature.parallel.context import Positions
 
@@ -28,12 +29,13 @@ def options(**changes: Any) -> apply.Options:
 
 
 def parallelize(
-    model: Decoder, *, axes: dict[str, int], prefix: str = "model.", imported: Collection[str] = (), **changes: Any
-) -> None:
+    model: Decoder, *, axes: dict[str, int], prefix: str = "model.", imported: Collection[str] = (), plan: Plan = PLAN,
+    **changes: Any,
+) -> None:  # fmt: skip
     """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
     sizes = dict.fromkeys(mesh.AXES, 1) | axes
     positions = Positions(mesh.context_group(sizes)) if sizes["context"] > 1 else None
     apply.parallelize(
-        model, PLAN, mesh.build(sizes, device_type="cpu"), options(**changes), device=torch.device("cpu"),
+        model, plan, mesh.build(sizes, device_type="cpu"), options(**changes), device=torch.device("cpu"),
         prefix=prefix, imported=imported, positions=positions,
     )  # fmt: skip

@@ -214,3 +214,8 @@ def test_a_loss_of_no_targets_weighs_nothing_and_is_not_nan() -> None:
     assert torch.equal(logits.grad, torch.zeros(4, 5))  # pyright: ignore[reportArgumentType]
     assert float(weigh(torch.tensor(3.0), torch.tensor(0.5))) == 1.5
     assert float(weigh(torch.tensor(3.0), None)) == 3.0
+    weights = TargetWeights()
+    weights.count_batch({"targets": torch.full((4,), -100)})
+    assert float(weights.weight_loss(loss.detach(), micro_batches=2, ranks=1)) == 0.0
+    weights.count_batch({"targets": torch.zeros(1, dtype=torch.long)})
+    assert float(weights.weight_loss(torch.tensor(2048.0), micro_batches=2, ranks=1)) == 2.0

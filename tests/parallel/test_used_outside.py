@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from armature.models.mixture import plan as mixture
+from armature.models.mixture.model import MixtureDecoder
 from armature.parallel import apply, dtensors
 from benchmarks.parity.harness import on_ranks
 from tests.parallel.building import decoder_on_meta, options, parallelize
@@ -78,9 +81,32 @@ def difference_of_a_copied_decoder() -> float:
     return float((copy.deepcopy(model)(ids) - model(ids)).abs().max())
 
 
+def facts_of_a_copied_mixture(reshard: bool) -> tuple[float, int, bool]:
+    """Return how far a copy's outputs are, how many units it has, and whether a weight of a router is its own."""
+    with torch.device("meta"):
+        model = MixtureDecoder(
+            vocab_size=96, context=16, width=32, layers=2, heads=4, experts=4, active=2, expert_hidden=32
+        )
+    parallelize(
+        model, axes={"shard": 2}, plan=mixture.PLAN, min_num_params=10**9, param_dtype=torch.bfloat16,
+        reshard_after_forward=reshard,
+    )  # fmt: skip
+    ids = torch.arange(2 * 16).view(2, 16)
+    model(ids, ids)  # without resharding, weights stay gathered
+    copied = copy.deepcopy(copy.deepcopy(model))
+    units = sum(isinstance(module, FSDPModule) for module in copied.modules())
+    with torch.no_grad():
+        difference = float((copied(ids) - model(ids)).abs().max())
+        model.blocks["0"].mixture.router.weight.zero_()
+    weight = copied.blocks["0"].mixture.router.weight
+    return difference, units, bool(weight.full_tensor().any())
+
+
 @pytest.mark.slow
-def test_a_decoder_of_one_unit_is_copied() -> None:
+def test_models_of_one_unit_are_copied() -> None:
     assert on_ranks(difference_of_a_copied_decoder, ranks=2) == [0.0, 0.0]
+    for reshard in (True, False):  # the routers have units of their own, which nothing rounds
+        assert on_ranks(facts_of_a_copied_mixture, reshard, ranks=2) == [(0.0, 3, True)] * 2
 
 
 def test_gathering_goes_on_after_a_backward_within_it() -> None:

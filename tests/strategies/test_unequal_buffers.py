@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from armature.checkpoint import buffers
-from armature.strategies import checkpoints
+from armature.strategies.single import SingleDevice
 
 
 def test_buffers_that_differ_are_found_and_named():
@@ -20,5 +20,18 @@ def test_buffers_that_differ_are_found_and_named():
     assert buffers.unequal([first, buffers.sums(module)]) == []
     module.moved += 1  # pyright: ignore[reportOperatorIssue]
     assert buffers.unequal([first, buffers.sums(module)]) == ["moved"]
-    with pytest.warns(UserWarning, match=r"hold moved of rank 0 only.*type strategy=ddp"):
-        checkpoints._warn_of_unequal_buffers("moved")
+
+
+def test_sums_that_differ_by_the_order_of_addition_are_equal():
+    assert buffers.unequal([{"a": 0.1 + 0.2 + 0.3}, {"a": 0.3 + 0.2 + 0.1}]) == []
+    assert buffers.unequal([{"a": 1.0}, {"a": 1.0 + 1e-7, "b": 0.0}]) == ["a", "b"]
+    assert buffers.unequal([{"a": float("inf")}, {"a": float("inf")}, {"a": float("nan")}]) == ["a"]
+
+
+def test_each_run_names_a_buffer_once():
+    for strategy in (SingleDevice(), SingleDevice()):
+        with pytest.warns(UserWarning, match=r"hold moved of rank 0 only.*type strategy=ddp"):
+            strategy._warn_of_unequal_buffers(["moved"])
+        strategy._warn_of_unequal_buffers(["moved"])  # a warning would be an error
+        with pytest.warns(UserWarning, match="hold other of"):
+            strategy._warn_of_unequal_buffers(["moved", "other"])

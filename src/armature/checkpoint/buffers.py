@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -36,7 +37,13 @@ def sums(module: nn.Module) -> dict[str, float]:
 
 def unequal(of_ranks: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the names of the buffers that are not the same on all ranks, from the `sums` of each."""
-    return sorted({name for own in of_ranks for name, value in own.items() if str(value) != str(of_ranks[0].get(name))})
+    first = of_ranks[0]
+    return sorted({name for own in of_ranks for name in own if name not in first or _differ(own[name], first[name])})
+
+
+def _differ(a: float, b: float) -> bool:
+    """Return whether sums differ by more than their order of addition, which depends on the CPU."""
+    return not (math.isnan(a) and math.isnan(b)) and not math.isclose(a, b, rel_tol=1e-9)
 
 
 def resize(checkpoint: Path, module: nn.Module, names: Collection[str]) -> None:

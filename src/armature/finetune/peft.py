@@ -148,8 +148,13 @@ def add_to(model: nn.Module, path: Path) -> None:
 def compare(path: Path, expected: Mapping[str, Tensor], adapter: Lora) -> bool:
     """Read a written folder as others do, and return whether its adapters change anything.
 
-    Raises ConfigError if they are not those of the run.
+    Raises ConfigError if they are not those of the run, or hold NaN.
     """
+    if odd := [name for name, value in expected.items() if value.isnan().any()]:
+        raise ConfigError(
+            f"{path.name}: the run's adapters hold NaN: {folder.some(odd)}. Name an earlier checkpoint, such "
+            "as outputs/RUN/checkpoints/step=000100."
+        )
     own = settings(path)
     found = _read(path, dora=own.dora)
     kinds = ("lora_A.weight", "lora_B.weight", *[_NORMS] * own.dora)

@@ -183,8 +183,9 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     dtensors.watch_frozen_weights(model)
     dtensors.carry_hooks(model)
     # weights that must not be rounded to `param_dtype`: in one process they are not
-    exact = [module for module in model.modules() if getattr(module, "full_precision", False)]
-    for module in exact if options.param_dtype is not None else ():
+    rounds = options.param_dtype is not None
+    exact = [module for module in model.modules() if rounds and getattr(module, "full_precision", False)]
+    for module in exact:
         own = {**arguments, "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)}
         fully_shard(module, **own)
         sharded.append(module)
@@ -213,7 +214,9 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
 
     model.register_forward_hook(reshard_without_grad)
     compiled = any("forward" in vars(module) for module in model.modules())  # a copy would call the first one's
-    if len(sharded) == 1 and not is_split and not compiled:
+    if len(sharded) == 1 + len(exact) and not is_split and not compiled:
+        for module in exact:
+            copies.allow(module, lambda copied: None)  # the whole copy is sharded below
         copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 

@@ -42,7 +42,9 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo: copies by id, as `copy.deepcopy` hands it on.
     """
     assert isinstance(model, FSDPModule)
-    model.reshard()
+    for unit in model.modules():  # weights that are not rounded have units of their own
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(param.detach().full_tensor().clone(), requires_grad=param.requires_grad)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}

@@ -83,7 +83,7 @@ def blocks_of_stages(
 ) -> list[list[str]]:
     """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many.
 
-    A module's `used_share` is the share of its parameters that a token meets (1 without it): a mixture's experts.
+    `used_share` is the share of a module's parameters that a token uses (1 without it). The embedding counts in full.
     """
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
 
@@ -242,7 +242,7 @@ class Runner:
     def forward_takes_targets(self) -> bool:
         """Whether the last stage's forward returns the loss: the model can compute it without holding all the outputs.
 
-        Only where a rank has one stage, since torch calls all of a rank's stages with the same arguments.
+        Only if a rank has one stage, since torch calls all of a rank's stages with the same arguments.
         """
         alone = self.stages.indices == [self.stages.count - 1] and self.positions is None
         return alone and getattr(self.model, "computes_loss_in_forward", False)

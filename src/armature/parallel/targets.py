@@ -21,8 +21,8 @@ MIN_TARGETS = 1e-12
 
 
 def weigh(loss: Tensor, weight: Tensor | None) -> Tensor:
-    """Return loss × weight; 0, with a graph, if the weight is 0: many models' mean over no targets is NaN."""
-    return loss if weight is None else torch.where(weight > 0, loss * weight, 0.0)
+    """Return loss × weight; 0, with a graph, if the weight is that of no targets: many models' mean is then NaN."""
+    return loss if weight is None else torch.where(weight > MIN_TARGETS, loss * weight, 0.0)
 
 
 class TargetWeights:
@@ -69,7 +69,7 @@ class TargetWeights:
         self._micro_batches += 1
         if self._micro_batches == micro_batches and ranks > 1 and not travels_with_norm:
             self.step_sum.start(self.step_targets)
-        return loss * self.batch_targets
+        return weigh(loss, self.batch_targets)
 
     def add_up(self, squares: Tensor) -> Tensor:
         """Return the sum of `squares` over all ranks; the step's targets travel with it unless they were sent before.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +72,7 @@ class CheckpointMixin(LayoutMixin):
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
     _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
     copies_buffers: bool = False
+    _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
     before_loading: Sequence[Callable[[], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -161,7 +161,7 @@ class CheckpointMixin(LayoutMixin):
         own = process_group.all_gather_object(
             (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums)
         )
-        _warn_of_unequal_buffers(*buffers.unequal([each[-1] for each in own]))
+        self._warn_of_unequal_buffers(buffers.unequal([each[-1] for each in own]))
         meta |= {
             "param_groups": groups,
             "random": self.random_state.gather(self.layout),
@@ -300,20 +300,22 @@ class CheckpointMixin(LayoutMixin):
         first = self.first_flags
         return {name: value for name, value in state.flags(self.module).items() if first.get(name, value) != value}
 
+    # ------------------------------------------------------------ buffers that ranks have on their own
+    def _warn_of_unequal_buffers(self, names: Collection[str]) -> None:
+        """Name each buffer once per run."""
+        new, self._named_buffers = sorted({*names} - self._named_buffers), self._named_buffers | {*names}
+        if new:
+            rank_zero_warn(
+                f"Checkpoints hold {', '.join(new)} of rank 0 only, but other ranks have other values: this strategy "
+                "does not copy buffers from rank to rank. A resume gives all ranks those of rank 0, so it is not "
+                "exact. Reduce what your code puts there over the ranks (self.all_gather(value).mean(0)), or type "
+                "strategy=ddp."
+            )
+
 
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
     if late:
         rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module has None there.")
-
-
-@functools.cache
-def _warn_of_unequal_buffers(*names: str) -> None:
-    if names:
-        rank_zero_warn(
-            f"Checkpoints hold {', '.join(names)} of rank 0 only, but other ranks have other values: this strategy "
-            "does not copy buffers from rank to rank. A resume gives all ranks those of rank 0, so it is not exact. "
-            "Reduce what your code puts there over the ranks (self.all_gather(value).mean(0)), or type strategy=ddp."
-        )
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

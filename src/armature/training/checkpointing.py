@@ -141,9 +141,8 @@ class Checkpointing(Checkpoint):
     def step_ended(self, trainer: OurTrainer) -> None:
         """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
         step = completed_batches(trainer)
-        self._due = (
-            self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or self._time_is_up(trainer)
-        )
+        time_is_up = self._time_is_up(trainer)  # at every step: a vote that was sent must be read at the next one
+        self._due = self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or time_is_up
         if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 

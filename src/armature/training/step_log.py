@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armature.loggers import writes_rows
+from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
@@ -175,8 +176,8 @@ class StepLog(Callback):
             isinstance(outputs, dict) and "loss" in outputs
         ):  # the micro-batch's share: Lightning divides by accumulation
             loss = outputs["loss"].detach()
-            if strategy is not None and strategy.target_weights.batch_targets is not None:
-                loss = loss * strategy.target_weights.batch_targets
+            if strategy is not None:
+                loss = weigh(loss, strategy.target_weights.batch_targets)
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return

@@ -20,6 +20,7 @@ class KeyValueCache:
 
     Attributes:
         newest_only: whether the model returns the logits of each row's newest position alone (B, 1, V).
+        lengths_B: lengths of rows that do not end together yet; None once they do.
     """
 
     newest_only = False
@@ -31,7 +32,7 @@ class KeyValueCache:
         self.documents_BS: Tensor | None = None  # each position's document number, if attention stays within documents
         self._first: dict[str, int] = {}  # the position in the first place of a layer's room, 0 without a window
         self._rotary_C2K: Tensor | None = None
-        self._lengths_B = lengths_B  # of rows that do not end together yet
+        self.lengths_B = lengths_B
         self._padding_B: Tensor | None = None  # places before each row, once they do
 
     def clear(self) -> None:
@@ -50,9 +51,9 @@ class KeyValueCache:
     def advance(self, x_BTD: Tensor) -> Tensor:
         """Count the positions of an input that all layers have read, and return those whose logits are wanted."""
         self.length += x_BTD.shape[1]
-        if self._lengths_B is None:
+        if self.lengths_B is None:
             return x_BTD[:, -1:] if self.newest_only else x_BTD
-        lengths_B, self._lengths_B = self._lengths_B, None
+        lengths_B, self.lengths_B = self.lengths_B, None
         self._end_together(lengths_B)
         return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), lengths_B - 1][:, None]
 

@@ -92,6 +92,11 @@ def generate(
                 cache.clear()
                 begin = position - max(1, context // 2)
             logits_BV = model(ids_BT[:, begin:position], cache=cache)[:, -1]
+            if at_once and cache.lengths_B is not None:
+                raise TypeError(
+                    f"{type(model).__name__} does not call cache.advance, which knows where each prompt ends. Write "
+                    "x = cache.advance(x) after all layers and before the head, in place of cache.length += …"
+                )
             new_B = sample(logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)[:, 0]
             if position < length:
                 new_B = torch.where(position < lengths_B, ids_BT[:, position], new_B)

@@ -23,6 +23,8 @@ from armature.models.loss import IGNORED, mean_cross_entropy
 from armature.models.plan import Plan
 from armature.models.wrapped import WrappedModel, weights_on
 
+NOT_DAMAGE = ImportError, MemoryError, torch.OutOfMemoryError  # a kernel's package, and memory: not the folder's fault
+
 
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
@@ -94,6 +96,8 @@ class PretrainedModel(WrappedModel):
             )
         try:
             config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
+        except NOT_DAMAGE:
+            raise
         except Exception as error:  # transformers checks the entries' types: its errors derive from Exception alone
             raise _damaged(pretrained, error) from error
         if type(config) not in known:
@@ -105,7 +109,7 @@ class PretrainedModel(WrappedModel):
         try:
             with weights_on(torch.get_default_device()):
                 return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
-        except ImportError:  # of a kernel's package
+        except NOT_DAMAGE:
             raise
         except Exception as error:  # such as a KeyError for an activation that there is not
             raise _damaged(pretrained, error) from error

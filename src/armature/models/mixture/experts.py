@@ -25,7 +25,7 @@ class Experts(nn.Module):
 
     Attributes:
         stacked: each parameter is a stack of matrices: Muon orthogonalizes each of them.
-        used_share: of its parameters, the share that one token meets, by which pipeline stages are balanced.
+        used_share: of its parameters, the share that one token uses, by which pipeline stages are balanced.
     """
 
     stacked = True
@@ -94,7 +94,7 @@ class Mixture(nn.Module):
     no mean over samples.
 
     Attributes:
-        newest_E: tokens of each expert in the newest training forward, until `count_newest` takes them.
+        newest_E: tokens of each expert in the newest forward if it trains, until `count_newest` takes them.
         passes: if it is a list, `count_newest` puts each pass's tokens there, and counts nothing.
     """
 
@@ -126,8 +126,8 @@ class Mixture(nn.Module):
             weight_NA = weight_NA / weight_NA.sum(1, keepdim=True)
         expert_M = chosen_NA.flatten()
         count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(0, expert_M, torch.ones_like(expert_M))
-        if self.training and torch.is_grad_enabled():
-            self.newest_E = count_E
+        # None too: a recomputation leaves tokens here, which a pass in eval mode must not count
+        self.newest_E = count_E if self.training and torch.is_grad_enabled() else None
         order_M = expert_M.argsort(stable=True)
         rows_MD = permute(x_BTD.flatten(0, 1).repeat_interleave(self.active, 0), order_M)
         y_MD = permute(self.experts(rows_MD, count_E), order_M.argsort())
