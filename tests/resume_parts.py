@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,15 @@ class Hooks(Callback):
 
     def on_validation_end(self, trainer, pl_module):
         self.note(trainer, "validated")
+
+
+class StopInValidation(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Plateau(Recording):
