@@ -50,10 +50,11 @@ class Hooks(Callback):
                 file.write(f"{name} at step {trainer.global_step} of epoch {trainer.current_epoch}\n")
 
     def on_train_epoch_start(self, trainer, pl_module):
+        self.epoch = trainer.current_epoch
         self.note(trainer, "epoch starts")
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.note(trainer, "epoch ends")
+        self.note(trainer, f"epoch {self.epoch} ends")
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.note(trainer, f"batch {batch_idx}")
