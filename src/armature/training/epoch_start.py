@@ -194,13 +194,14 @@ def _owners_that_load(trainer: Any) -> list[Any]:
 def _entries(trainer: Any, owner: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that an object may have put into a checkpoint, by name; also from dicts among them."""
     if isinstance(owner, L.LightningDataModule):
-        found = checkpoint.get(type(trainer.datamodule).__qualname__)
+        found = [checkpoint.get(type(trainer.datamodule).__qualname__)]
     else:
-        found = {key: value for key, value in checkpoint.items() if key not in _NOT_OF_HOOKS}
+        found = [{key: value for key, value in checkpoint.items() if key not in _NOT_OF_HOOKS}]
         if isinstance(owner, L.Callback):
-            found |= checkpoint.get("callbacks", {}).get(owner.state_key) or {}
-    inner = [value for value in (found or {}).values() if isinstance(value, dict)]
-    return {key: value for each in (*inner, found or {}) for key, value in each.items()}
+            found.append(checkpoint.get("callbacks", {}).get(owner.state_key))
+    found = [each for each in found if isinstance(each, dict)]
+    inner = [value for each in found for value in each.values() if isinstance(value, dict)]
+    return {key: value for each in (*inner, *found) for key, value in each.items()}
 
 
 def _equal(value: Any, saved: Any) -> bool:
