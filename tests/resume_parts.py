@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +50,26 @@ class Hooks(Callback):
                 file.write(f"{name} at step {trainer.global_step} of epoch {trainer.current_epoch}\n")
 
     def on_train_epoch_start(self, trainer, pl_module):
+        self.epoch = trainer.current_epoch
         self.note(trainer, "epoch starts")
 
     def on_train_epoch_end(self, trainer, pl_module):
-        self.note(trainer, "epoch ends")
+        self.note(trainer, f"epoch {self.epoch} ends")
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.note(trainer, f"batch {batch_idx}")
 
     def on_validation_end(self, trainer, pl_module):
         self.note(trainer, "validated")
+
+
+class StopInValidation(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Plateau(Recording):

@@ -2,6 +2,7 @@
 
 import random
 from itertools import chain
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import numpy as np
@@ -373,6 +374,15 @@ def test_ranks_with_other_data_are_refused(tmp_path):
     data.trainer = type("Trainer", (), {"strategy": strategy, "accumulate_grad_batches": 1})()
     with pytest.raises(ConfigError, match="other training data on rank 1 than on rank 0"):
         data.train_dataloader()
+
+
+def test_a_hook_may_ask_for_the_data_on_one_rank_alone():
+    strategy, loop = OneOf(0, 2), SimpleNamespace(asks_for_data=False)
+    strategy.broadcast = lambda obj, src=0: pytest.fail("the other rank is not there")
+    data = PlainData(Plain(), seed=5)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(strategy=strategy, accumulate_grad_batches=1, fit_loop=loop)
+    assert len(data.train_dataloader())
 
 
 def test_the_number_of_workers_is_that_of_the_training_loader():

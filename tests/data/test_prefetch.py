@@ -1,10 +1,12 @@
 """The loader stays one batch ahead. On a CPU the device's streams do nothing, so only the order is tested."""
 
+import copy
 from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
@@ -17,6 +19,14 @@ def test_batches_come_in_order_each_once():
     assert len(served) == 4
     assert [(int(b["inputs"]), int(b["targets"])) for b in served] == [(i, -i) for i in range(4)]
     assert list(PrefetchLoader([], torch.device("cpu"))) == []
+
+
+def test_hooks_find_the_loaders_attributes():
+    loader = DataLoader([*range(6)], batch_size=2)  # pyright: ignore[reportArgumentType]
+    served = copy.copy(PrefetchLoader(loader, torch.device("cpu")))
+    assert (served.dataset, served.batch_size) == (loader.dataset, 2)
+    assert not hasattr(served, "another")
+    assert not hasattr(served, "_iterator")  # by which Lightning resets a loader's workers
 
 
 class Ours(DataModule):

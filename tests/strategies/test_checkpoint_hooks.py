@@ -201,6 +201,23 @@ def test_a_callbacks_state_is_refused_before_training(tmp_path):
         plain.check_before_training(trainer)
 
 
+class CountsSaves(L.Callback):
+    saves = 0
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.saves += 1
+
+
+def test_hooks_are_tried_once_per_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain, "DTensor", nn.Parameter)  # as if the weights were sharded
+    callback = CountsSaves()
+    trainer = trainer_for(tmp_path, callback)
+    trainer.strategy.connect(Module())
+    plain.check_before_training(trainer)
+    plain.check_before_training(trainer, resumed=True)
+    assert callback.saves == 1
+
+
 def test_a_view_is_saved_without_what_it_is_a_view_of():
     assert plain.plain(torch.zeros(1000)[:2]).untyped_storage().nbytes() == 8
 

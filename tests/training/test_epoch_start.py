@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
@@ -72,7 +73,7 @@ def test_attributes_are_set_again_and_what_the_checkpoint_holds_stays():
     trainer = Stub(module, callback)
     (optimizer,), loggers = trainer.optimizers, trainer.loggers
     groups, schedule = str(optimizer.param_groups), trainer.lr_scheduler_configs[0].scheduler.state_dict()
-    watch = epoch_start.RestoredAttributes(trainer)
+    watch = epoch_start.SavedAttributes(trainer, {})
     module.on_load_checkpoint({"epochs": 4})
     weights, drawn = epoch_start.copy_weights(trainer), torch.get_rng_state()
     expected = {name: value.clone() for name, value in module.state_dict().items()}
@@ -95,8 +96,88 @@ def test_attributes_are_set_again_and_what_the_checkpoint_holds_stays():
 
 
 def test_a_hook_that_cannot_be_called_again_is_named(caplog):
-    epoch_start.repeat(Stub(Hooked(), Fails()), {})
+    epoch_start.repeat(Stub(Hooked(), Fails()), [])
     assert "Fails.on_train_epoch_start failed when it was called again" in caplog.text
+
+
+class LogsFirst(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.log("rate", 1.0)
+        self.begun = True
+
+
+def test_callbacks_log_nothing_either():
+    """Lightning sets the module's `log` on them."""
+    module, callback = Hooked(), LogsFirst()
+    own: Any = module.log
+    callback.log = own
+    epoch_start.repeat(Stub(module, callback), [])
+    assert module.logged == []
+    assert (callback.begun, callback.log) == (True, own)
+
+
+class Counts(L.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = 0
+
+    def load_state_dict(self, state_dict):
+        self.stage = state_dict["stage"]
+
+
+class Shared(L.Callback):
+    """Saves a flag that each epoch turns, and a list that another object also has; changes what others save."""
+
+    def __init__(self, items: list[int]) -> None:
+        self.flag, self.items, self.again = False, items, 0
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.flag = not self.flag
+        self.again += 1
+        trainer.datamodule.stage += 1
+        pl_module.epochs += 1
+        trainer.callbacks[1].count += 1
+
+    def load_state_dict(self, state_dict):
+        self.flag, self.items[:] = state_dict["flag"], state_dict["items"]
+
+
+class Patience(L.Callback):
+    count = 0
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.count = checkpoint["mine"]["count"]
+
+
+def test_what_any_object_has_restored_stays():
+    items: list[int] = []
+    module, shared, patience, data = Hooked(), Shared(items), Patience(), Counts()
+    trainer: Any = Stub(module, shared, patience)
+    trainer.datamodule = data
+    shared.log = module.log  # as Lightning does
+    checkpoint = {
+        "epochs": 0, "hyper_parameters": {"alpha": 1.0}, "mine": {"count": 3}, "Counts": {"stage": 0},
+        "callbacks": {"Shared": {"flag": False, "items": [1]}},
+    }  # fmt: skip
+    watch = epoch_start.SavedAttributes(trainer, checkpoint)
+    module.on_load_checkpoint(checkpoint)
+    data.load_state_dict(checkpoint["Counts"])
+    shared.load_state_dict(checkpoint["callbacks"]["Shared"])
+    patience.on_load_checkpoint(trainer, module, checkpoint)
+
+    epoch_start.repeat(trainer, watch.find())
+
+    assert (shared.flag, data.stage, module.epochs, patience.count) == (False, 0, 0, 3)
+    assert shared.items is items
+    assert (shared.again, module.alpha) == (1, 0.5)  # no checkpoint holds them
+
+
+def test_large_values_are_not_copied_to_compare_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(epoch_start, "_LARGE", 1000)
+    mapped = np.memmap(tmp_path / "array", dtype=np.int8, mode="w+", shape=(1001,))
+    large = [mapped, {"part": torch.zeros(1001, dtype=torch.int8)}, [*range(1000)], Hooked().log]
+    assert [epoch_start._digest(value) for value in large] == [None] * 4
+    assert epoch_start._digest({"a": [1]}) == epoch_start._digest({"a": [1]}) != epoch_start._digest({"a": [2]})
 
 
 def test_hooks_of_lightning_are_not_called_again():

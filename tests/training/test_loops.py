@@ -224,6 +224,25 @@ def test_what_changes_while_training_is_noticed(change):
     )
 
 
+def test_modes_of_training_are_known_after_a_stop_inside_validation():
+    class Stops(L.Callback):
+        def on_train_start(self, trainer, module):
+            module.frozen.eval()
+
+        def on_validation_batch_end(self, trainer, *args, **kwargs):
+            assert not trainer.lightning_module.training
+            raise RuntimeError("stop")
+
+        def on_exception(self, trainer, module, exception):
+            self.in_eval = trainer.fit_loop.epoch_loop.modules_in_eval
+
+    stops, module = Stops(), Module([])
+    module.frozen = nn.Dropout()
+    with pytest.raises(RuntimeError, match="stop"):
+        make(OURS, stops, max_epochs=1, num_sanity_val_steps=0).fit(module, *loaders())
+    assert stops.in_eval == ["frozen"]
+
+
 def test_callbacks_that_come_and_go_are_noticed():
     into: list[str] = []
     late = Recorder(into, "late", ["on_train_batch_end"])

@@ -178,11 +178,11 @@ def _warn_of_dropped(path: str, kind: str) -> None:
     )  # fmt: skip
 
 
-def check_before_training(trainer: L.Trainer) -> None:
+def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
     """Raise a ConfigError if hyperparameters or the state of callbacks cannot be saved.
 
     What hooks add when a checkpoint is saved is known at the first save only, but for sharded tensors: with sharded
-    weights, hooks are asked for a trial.
+    weights, hooks are asked for a trial. Not after a resume, or a hook that counts its calls would count one more.
     """
     found: dict[str, Any] = {"callbacks": {}}
     for key, owner in zip(HYPER_PARAMETERS, (trainer.lightning_module, trainer.datamodule), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
@@ -193,7 +193,7 @@ def check_before_training(trainer: L.Trainer) -> None:
             found["callbacks"][callback.state_key] = callback.state_dict()
         except Exception as error:  # it may need what only training makes; the first save asks again
             log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
-    if any(isinstance(param, DTensor) for param in trainer.lightning_module.parameters()):
+    if not resumed and any(isinstance(param, DTensor) for param in trainer.lightning_module.parameters()):
         found |= _added_by_hooks(trainer)
     plain_checkpoint(found)
 

@@ -245,7 +245,8 @@ class PlainData(DataModule):
     @override
     def train_dataloader(self) -> Any:
         read: ReadLoader = self._read["train"]
-        self._check_ranks_agree(read)
+        if self._asked_by_loop():  # all ranks are; a hook may ask on one rank alone
+            self._check_ranks_agree(read)
         return super().train_dataloader()
 
     @override

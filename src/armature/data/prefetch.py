@@ -30,11 +30,17 @@ class UnchangedLoader:
 class PrefetchLoader:
     """Iterates over a loader one batch ahead, and copies that batch on a separate stream while the step computes.
 
-    The loader must yield batches in pinned memory: from other memory, the copies would block the CPU.
+    The loader must yield batches in pinned memory: from other memory, the copies would block the CPU. Other attributes,
+    such as `dataset` and `batch_size`, are the loader's.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self.loader, self.device = loader, device
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("_"):  # a copy has no loader yet; Lightning would end the workers
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __len__(self) -> int:
         return len(cast(Sized, self.loader))

@@ -55,7 +55,7 @@ class CheckpointMixin(LayoutMixin):
         from_base: the weights that came from folders at this start, by name. A checkpoint that is loaded may lack them.
         frozen_base: those of them that were frozen then.
         copies_buffers: whether each step begins with rank 0's buffers on all ranks.
-        before_loading: called before anything loads a checkpoint.
+        before_loading: called with a checkpoint that has been read, before anything loads it.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class CheckpointMixin(LayoutMixin):
     _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
     copies_buffers: bool = False
     _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
-    before_loading: Sequence[Callable[[], None]] = ()
+    before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
@@ -189,9 +189,13 @@ class CheckpointMixin(LayoutMixin):
 
         Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a second copy.
         """
-        path, self._loading = resume.to_path(checkpoint_path), None
+        checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
         for function in self.before_loading:
-            function()
+            function(checkpoint)
+        return checkpoint
+
+    def _read_checkpoint(self, path: Path) -> dict[str, Any]:
+        self._loading = None
         self.build_once()
         if directory.is_file(path):
             return lightning_file.read(path)

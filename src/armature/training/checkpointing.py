@@ -124,7 +124,7 @@ class Checkpointing(Checkpoint):
         Raises:
             ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also `stock_callbacks`.
         """
-        plain.check_before_training(trainer)
+        plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
         stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)

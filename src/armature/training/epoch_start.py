@@ -8,21 +8,24 @@ called again. `on_train_start` is called by Lightning at each start. What both c
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armature.checkpoint import state
+from armature.checkpoint import plain, state
 from armature.errors import error_line
 from armature.parallel import randomness
 
@@ -30,7 +33,14 @@ log = logging.getLogger(__name__)
 
 HOOK = "on_train_epoch_start"
 _NOT_USERS = ("lightning.", "armature.", "pytorch_lightning.")  # they save what they need
-_LARGE = 1_000_000  # elements
+_HAVE_NO_STATE = ("lightning.pytorch.core.", "lightning.pytorch.callbacks.callback.", "torch.", "armature.")
+_NOT_OF_HOOKS = {  # entries of a checkpoint that no `on_save_checkpoint` has added
+    "epoch", "global_step", "loops", "callbacks", "state_dict", "optimizer_states", "lr_schedulers", "param_groups",
+    "flags", *plain.HYPER_PARAMETERS,
+}  # fmt: skip
+_LARGE = 4_000_000  # bytes of an attribute: larger ones are not compared
+
+Saved = list[tuple[Any, set[str]]]  # objects, and the names of their attributes that a checkpoint has restored
 
 
 def users_hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
@@ -48,17 +58,12 @@ def _is_users(hook: Any) -> bool:
     return not f"{getattr(hook, '__module__', '')}.".startswith(_NOT_USERS)
 
 
-def repeat(trainer: Any, saved: dict[int, set[str]]) -> None:
-    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds.
-
-    Args:
-        saved: names of attributes that the checkpoint restored, by their owner's id (`RestoredAttributes`).
-    """
+def repeat(trainer: Any, saved: Saved) -> None:
+    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds."""
     if not (hooks := users_hooks(trainer, HOOK)):
         return
-    with _undone(trainer):
+    with _undone(trainer), _kept(saved):
         for owner, hook in hooks:
-            restored = {n: copy.deepcopy(vars(owner)[n]) for n in saved.get(id(owner), ()) if n in vars(owner)}
             try:
                 hook()
             except Exception as error:
@@ -67,8 +72,6 @@ def repeat(trainer: Any, saved: dict[int, set[str]]) -> None:
                     "the epoch, and no checkpoint holds, is as it was at the start of the process.",
                     type(owner).__name__, HOOK, error_line(error),
                 )  # fmt: skip
-            for name, value in restored.items():
-                setattr(owner, name, value)
 
 
 @contextmanager
@@ -82,10 +85,12 @@ def _undone(trainer: Any) -> Iterator[None]:
     schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     wrapped = [each for each in trainer.strategy._lightning_optimizers if each is not None]
     added = [each for each in (*optimizers, *wrapped) if "add_param_group" not in vars(each)]
-    own_log = vars(module).get("log")
+    logging_objects = [vars(each) for each in (module, *trainer.callbacks)]
+    own_logs = [each.get("log") for each in logging_objects]
     for each in added:  # the checkpoint has the group already
         vars(each)["add_param_group"] = lambda group: None
-    vars(module)["log"] = lambda *args, **kwargs: None
+    for each in logging_objects:  # Lightning sets `log` on callbacks: the module's method
+        each["log"] = lambda *args, **kwargs: None
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
         with warnings.catch_warnings():
@@ -93,9 +98,10 @@ def _undone(trainer: Any) -> Iterator[None]:
             yield
     finally:
         trainer.loggers = loggers
-        vars(module).pop("log")
-        if own_log is not None:
-            vars(module)["log"] = own_log
+        for each, own_log in zip(logging_objects, own_logs, strict=True):
+            each.pop("log")
+            if own_log is not None:
+                each["log"] = own_log
         for each in added:
             vars(each).pop("add_param_group")
         for optimizer, (groups, tensors) in zip(optimizers, before, strict=True):
@@ -145,43 +151,116 @@ def set_modes(module: nn.Module, evaluating: list[str]) -> None:
 
 
 # ---------------------------------------------------------------- attributes that users save themselves
-class RestoredAttributes:
-    """Finds the attributes that owners of `on_train_epoch_start` restore from a checkpoint, such as counters.
+class SavedAttributes:
+    """Finds the attributes that code of users restores from a checkpoint, such as counters.
 
-    Made before a checkpoint is loaded; `find` is called after it.
+    Made when a checkpoint has been read; `find` is called when everything has loaded its state. An attribute counts if
+    its value has changed in between, or is that of an entry of its name in the checkpoint.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._before = [(owner, _digests(owner)) for owner in _owners_that_load(trainer)]
+    def __init__(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+        self._before = [
+            (owner, _digests(owner), _entries(trainer, owner, checkpoint)) for owner in _owners_that_load(trainer)
+        ]
 
-    def find(self) -> dict[int, set[str]]:
-        return {
-            id(owner): {name for name, digest in _digests(owner).items() if before.get(name) != digest}
-            for owner, before in self._before
-        }
+    def find(self) -> Saved:
+        return [
+            (
+                owner,
+                {name for name, digest in _digests(owner).items() if before.get(name) != digest}
+                | {name for name, value in vars(owner).items() if name in entries and _equal(value, entries[name])},
+            )
+            for owner, before, entries in self._before
+        ]
 
 
 def _owners_that_load(trainer: Any) -> list[Any]:
-    """Return the owners of the hook that also load state of their own."""
-    owners = [owner for owner, _ in users_hooks(trainer, HOOK)]
+    """Return the module, callbacks and data module that load state of their own."""
+    data = getattr(trainer, "datamodule", None)
+    behind = getattr(data, "module", None)  # a PlainData's
+    owners = [
+        trainer.lightning_module,
+        *trainer.callbacks,
+        behind if isinstance(behind, L.LightningDataModule) else data,
+    ]
     return [
         owner
         for owner in owners
-        if _is_users(owner.on_load_checkpoint)
-        or (not isinstance(owner, nn.Module) and _is_users(owner.load_state_dict))
+        for hooks in [[getattr(owner, name, None) for name in ("on_load_checkpoint", "load_state_dict")]]
+        if any(hook and not f"{getattr(hook, '__module__', '')}.".startswith(_HAVE_NO_STATE) for hook in hooks)
     ]
 
 
-def _digests(owner: Any) -> dict[str, int]:
-    found = {}
-    not_users = vars(L.LightningModule()).keys() if isinstance(owner, nn.Module) else ()
-    for name, value in vars(owner).items():
-        if name in not_users or isinstance(value, nn.Module | L.Trainer | Optimizer):
-            continue
-        if isinstance(value, Tensor) and value.numel() > _LARGE:
-            continue
+def _entries(trainer: Any, owner: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that an object may have put into a checkpoint, by name; also from dicts among them."""
+    if isinstance(owner, L.LightningDataModule):
+        found = [checkpoint.get(type(trainer.datamodule).__qualname__)]
+    else:
+        found = [{key: value for key, value in checkpoint.items() if key not in _NOT_OF_HOOKS}]
+        if isinstance(owner, L.Callback):
+            found.append(checkpoint.get("callbacks", {}).get(owner.state_key))
+    found = [each for each in found if isinstance(each, dict)]
+    inner = [value for each in found for value in each.values() if isinstance(value, dict)]
+    return {key: value for each in (*inner, *found) for key, value in each.items()}
+
+
+def _equal(value: Any, saved: Any) -> bool:
+    try:
+        if isinstance(value, Tensor | np.ndarray):
+            return torch.equal(torch.as_tensor(value).cpu(), torch.as_tensor(saved).cpu())
+        return bool(plain.plain(value) == plain.plain(saved))
+    except Exception:
+        return False
+
+
+@contextmanager
+def _kept(saved: Saved) -> Iterator[None]:
+    """Undo changes of attributes. What has not changed stays the same object."""
+    before = []
+    for owner, name in ((owner, name) for owner, names in saved for name in names if name in vars(owner)):
+        value = vars(owner)[name]
         try:
-            found[name] = hash(pickle.dumps(value))
+            before.append((owner, name, copy.deepcopy(value), _digest(value)))
         except Exception:
-            log.debug("%s.%s cannot be compared", type(owner).__name__, name)
-    return found
+            log.debug("%s.%s cannot be copied", type(owner).__name__, name)
+    yield
+    for owner, name, value, digest in before:
+        if digest is None or _digest(vars(owner).get(name)) != digest:
+            setattr(owner, name, value)
+
+
+def _digests(owner: Any) -> dict[str, bytes]:
+    not_users = vars(L.LightningModule()).keys() if isinstance(owner, nn.Module) else ()
+    found = {name: _digest(value) for name, value in vars(owner).items() if name not in not_users}
+    return {name: digest for name, digest in found.items() if digest is not None}
+
+
+def _digest(value: Any) -> bytes | None:
+    """Return a digest of a value; None if it is large, or cannot be pickled."""
+    file = _Digest()
+    try:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:
+        return None
+    return file.hash.digest()
+
+
+class _Digest:
+    """A file that keeps a digest of what is written, and refuses more than `_LARGE` bytes."""
+
+    def __init__(self) -> None:
+        self.hash, self.left = hashlib.sha256(), _LARGE
+
+    def write(self, data: Any) -> None:
+        self.left -= memoryview(data).nbytes
+        if self.left < 0:
+            raise ValueError("large")
+        self.hash.update(data)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> None:
+        """Raise ValueError for what would pickle a whole model, or copy much memory."""
+        large = isinstance(obj, Tensor | np.ndarray) and obj.nbytes > _LARGE
+        if large or isinstance(obj, nn.Module | L.Trainer | Optimizer | MethodType):
+            raise ValueError("not a value")

@@ -313,10 +313,8 @@ class EpochLoop(_TrainingEpochLoop):
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
         self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
-        try:
-            self.val_loop.run()
-        finally:
-            self._in_eval = None
+        self.val_loop.run()
+        self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
 

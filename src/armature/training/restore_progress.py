@@ -1,5 +1,6 @@
 """Restore Lightning's counters after a resume at any step, also on other ranks or with another micro-batch size."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -35,8 +36,8 @@ class RestoreProgress(Callback):
         self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
-        self._attributes: epoch_start.RestoredAttributes | None = None
-        self._saved_attributes: dict[int, set[str]] = {}
+        self._attributes: epoch_start.SavedAttributes | None = None
+        self._saved_attributes: epoch_start.Saved = []
         self._trainer: OurTrainer | None = None
 
     @property
@@ -77,11 +78,14 @@ class RestoreProgress(Callback):
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
         self._in_eval = state_dict.get("in_eval")
 
-    def loading(self, trainer: Trainer) -> None:
+    def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
-        self._attributes = epoch_start.RestoredAttributes(trainer)
+        self._attributes = epoch_start.SavedAttributes(trainer, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._find_attributes()
+
+    def _find_attributes(self) -> None:
         if self._attributes is not None:
             self._saved_attributes, self._attributes = self._attributes.find(), None
 
@@ -95,6 +99,7 @@ class RestoreProgress(Callback):
         return {"rank": trainer.global_rank, "saved_data_ranks": self._data_ranks, "data_ranks": data_ranks}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._find_attributes()  # strategies that load after on_fit_start
         step = completed_batches(trainer)
         if not step:
             return
@@ -129,7 +134,7 @@ class RestoreProgress(Callback):
 
         def replace_logged() -> None:
             """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
-            if mid_epoch:
+            if mid_epoch or closing:
                 epoch_start.repeat(trainer, self._saved_attributes)
             epoch_start.put_back(module, weights)
             if self._in_eval is not None:
