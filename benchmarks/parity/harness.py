@@ -60,7 +60,6 @@ class Job:
     save: str | None = None
     validate: bool = False
     ignore: bool = False  # ignore some targets, more in some samples than in others
-    packed: bool = False  # each sample packs two or three documents, which the batch tells apart
     seed: int = 3
 
 
@@ -244,8 +243,7 @@ def _fit(job: Job) -> Run:
                 if "classes" in args:  # texts of several lengths
                     self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
             else:
-                side = args["image_size"]
-                self.images = torch.randn(64, args["channels"], side, side, generator=generator)
+                self.images = torch.randn(64, args["channels"], *[args["image_size"]] * 2, generator=generator)
                 self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
 
         def __len__(self) -> int:
@@ -260,10 +258,7 @@ def _fit(job: Job) -> Run:
                 targets = self.data[sample, 1:].clone()
                 if job.ignore:
                     targets[: 16 if sample % 3 == 0 else sample * 7 % 13] = -100
-                place = torch.arange(len(targets))
-                documents = (place >= 3 + sample % 5).int() + (place >= 8 + sample % 11).int()
-                packed = {"documents": documents} if job.packed else {}
-                return {"inputs": self.data[sample, :-1], "targets": targets, **packed}
+                return {"inputs": self.data[sample, :-1], "targets": targets}
             return {"inputs": self.images[sample], "targets": self.labels[sample]}
 
     class Stream:

@@ -41,6 +41,9 @@ LAYOUTS: dict[str, Job] = {
             4, pipe=2, shard=2, expert=2, schedule="interleaved_1f1b", activation_checkpointing="every"
         ),
         "mixture, tensor 2 × pipeline 2, zero bubble": mesh(4, pipe=2, tensor=2, schedule="zero_bubble"),
+        "mixture, context 2 × pipeline 2, expert 2, zero bubble, recomputed": mesh(
+            4, pipe=2, context=2, expert=2, schedule="zero_bubble", activation_checkpointing="every"
+        ),
         "mixture, context 2 × fsdp 2, expert 4, ignored": mesh(4, context=2, shard=2, expert=4),
         "mixture, context 2 × tensor 2, expert 4, packed": mesh(4, context=2, tensor=2, expert=4),
         "mixture, fsdp 2 × context 2 × tensor 2, expert 4": mesh(8, shard=2, context=2, tensor=2, expert=4),

@@ -140,7 +140,7 @@ def _best(
 ) -> Candidate | None:  # fmt: skip
     """Return a layout's fastest variant that fits, or the one that needs least. Changes the batch sizes of `cfg`.
 
-    None: it has no formula, as adapters have none under DeepSpeed.
+    None: it has no formula, as adapters have none under DeepSpeed, or fewer blocks than pipeline stages.
     """
     layout = Layout.of(cfg)
     size = batching.configured_batch_size(cfg.data) or layout.data_ranks
@@ -149,7 +149,7 @@ def _best(
     cfg.data.global_batch_size = batch = _batch(size, layout.data_ranks, fixed, least=pieces[0])
     cfg.data.micro_batch_size = fixed.micro or pieces[0]
     setup = setup_of(cfg, layout)
-    if setup is None:
+    if setup is None or setup.cost.blocks < pipe:
         return None
     share = batch // layout.data_ranks
     variants = [
