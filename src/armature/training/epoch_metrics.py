@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ log = logging.getLogger(__name__)
 
 Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute")
+
+
+@contextmanager
+def without_logging(*owners: Any) -> Iterator[None]:
+    """Let `self.log` of a module, and of callbacks, do nothing."""
+    own = [vars(each).get("log") for each in owners]  # Lightning sets `log` on callbacks: the module's method
+    for each in owners:
+        vars(each)["log"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for each, log_of_its_own in zip(owners, own, strict=True):
+            vars(each).pop("log")
+            if log_of_its_own is not None:
+                vars(each)["log"] = log_of_its_own
 
 
 def collect(results: Any, module: nn.Module) -> Facts:

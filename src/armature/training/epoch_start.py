@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from armature.checkpoint import plain, state
 from armature.errors import error_line
 from armature.parallel import randomness
+from armature.training import epoch_metrics
 
 log = logging.getLogger(__name__)
 
@@ -85,23 +86,15 @@ def _undone(trainer: Any) -> Iterator[None]:
     schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     wrapped = [each for each in trainer.strategy._lightning_optimizers if each is not None]
     added = [each for each in (*optimizers, *wrapped) if "add_param_group" not in vars(each)]
-    logging_objects = [vars(each) for each in (module, *trainer.callbacks)]
-    own_logs = [each.get("log") for each in logging_objects]
     for each in added:  # the checkpoint has the group already
         vars(each)["add_param_group"] = lambda group: None
-    for each in logging_objects:  # Lightning sets `log` on callbacks: the module's method
-        each["log"] = lambda *args, **kwargs: None
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), epoch_metrics.without_logging(module, *trainer.callbacks):
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             yield
     finally:
         trainer.loggers = loggers
-        for each, own_log in zip(logging_objects, own_logs, strict=True):
-            each.pop("log")
-            if own_log is not None:
-                each["log"] = own_log
         for each in added:
             vars(each).pop("add_param_group")
         for optimizer, (groups, tensors) in zip(optimizers, before, strict=True):

@@ -140,12 +140,11 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
     module = trainer.lightning_module
     modes = {part: part.training for part in module.modules()}
     random_state, metrics = randomness.capture(), epoch_metrics.metric_states(module)
-    counted, own_log = dict(vars(strategy.target_weights)), vars(module).get("log")
+    counted = dict(vars(strategy.target_weights))
     scaled, skips, norm = strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm
     if not module.training:  # rows are also read before a validation
         module.train()
-    module.__dict__["log"] = lambda *args, **kwargs: None
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+    with torch.inference_mode(False), torch.enable_grad(), epoch_metrics.without_logging(module), ExitStack() as stack:
         for part in module.modules():
             if hasattr(part, "counted_passes"):  # a mixture of experts
                 stack.enter_context(part.counted_passes(0))  # pyright: ignore[reportCallIssue]
@@ -161,9 +160,6 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
                 param.grad = None
             for part, mode in modes.items():
                 part.training = mode
-            vars(module).pop("log")
-            if own_log is not None:
-                module.__dict__["log"] = own_log
             vars(strategy.target_weights).update(counted)
             strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm = scaled, skips, norm
             one = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
