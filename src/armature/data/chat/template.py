@@ -37,6 +37,7 @@ _ALSO_WRITTEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # 
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)  # usual names of the last token of a text
 _RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}  # what rendering passes itself
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
+_QUESTION = [{"role": "user", "content": "a"}]
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -172,14 +173,20 @@ class ChatTemplate:
         return span[0], closed.end() if closed else span[1]
 
     @cached_property
-    def end_of_turn(self) -> str | None:
-        """What the template writes after an assistant's message for the model to stop at; None: nothing is found."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    def _short(self) -> tuple[str, Span] | None:
+        """The text of the shortest conversation, and its answer's span; None: the template cannot write it."""
         try:
-            text, spans = self.assistant_spans(messages)
+            text, spans = self.assistant_spans([*_QUESTION, {"role": "assistant", "content": "b"}])
         except NotRenderable:
             return None
-        start, end = spans[1]
+        return text, spans[1]
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """What the template writes after an assistant's message for the model to stop at; None: nothing is found."""
+        if self._short is None:
+            return None
+        text, (start, end) = self._short
         closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])  # thoughts have marks of their own
         return closed.group(1) if closed else None
 
@@ -189,15 +196,14 @@ class ChatTemplate:
 
         Qwen3's empty thoughts are such: the prompt has them with enable_thinking=false alone.
         """
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            text, spans = self.assistant_spans(messages)
-            prompt = self.render(messages[:1], add_generation_prompt=True)
-            if prompt == self.render(messages[:1]) or not text.startswith(prompt):
-                return None
-        except NotRenderable:
+        if self._short is None:
             return None
-        return text[len(prompt) : spans[1][0]].strip() or None
+        text, (start, _) = self._short
+        with suppress(NotRenderable):
+            prompt = self.render(_QUESTION, add_generation_prompt=True)
+            if prompt != self.render(_QUESTION) and text.startswith(prompt):
+                return text[len(prompt) : start].strip() or None
+        return None
 
 
 def _environment() -> jinja2.Environment:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -44,12 +45,19 @@ class Cache:
         self.length, self.values = 0, _transformers().DynamicCache(config=self._config)
 
 
-def _damaged(pretrained: str, error: Exception) -> ValueError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return ValueError(
-        f"model.pretrained={pretrained}: transformers cannot build the model of its config.json ({reason}). Correct "
-        "that entry, or download the folder again"
-    )
+@contextmanager
+def _damage_named(pretrained: str) -> Iterator[None]:
+    """Name the folder in what transformers raises for its config.json: some errors derive from Exception alone."""
+    try:
+        yield
+    except NOT_DAMAGE:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"model.pretrained={pretrained}: transformers cannot build the model of its config.json ({reason}). "
+            "Correct that entry, or download the folder again"
+        ) from error
 
 
 class PretrainedModel(WrappedModel):
@@ -94,25 +102,16 @@ class PretrainedModel(WrappedModel):
                 f"model.pretrained={pretrained}: transformers {transformers.__version__} has no "
                 f"model_type={kind}. Install a newer version: code in a folder is never run"
             )
-        try:
+        with _damage_named(pretrained):
             config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
-        except NOT_DAMAGE:
-            raise
-        except Exception as error:  # transformers checks the entries' types: its errors derive from Exception alone
-            raise _damaged(pretrained, error) from error
         if type(config) not in known:
             raise ValueError(f"model.pretrained={pretrained}: transformers has no {cls.parts} of model_type={kind}")
         for key, value in settings.items():
             setattr(config, key, value)
         options = {} if attention is None else {"attn_implementation": attention}
         built = getattr(transformers, cls.auto_class)
-        try:
-            with weights_on(torch.get_default_device()):
-                return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
-        except NOT_DAMAGE:
-            raise
-        except Exception as error:  # such as a KeyError for an activation that there is not
-            raise _damaged(pretrained, error) from error
+        with _damage_named(pretrained), weights_on(torch.get_default_device()):
+            return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
 
     @cached_property
     def plan(self) -> Plan | None:
