@@ -15,13 +15,13 @@ def number(
     whole: bool = False, null: str | None = None,
 ) -> Rule:  # fmt: skip
     """Return a rule for a number. `null` says what null stands for, if it is allowed."""
-    bounds = [(least, "from"), (above, "above"), (most, "to"), (below, "below")]
-    if least is None or most is None:
-        bounds = [(least, "of at least"), (above, "above"), (most, "of at most"), (below, "below")]
+    both = least is not None and most is not None
+    words_of = ("from", "above", "to", "below") if both else ("of at least", "above", "of at most", "below")
+    bounds = zip((least, above, most, below), words_of, strict=True)
     given = [
         f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for bound, word in bounds if bound is not None
     ]
-    words = (" " if least is not None and most is not None else " and ").join(given)
+    words = (" " if both else " and ").join(given)
     kind = f"must be a {'whole ' * whole}number {words}".rstrip()
     if (least, above, below) == (None, 0, None) or (least, most, whole) == (1, None, True):
         kind = "must be positive and finite" if not whole else "must be a positive whole number"
