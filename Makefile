@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 EXTRAS ?=
+# images of containers set it; without it no process of a test compiles every Python file again
+unexport PYTHONDONTWRITEBYTECODE
 
 # Without an NVIDIA GPU torch's CPU build is enough. PyPI's wheels for Linux bring gigabytes of CUDA libraries, so PyTorch's
 # own index is asked there, unless pip finds a CPU build without it. TORCH_CPU_INDEX= asks no other index. GPU=1: on a login

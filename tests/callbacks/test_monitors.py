@@ -5,6 +5,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -402,13 +403,21 @@ def test_published_peaks_are_found_by_name(name, tera):
     assert hardware.published_peak(name) == (tera and tera * 1e12)
 
 
+def test_rates_are_divided_by_the_ranks():
+    monitors = Monitors(memory=False, norms_every_n_steps=None)
+    monitors._log = cast(StepLog, SimpleNamespace(tokens_per_sample=16))
+    window = Window(steps=2, samples=80, seconds=4.0, data_wait=0.0)
+    have = monitors.measured(cast(Trainer, SimpleNamespace(world_size=2)), window)
+    assert have == {"samples_per_second_per_rank": 10.0, "tokens_per_second_per_rank": 160.0}
+
+
 def test_a_cpus_peak_is_measured():
     assert 1e8 < flops.measured_peak(torch.float32, seconds=0.05, size=256) < 1e14
 
 
 # ------------------------------------------------------------ several ranks
 @pytest.mark.slow
-def test_norms_do_not_depend_on_the_layout_and_rates_count_all_ranks(tmp_path):
+def test_norms_do_not_depend_on_the_layout(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     common = ["callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=2", "model.tied=false"]
     common += ["callbacks.monitors.norms_by_part=true", "callbacks.monitors.update_ratio=true"]
@@ -432,7 +441,6 @@ def test_norms_do_not_depend_on_the_layout_and_rates_count_all_ranks(tmp_path):
                 if reference[column]:
                     assert float(ours[column]) == pytest.approx(float(reference[column]), rel=1e-4), (name, column)
     last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
-    assert last["samples_per_second_per_rank"] == pytest.approx(last["samples_per_second"] / 2, rel=0.2)
-    assert "time/communication" in last
+    assert {"samples_per_second_per_rank", "time/communication"} <= last.keys()
     assert "time/communication" not in table(tmp_path / "outputs/fsdp/timings.csv")[-1]
     assert summary(tmp_path / "outputs/ddp")["world_size"] == 2
