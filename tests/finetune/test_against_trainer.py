@@ -146,6 +146,27 @@ def test_norms_that_were_learned_come_out_for_peft_and_back(runs):
     torch.testing.assert_close(ours, whole, atol=2e-5, rtol=0)
 
 
+PACKED = {  # layouts of packed conversations, and their ranks; a pipeline refuses them
+    "fsdp": (("strategy=fsdp",), 2),
+    "context": (("strategy=context", "strategy.context=2"), 2),
+    "ddp": (("strategy=ddp",), 2),
+    "tensor": (("strategy=tensor", "strategy.sequence_parallel=true"), 2),
+    "fsdp × tensor": (("strategy=fsdp_tensor", "strategy.tensor=2"), 4),
+}
+
+
+@pytest.mark.parametrize("layout", PACKED)
+def test_packed_conversations_have_these_losses_under_every_layout(runs, layout):
+    name = "all weights, llama, packed"
+    strategy, ranks = PACKED[layout]
+    own = (*strategy, f"trainer.devices={ranks}", f"run.name=packed-{layout.replace(' ', '')}")
+    if layout in ("ddp", "fsdp"):
+        own = (*own, "data.micro_batch_size=1")  # so that both ranks accumulate
+    run = train(runs[name].parent, *JOBS[name], *own, ranks=ranks)
+    expected = json.loads((runs[name] / "losses.json").read_text())
+    assert running.losses(run) == pytest.approx(expected, abs=NEAR, rel=0)
+
+
 def test_zero_3_that_resumes_has_these_losses_too(request, runs):
     """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again halfway."""
     if not request.config.getoption("--all-models", default=False):
