@@ -43,6 +43,7 @@ from armature.layout import Layout
 from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group, scaler
+from armature.strategies.base import StrategyMixin
 from armature.training import not_finite, report, run_report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
@@ -55,7 +56,7 @@ from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
-from armature.validation import manual, micro_batch, relations, resize
+from armature.validation import manual, micro_batch, parallelism, relations, resize
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -129,9 +130,10 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     data = adapter.build(micro_batch.decided(cfg))
     _prepare(data)
     data.setup("fit")
-    _check_sizes(cfg.model, data.found_sizes)
+    relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
+    parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
@@ -184,16 +186,6 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     )  # fmt: skip
 
 
-def _check_sizes(model: Any, needed: dict[str, int]) -> None:
-    """Raise ConfigError if the model's sizes do not fit what the data turned out to hold."""
-    if not isinstance(model, DictConfig):
-        return
-    ours = str(model.get("_target_")).partition(".")[0] in ("armature", "example")
-    # `features` of another model may be anything
-    if found := relations.size_problems(model, {k: v for k, v in needed.items() if ours or k == "classes"}):
-        raise ConfigError(found)
-
-
 def _prepare(data: DataModule) -> None:
     """Prepare the data: on all ranks at once if they lock what they write, else on one, as Lightning does."""
     if data.prepares_on_every_rank:
@@ -233,6 +225,8 @@ def fit_and_test(run: Run) -> None:
     step_log.csv.flush()
     task: Any = run.task
     can_preview = hasattr(task, "preview") and run_report.can_sample(trainer)
+    if can_preview and isinstance(trainer.strategy, StrategyMixin) and trainer.strategy.saves_files:
+        task.to(trainer.strategy.root_device)  # Lightning's teardown has moved the whole model to the CPU
     preview = task.preview() if reason == "finished" and can_preview else None
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
@@ -320,6 +314,7 @@ def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
     handler = logging.FileHandler(directory / "logs" / f"rank_{environment.rank():04d}.log")
     hide_secrets(cfg)

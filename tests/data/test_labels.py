@@ -10,11 +10,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from armature import worker
 from armature.data.adapter import PlainData
 from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
 from armature.training import predict
+from armature.validation import relations
 from tests.data.test_people_data import build, write_images
 
 ROWS = "".join(f"{i},{i / 2},{kind}\n" for i, kind in enumerate(["ant", "bee", "cow"] * 10))
@@ -137,10 +137,10 @@ def test_files_that_are_no_tables_are_named(tmp_path):
 def test_sizes_that_only_the_data_tell(trained_table):
     assert trained_table.found_sizes == {"features": 2, "classes": 3}
     model = OmegaConf.create({"_target_": "example.model.ResidualMLP", "features": 2, "classes": 4})
-    worker._check_sizes(model, trained_table.found_sizes)
+    relations.check_found_sizes(model, trained_table.found_sizes)
     model.update(features=5, classes=2)
     with pytest.raises(ConfigError) as refused:
-        worker._check_sizes(model, trained_table.found_sizes)
+        relations.check_found_sizes(model, trained_table.found_sizes)
     assert refused.value.problems == [
         "model.features=5, but the data need 2. Type model.features=2.",
         "model.classes=2, but the data need at least 3. Type model.classes=3.",

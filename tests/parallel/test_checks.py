@@ -155,7 +155,7 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
         ({"shard": 2}, {"trainer": {"precision": "64-true"}}, "Type trainer.precision=32-true, or strategy=ddp"),
         ({"shard": 2, "compile_mode": "fastest"}, {}, "must be one of default"),
-        ({"shard": 2, "compile_mode": "reduce-overhead"}, {}, "nothing is compiled. Type strategy.compile=block"),
+        ({"shard": 2, "compile_mode": "reduce-overhead"}, {}, "nothing is compiled. Type strategy.compile=model"),
         (
             {"shard": 2, "compile": "block", "compile_mode": "reduce-overhead"},
             {},
@@ -281,7 +281,17 @@ def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest
 @pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.single.SingleDevice"}, LAYOUTS["ddp"][1]])
 def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
     ranks = 1 if strategy["_target_"].endswith("SingleDevice") else 2
-    assert found(strategy | {"compile": "block", "compile_mode": "reduce-overhead"}, world_size=ranks) == []
+    graphs = strategy | {"compile_mode": "reduce-overhead"}
+    assert found(graphs | {"compile": "model"}, world_size=ranks) == []
+    [problem] = found(graphs | {"compile": "block"}, world_size=ranks)
+    assert "Type strategy.compile=model, or strategy.compile_mode=max-autotune-no-cudagraphs." in problem
+
+
+def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:
+    checks.check_graphs("reduce-overhead", 1)
+    checks.check_graphs("max-autotune-no-cudagraphs", 2)
+    with pytest.raises(ConfigError, match="compile_mode=reduce-overhead with 2 micro-batches per step"):
+        checks.check_graphs("reduce-overhead", 2)
 
 
 def test_the_layouts_of_the_table_have_no_problem_by_themselves() -> None:

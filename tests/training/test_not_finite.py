@@ -270,6 +270,17 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizers_first_step_is_left_out_too(make, monkeypatch):
+    """AdamW's creates its state, so the host reads the flag; SGD without momentum never has state."""
+    monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
+    for restores in (True, False):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer, mask = make([parameter], lr=0.1, fused=True), UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), torch.ones(3))
+        assert torch.equal(stepped(optimizer, parameter, 1.0, mask), torch.ones(3)) is not restores
+
+
 def test_apples_kernels_ignore_the_flag():
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1, device="meta"))], fused=None)
     adamw.state, adamw._step_supports_amp_scaling = cast(Any, {1: 1}), True

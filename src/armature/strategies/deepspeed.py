@@ -12,6 +12,7 @@ import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
+import lightning.pytorch as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from armature.checkpoint import state, storage
 from armature.parallel import process_group, ties
 from armature.strategies import extension_locks
 from armature.strategies.base import StrategyMixin
+
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
@@ -71,6 +74,22 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         torch.manual_seed(self.seed)
 
     @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        # on the instance: Lightning's plugin has no state, since DeepSpeed's own checkpoints would hold it
+        plugin: Any = self.precision_plugin
+        plugin.state_dict, plugin.load_state_dict = self._scaler_state, self._load_scaler_state
+
+    def _scaler_state(self) -> dict[str, Any]:
+        """Return the state of fp16's dynamic loss scale, or nothing."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        return {key: getattr(scaler, key) for key in _SCALER_STATE} if getattr(scaler, "dynamic", False) else {}
+
+    def _load_scaler_state(self, saved: Mapping[str, Any]) -> None:
+        for key in self._scaler_state().keys() & saved.keys():
+            setattr(self._zero.loss_scaler, key, saved[key])
+
+    @override
     def setup_distributed(self) -> None:
         process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)  # then all compile
         self.set_world_ranks()
@@ -117,6 +136,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @override
     def scales_loss(self) -> bool:
         return str(self.precision_plugin.precision).startswith("16")
+
+    @property
+    @override
+    def skipped_step(self) -> bool:
+        return self.scales_loss and not self._skips_step and not self.deepspeed_engine.was_step_applied()
 
     @property
     @override
@@ -279,14 +303,16 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         keys = [key.removeprefix(like) for key in saved if key.startswith(like)]
         values = state.load_tensors(checkpoint, [like + key for key in keys], saved)
         shaped = [key for key in keys if getattr(values[like + key], "ndim", 0) > 0]
+        inner = self._zero.optimizer
+        on_device = {p for group in inner.param_groups if _counts_on_device(group) for p in group["params"]}
         for flat in self._flat():
             for key in keys:
                 value = values[like + key]
                 if key in shaped:
                     value = torch.zeros_like(flat)
                 elif isinstance(value, Tensor):
-                    value = value.clone()
-                self._zero.optimizer.state[flat][key] = value
+                    value = value.to(flat.device if flat in on_device else "cpu", copy=True)
+                inner.state[flat][key] = value
         self._link_optimizer_state()
         return shaped
 
@@ -300,3 +326,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 raise TypeError(f"DeepSpeed's {engine} has no {name}: install a version that requirements.txt allows.")
         self._zero._hp_optimizer_states_linked = False
         self._zero._lazy_init_hp_params_optimizer_state()
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether the kernels of a group read its number of steps on the device of its weights."""
+    return bool(group.get("fused") or group.get("capturable"))

@@ -56,11 +56,12 @@ class UpdateMask:
             StepLeftOut: if the host knows it.
         """
         if norm.device.type in DEVICE_TYPES:
-            self._on_device = self._on_device or _masks_itself(optimizer, norm.device)
+            fused = self._on_device or _masks_itself(optimizer, norm.device)
+            self._on_device = fused and (self._on_device or not _creates_state(optimizer))
             if self._on_device:
                 self._apply_on_device(optimizer, norm)
                 return
-            if not self.restores:
+            if not self.restores and not fused:
                 return  # waiting for the device in every step would cost more than the replay is worth
         self.left_out = not math.isfinite(norm) or (self.left_out and not self.restores)
         if self.left_out:
@@ -103,8 +104,13 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _masks_itself(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether the kernels read `found_inf`. Not in an optimizer's first step, which creates its state."""
+    """Return whether the kernels read `found_inf`, but for a step that creates the optimizer's state."""
     if device.type == "mps":  # its kernels are given the flag and ignore it
         return False
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False) and bool(optimizer.state)
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     return fused and all(param.device == device for group in optimizer.param_groups for param in group["params"])
+
+
+def _creates_state(optimizer: Optimizer) -> bool:
+    """Return whether the next step is the first of an optimizer that has state: SGD without momentum has none."""
+    return not optimizer.state and any(group.get("momentum") != 0 for group in optimizer.param_groups)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from armature import hardware
+from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.parallel.split import SCHEDULES
@@ -113,7 +114,8 @@ def _compile(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if mode not in COMPILE_MODES:
         return [f"strategy.compile_mode={mode}: must be one of {', '.join(COMPILE_MODES)}."]
     if mode != "default" and layout.options["compile"] == "none":
-        return [f"strategy.compile_mode={mode}: nothing is compiled. Type strategy.compile=block with it."]
+        kind = "model" if mode in CUDA_GRAPH_MODES else "block"
+        return [f"strategy.compile_mode={mode}: nothing is compiled. Type strategy.compile={kind} with it."]
     others = set(layout.methods) - {"single", "ddp"}
     if mode in CUDA_GRAPH_MODES and others:
         return [
@@ -121,7 +123,23 @@ def _compile(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "graph reads weights at the addresses where it was recorded, and here the addresses change in each "
             "step. Type strategy.compile_mode=max-autotune-no-cudagraphs, or strategy=ddp."
         ]
+    if mode in CUDA_GRAPH_MODES and layout.options["compile"] == "block":
+        return [
+            f"strategy.compile_mode={mode} records a CUDA graph per compiled part, and strategy.compile=block makes a "
+            "part of each block: where no gradient is computed, a block's graph overwrites the output of the block "
+            "before. Type strategy.compile=model, or strategy.compile_mode=max-autotune-no-cudagraphs."
+        ]
     return []
+
+
+def check_graphs(mode: str, accumulate: int) -> None:
+    """Raise ConfigError if CUDA graphs are asked for and a step has several micro-batches."""
+    if mode in CUDA_GRAPH_MODES and accumulate > 1:
+        raise ConfigError(
+            f"strategy.compile_mode={mode} with {accumulate} micro-batches per step: gradients lie in the memory of a "
+            "CUDA graph, which the next micro-batch overwrites. Type strategy.compile_mode=max-autotune-no-cudagraphs, "
+            "or a data.micro_batch_size with which a step has one micro-batch."
+        )
 
 
 def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:

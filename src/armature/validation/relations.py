@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from armature.errors import ConfigError
 from armature.validation import preferences, signatures
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,16 @@ def size_problems(model: Any, needed: Mapping[str, Any]) -> list[str]:
                 f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type model.{key}={value}."
             )
     return found
+
+
+def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the model's sizes do not fit what the data turned out to hold."""
+    if not isinstance(model, Mapping):
+        return
+    ours = str(model.get("_target_")).partition(".")[0] in ("armature", "example")
+    # `features` of another model may be anything
+    if problems := size_problems(model, {k: v for k, v in found.items() if ours or k == "classes"}):
+        raise ConfigError(problems)
 
 
 def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
