@@ -89,6 +89,10 @@ CASES = {
         ["resume=required", "no complete checkpoint"],
     ),
     "options of Hydra's own are no mistakes": (["--cfg", "job", "trainer.devces=2"], ["1 problem:", "trainer.devices"]),
+    "a list for one option": (
+        ["model=[gpt_nano,gpt2_124m]", "task=[language_modeling]"],
+        ["model: it takes one option", "-m model=A,B", "task: it takes one option"],
+    ),
     "dp": (["strategy=dp"], ["strategy has no option 'dp'. Did you mean 'ddp'?"]),
     "batches of nothing": (
         ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
@@ -121,7 +125,11 @@ def folder(tmp_path_factory):
 
 
 # sweeps and Hydra's own options, and what is found after the check: not to be had without the command
-AS_A_COMMAND = [n for n, (overrides, _) in CASES.items() if {"-m", "--cfg", "resume=required"} & {*overrides}]
+AS_A_COMMAND = [
+    n
+    for n, (overrides, _) in CASES.items()
+    if {"-m", "--cfg", "resume=required", "task=[language_modeling]"} & {*overrides}
+]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in AS_A_COMMAND])

@@ -34,6 +34,7 @@ from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
+ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
 
@@ -223,7 +224,17 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
         raise ConfigError(
             "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… names the outputs."
         )
-    label = str(hydra.runtime.choices.get("experiment") or hydra.runtime.choices.get("model"))
+    chosen = hydra.runtime.choices
+    merged = [group for group in ONE_OPTION if group not in chosen and cfg.get(group) is not None]
+    if merged:
+        raise ConfigError(
+            [
+                f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a run with "
+                f"each of several, -m {g}=A,B."
+                for g in merged
+            ]
+        )
+    label = str(chosen.get("experiment") or chosen.get("model"))
     trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
 
@@ -249,10 +260,15 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set."""
+    """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set.
+
+    A path that does not exist is refused here, before torch is imported.
+    """
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
     args, typed = parse_overrides(parser, purpose=" to change the run's configuration")
     args.overrides = [*args.set, *typed]
+    if (path := getattr(args, "path", None)) is not None and not path.exists():
+        refuse([f"{path}: no such path. Name a run directory, such as outputs/<run.name>."])
     return args
 
 
