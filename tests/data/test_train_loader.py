@@ -41,7 +41,7 @@ class Plain(L.LightningDataModule):
         return DataLoader(self.train, batch_size=BATCH, shuffle=True, num_workers=self.workers, **self.options)
 
     def val_dataloader(self):
-        return DataLoader(self.train, batch_size=BATCH)
+        return DataLoader(self.train, batch_size=BATCH, num_workers=self.workers, **self.options)
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch * self.scale
@@ -143,3 +143,54 @@ def test_the_dataset_of_a_loader_is_as_the_users():
     dataset.offset = 5
     assert data.module.train.offset == 5
     assert not hasattr(dataset, "nothing")
+
+
+class LooksAtValidation(L.LightningModule):
+    """Takes a first batch in the middle of validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.found: list[list[int]] = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen += batch.tolist()
+        if batch_idx == 1:
+            trainer: Any = self.trainer
+            self.found = [
+                next(iter(each)).tolist() for each in (trainer.datamodule.val_dataloader(), trainer.val_dataloaders)
+            ]
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["ours", "plain persistent"])
+def test_a_hook_that_looks_at_validation_data_takes_nothing_from_the_loop(persistent):
+    module = LooksAtValidation()
+    data = (
+        PlainData(Plain(workers=1, persistent_workers=True))
+        if persistent
+        else Ours(global_batch_size=BATCH, eval_batch_size=BATCH, num_workers=1)
+    )
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    for _ in range(2):
+        module.seen, module.found = [], []
+        trainer.validate(module, datamodule=data, verbose=False)
+        assert (module.seen, module.found) == ([*range(SIZE)], [[0, 1, 2, 3]] * 2)
+
+
+def test_workers_stay_for_the_next_reader():
+    data = Ours(global_batch_size=BATCH, eval_batch_size=BATCH, num_workers=1)
+    loader: Any = data.val_dataloader()
+    assert [len(batch) for batch in loader] == [BATCH] * 3
+    workers = loader._iterator
+    last = iter(loader)
+    next(last)
+    assert loader._iterator is workers
+    first = next(iter(loader)).tolist()  # from another loader
+    assert loader._iterator is workers
+    assert (first, next(last).tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    del last
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert loader._iterator is workers

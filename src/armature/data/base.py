@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from armature.data import iterable
 from armature.data.batching import Batches, plan_batches
+from armature.data.eval_loader import EvalLoader
 from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Batch, BeginWorker, Samples
@@ -309,7 +310,7 @@ class DataModule(L.LightningDataModule):
                     whole_epoch=lambda: self._loader(name, dataset, whole(), training=True, fresh=True),
                 )  # fmt: skip
             else:
-                self._loaders[key] = make(DataLoader, **persistent)
+                self._loaders[key] = make(EvalLoader, another=lambda: make(DataLoader), **persistent)
         return PrefetchLoader(self._loaders[key], device) if pin and self._prefetches() else self._loaders[key]
 
     def _prefetches(self) -> bool:
