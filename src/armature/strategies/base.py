@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
@@ -226,6 +227,19 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if group in (None, dist.group.WORLD):  # torch would abort, hang or return garbage
+            shapes = process_group.all_gather_object(tuple(tensor.shape))
+            if other := next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None):
+                raise ConfigError(
+                    f"self.all_gather: a tensor has shape {shapes[0]} on rank 0 and {shapes[other]} on rank {other}. "
+                    "Only equal shapes can be gathered, and an evaluation whose number of samples the ranks do not "
+                    "divide gives some ranks one more. Log a torchmetrics object (CatMetric holds all values), gather "
+                    "with torch.distributed.all_gather_object, or leave out the last few samples."
+                )
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
 
 def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:
