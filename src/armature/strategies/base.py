@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from armature.checkpoint import buffers, huggingface, state
@@ -245,10 +246,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """Return the modules that have weights and a forward, outermost ones only, with their names.
 
-    A child without a forward, such as a ModuleList, is a container: its own children are the models.
+    A child without a forward, such as a ModuleList, is a container: its own children are the models. A metric is none,
+    even if it holds a network, as FID does: every rank has the whole.
     """
     models: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
+        if isinstance(child, Metric | MetricCollection):
+            continue
         if not has_forward(child):
             models += models_of(child, prefix=f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
