@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         write = convert.to_safetensors if target.suffix == ".safetensors" else convert.to_ckpt
         checkpoint = find(args)
+        hint_at_average(args, checkpoint)
         if (weights := whole_weights(args, checkpoint)) is None and args.overrides:
             raise ConfigError(f"{', '.join(args.overrides)} would change nothing: {checkpoint} holds all weights.")
         with storage.reading_beside_training(checkpoint):
@@ -138,6 +139,7 @@ def export_folder(args: argparse.Namespace) -> str:
 
     worker.quiet()
     cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
+    hint_at_average(args, checkpoint)
     if args.adapter:
         return peft.export(cfg, checkpoint, args.target, average=args.average)
     return export.export(cfg, checkpoint, args.target, dtype=args.dtype, average=args.average)
@@ -157,6 +159,14 @@ def find(args: argparse.Namespace) -> Path:
     return checkpoint
 
 
+def hint_at_average(args: argparse.Namespace, checkpoint: Path) -> None:
+    """Say which weights are not written, if the checkpoint holds averaged ones."""
+    from armature.checkpoint import convert
+
+    if not args.average and convert.has_averages(checkpoint):
+        print(f"{checkpoint} also holds averaged weights (callbacks=ema): --average writes those.")
+
+
 def whole_weights(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any] | None:
     """Return all weights of a run whose checkpoint leaves out its base model's, or None."""
     from armature.finetune import base
@@ -166,20 +176,22 @@ def whole_weights(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any] 
     from armature.loading import load_task, open_run
 
     cfg, _ = open_run(checkpoint, overrides=args.overrides, trust=args.trust)
-    return {name: value for name, value in load_task(cfg, checkpoint).state_dict().items() if hasattr(value, "numel")}
+    weights = load_task(cfg, checkpoint, averaged=False).state_dict()
+    return {name: value for name, value in weights.items() if hasattr(value, "numel")}
 
 
 def export(args: argparse.Namespace) -> None:
     """Write a program that computes the model's outputs from one batch of inputs."""
     from armature import worker
     from armature.checkpoint import convert
-    from armature.loading import load_task, open_run
+    from armature.loading import load_task, open_run, weights_note
 
     worker.quiet()
     cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
-    module = load_task(cfg, checkpoint)
-    if args.average:
-        module.load_state_dict(convert.weights_of(checkpoint, average=True), strict=False)
+    module = load_task(cfg, checkpoint, averaged=args.average)
+    if args.average and not weights_note(module):
+        raise convert.lacks_average(checkpoint)
+    hint_at_average(args, checkpoint)
     convert.to_program(module, args.target, example_input(args, cfg, module))
 
 

@@ -34,7 +34,7 @@ def evaluate(args: argparse.Namespace) -> None:
     import lightning.pytorch as L
 
     from armature import worker
-    from armature.loading import load_data, load_task
+    from armature.loading import load_data, load_task, weights_note
 
     worker.quiet()
     task, data = load_task(cfg, checkpoint), load_data(cfg)
@@ -56,7 +56,7 @@ def evaluate(args: argparse.Namespace) -> None:
             f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task has no step "
             f"for it. Try --split {other}."
         )
-    print(f"{checkpoint} on {args.split}:")
+    print(f"{checkpoint}{weights_note(task)} on {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")
 

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     )
 
     from armature import worker
-    from armature.loading import load_data, load_task
+    from armature.loading import load_data, load_task, weights_note
     from armature.training import predict
 
     predict.check_output(out)
@@ -86,8 +86,11 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     worker.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
+        task = load_task(cfg, checkpoint)
+        if rank == 0 and (note := weights_note(task)):
+            print(f"{checkpoint}{note}")
         predict.predict(
-            load_task(cfg, checkpoint), data, folder / f"{rank}.jsonl", rank=rank, ranks=ranks,
+            task, data, folder / f"{rank}.jsonl", rank=rank, ranks=ranks,
             accelerator=accelerator, precision=cfg.trainer.precision,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from armature.checkpoint import convert
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.errors import ConfigError
+from armature.loading import weights_note
 from armature.tasks.base import Task
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
@@ -62,14 +63,15 @@ def test_a_users_checkpoints_lie_beside_ours(run):
     assert not torch.equal(early.model.embed.weight, armature.load(run).model.embed.weight)
 
 
-def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path):
+def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys):
     def convert_to(name: str, **options) -> Path:
         given = {"source": run, "target": tmp_path / name, "input": None, "overrides": []}
         script.run(Namespace(**given | dict.fromkeys(("average", "best", "trust"), False) | options))
         return tmp_path / name
 
     found = torch.load(convert_to("a.ckpt"), weights_only=True)
-    module = armature.load(run)
+    assert "also holds averaged weights (callbacks=ema): --average writes those" in capsys.readouterr().out
+    module = armature.load(run, overrides=["callbacks.ema.evaluate=false"])
     torch.testing.assert_close(found["state_dict"], dict(module.state_dict()), rtol=0, atol=0)
     numbers = [number for group in found["optimizer_states"][0]["param_groups"] for number in group["params"]]
     assert numbers == list(range(len(found["optimizer_states"][0]["state"])))
@@ -77,6 +79,10 @@ def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path):
     average = torch.load(convert_to("b.ckpt", average=True), weights_only=True)["state_dict"]
     assert average.keys() == found["state_dict"].keys()
     assert not torch.equal(average["model.embed.weight"], found["state_dict"]["model.embed.weight"])
+    assert not capsys.readouterr().out.startswith(str(run))
+    measured = armature.load(run)  # as in validation
+    torch.testing.assert_close(average, dict(measured.state_dict()), rtol=0, atol=0)
+    assert (weights_note(measured), weights_note(module)) == (" (averaged weights)", "")
     program = torch.export.load(convert_to("a.pt2")).module()
     ids = torch.arange(16)[None].expand(5, -1)  # the context of the example, and another number of samples
     assert program(ids).shape[0] == 5

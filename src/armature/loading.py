@@ -14,13 +14,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, run_dir
-from armature.checkpoint import buffers, directory, huggingface, lightning_file, resume, state, storage
+from armature.checkpoint import buffers, convert, directory, huggingface, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
 from armature.errors import ConfigError, error_line, own_frames
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.planner.setup import EMA
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -90,6 +91,8 @@ def load(
 
         module = armature.load("outputs/mine")
 
+    With callbacks=ema they are the averaged ones, as in validation, unless callbacks.ema.evaluate=false is overridden.
+
     Args:
         path: a run directory (its last checkpoint, or its `best`), or one checkpoint in it: a directory, or a .ckpt.
         device: where to put the module.
@@ -149,8 +152,14 @@ def load_data(cfg: DictConfig) -> DataModule:
     return data
 
 
-def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any) -> L.LightningModule:
+def load_task(
+    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None, **arguments: Any
+) -> L.LightningModule:
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout.
+
+    Args:
+        averaged: take the averaged weights if the checkpoint holds them. None: if the run is measured with them.
+        arguments: of the task's constructor.
 
     Weights that the checkpoint leaves out are read from model.pretrained. The module's `on_load_checkpoint` is called,
     as Lightning's load_from_checkpoint does. Raises ConfigError if that folder is not the one that the run began with.
@@ -170,6 +179,10 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
     if checkpoint is not None:
         with storage.reading_beside_training(checkpoint):
             saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
+            if (_measures_average(cfg) if averaged is None else averaged) and not directory.is_file(checkpoint):
+                found, weights = convert.averages_of(checkpoint, saved["state_dict"]), saved["state_dict"]
+                weights.update({k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()})
+                vars(task)["_armature_averaged"] = bool(found)
         buffers.resize(checkpoint, task, saved.pop(buffers.RESIZED, ()))
         task.on_load_checkpoint(saved)
         if folder is not None:
@@ -180,6 +193,17 @@ def load_task(cfg: DictConfig, checkpoint: Path | None = None, **arguments: Any)
             may_lack=lacking.__contains__,
         )  # fmt: skip
     return task.eval()
+
+
+def _measures_average(cfg: DictConfig) -> bool:
+    """Return whether validation and test take the averaged weights: callbacks=ema, unless its `evaluate` is false."""
+    nodes = [node for node in (cfg.callbacks or {}).values() if isinstance(node, DictConfig)]
+    return any(node.get("_target_") == EMA and node.get("evaluate", True) for node in nodes)
+
+
+def weights_note(task: L.LightningModule) -> str:
+    """Return what a line about a loaded task adds: " (averaged weights)", or nothing."""
+    return " (averaged weights)" if getattr(task, "_armature_averaged", False) else ""
 
 
 def _convert_as(task: L.LightningModule, saved: Mapping[str, Any]) -> None:

@@ -117,3 +117,14 @@ def test_a_file_of_the_average_has_the_models_buffers(tmp_path: Path) -> None:
     assert written.keys() == module.state_dict().keys()
     torch.testing.assert_close(written["net.1.running_mean"], module.get_buffer("net.1.running_mean"))
     torch.testing.assert_close(written["net.0.weight"], ema.average["net.0.weight"])
+
+
+def test_all_names_of_a_tied_weight_are_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, average = torch.randn(2, 2), torch.randn(2, 2)
+    saved = {"embed": weight, "head": weight.clone(), "mean": torch.zeros(2), "bias": torch.zeros(2, dtype=torch.int64)}
+    averages = {"embed": average, "mean": torch.ones(2)}
+    monkeypatch.setattr(convert.state, "load_full_state_dict", lambda path, prefix="": averages if prefix else saved)
+    found = convert.weights_of(tmp_path, average=True)
+    assert found["embed"].equal(average)
+    assert found["head"].equal(average)
+    assert found["bias"] is saved["bias"]

@@ -18,6 +18,7 @@ from armature.checkpoint import buffers, directory, lightning_file, state, stora
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
+AVERAGES = f"{state.EXTRA}.ema."
 MODEL = "model."  # the attribute of the LightningModule, which safetensors files for others do not name
 
 
@@ -32,14 +33,42 @@ def weights_of(checkpoint: Path, *, average: bool = False, base: Base | None = N
     """
     try:
         weights = state.load_full_state_dict(checkpoint)
-        averages = state.load_full_state_dict(checkpoint, prefix=f"{state.EXTRA}.ema.") if average else weights
+        averages = averages_of(checkpoint, weights) if average else weights
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from None
     if not averages:
-        raise ConfigError(
-            f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback."
-        )
+        raise lacks_average(checkpoint)
     return {**(base or {}), **weights, **averages}
+
+
+def lacks_average(checkpoint: Path) -> ConfigError:
+    return ConfigError(f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback.")
+
+
+def has_averages(checkpoint: Path) -> bool:
+    """Return whether a checkpoint holds the moving average of the weights."""
+    if directory.is_file(checkpoint):
+        return False
+    return any(name.startswith(AVERAGES) for name in storage.read_metadata(checkpoint).state_dict_metadata)
+
+
+def averages_of(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the moving averages that a checkpoint holds by the names of its weights, all names of a tied one.
+
+    Args:
+        weights: those of the checkpoint.
+    """
+    averages = state.load_full_state_dict(checkpoint, prefix=AVERAGES)
+    for name in weights.keys() - averages.keys() if averages else ():
+        value = weights[name]
+        tied = (
+            first for first in averages
+            if isinstance(value, Tensor) and first in weights and value.shape == weights[first].shape
+            and value.dtype == weights[first].dtype and value.equal(weights[first])
+        )  # fmt: skip
+        if (first := next(tied, None)) is not None:
+            averages[name] = averages[first].clone()
+    return averages
 
 
 def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None) -> list[str]:

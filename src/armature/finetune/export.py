@@ -231,7 +231,7 @@ class Source:
     def add_base(self, cfg: DictConfig) -> None:
         """Read the weights that the checkpoint leaves out from the run's base model."""
         if self.lacking:
-            self.base = load_task(cfg, self.checkpoint).state_dict()
+            self.base = load_task(cfg, self.checkpoint, averaged=False).state_dict()
 
     def elements(self, name: str) -> int:
         """Return the number of elements of a weight."""
@@ -344,9 +344,7 @@ def _difference(
     """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share of the largest."""
     length = min(form.context, PROBES)
     ids = torch.randint(form.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    task = load_task(cfg, source.checkpoint)
-    if average:
-        task.load_state_dict(convert.weights_of(source.checkpoint, average=True), strict=False)
+    task = load_task(cfg, source.checkpoint, averaged=average)
     model: Any = merge(task.get_submodule("model").float())
     model.document_token = None  # it may be among the ids, and only this model would mask by it
     for param in model.parameters():
