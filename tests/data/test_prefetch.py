@@ -1,6 +1,7 @@
 """The loader stays one batch ahead. On a CPU the device's streams do nothing, so only the order is tested."""
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import lightning.pytorch as L
@@ -81,3 +82,26 @@ def test_the_next_batch_is_asked_for_before_this_one_is_used():
     served = iter(PrefetchLoader(loader(), torch.device("cpu")))
     assert int(next(served)) == 0
     assert asked == [0, 1]
+
+
+def test_a_copy_waits_for_the_steps_so_far_whose_batches_lay_in_its_memory(monkeypatch):
+    order: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other):
+            assert other == "the steps' stream"
+            order.append("wait")
+
+    class Event:
+        def record(self, stream):
+            order.append("copy")
+
+        def wait(self, stream): ...
+
+    streams = SimpleNamespace(
+        Stream=Stream, Event=Event, stream=lambda _: nullcontext(), current_stream=lambda: "the steps' stream"
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    for batch in PrefetchLoader(iter(range(3)), torch.device("cpu")):
+        order.append(f"step {batch}")
+    assert order == ["wait", "copy", "wait", "copy", "step 0", "wait", "copy", "step 1", "step 2"]

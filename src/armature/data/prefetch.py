@@ -53,6 +53,9 @@ class PrefetchLoader:
         copy_stream = streams.Stream()
         ready: tuple[Any, Any] | None = None
         for batch in batches:
+            # Tensors that only an object's own `to` knows cannot be recorded below, and this copy may get their memory:
+            # it waits for the steps so far, which read them. The next step overlaps with it.
+            copy_stream.wait_stream(streams.current_stream())
             with streams.stream(copy_stream):
                 copy = move_data_to_device(batch, self.device)
                 copied = streams.Event()
