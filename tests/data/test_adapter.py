@@ -465,3 +465,46 @@ def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
     with pytest.raises(ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"):
         _ = data.train_size
     assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
+
+
+class ByStage(L.LightningDataModule):
+    """As Lightning's page on data modules has it: each stage makes the data of that stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[str] = []
+
+    def setup(self, stage):
+        self.stages.append(stage)
+        if stage == "fit":
+            self.train, self.val = random_split(Numbers(), [12, 8])
+        if stage == "test":
+            self.test = Numbers(5)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=4)
+
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+
+def test_data_that_another_stage_makes_are_set_up_when_they_are_asked_for():
+    trained, measured, predicting, tested = (PlainData(ByStage(), seed=5) for _ in range(4))
+    trained.setup("fit")
+    measured.setup("validate")
+    assert len(measured.val_dataloader()) == 2
+    assert measured.module.val.indices == trained.module.val.indices  # the same split
+    assert measured.module.stages == ["validate", "fit"]
+    predicting.setup("predict")
+    assert sum(len(batch[0]) for batch in predicting.predict_dataloader()) == 5
+    assert predicting.module.stages == ["predict", "test"]
+    tested.setup("test")
+    assert len(tested.predict_dataloader()) == 2
+    assert tested.module.stages == ["test"]
+    broken = PlainData(ByStage(), seed=5)
+    broken.setup("validate")
+    with pytest.raises(AttributeError, match="test"):
+        broken.test_dataloader()

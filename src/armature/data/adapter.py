@@ -141,11 +141,14 @@ class PlainData(DataModule):
     def setup(self, stage: str) -> None:
         if stage in self._stages:
             return
-        with self._alone():
-            self.module.setup(stage)
+        self._set_up(stage)
         self._stages.add(stage)
         if stage == "fit":
             self._read_training()
+
+    def _set_up(self, stage: str) -> None:
+        with self._alone():
+            self.module.setup(stage)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -205,8 +208,15 @@ class PlainData(DataModule):
         name = f"{split}_dataloader"
         if not is_overridden(name, self.module):
             return None
-        with self._alone():
-            loaders = getattr(self.module, name)()
+        try:
+            with self._alone():
+                loaders = getattr(self.module, name)()
+        except AttributeError:
+            if split != "val" or "fit" in self._stages:
+                raise
+            self._set_up("fit")  # Lightning's documentation makes validation data there alone
+            with self._alone():
+                loaders = getattr(self.module, name)()
         one_after_another = split != "train" and isinstance(loaders, CombinedLoader) and loaders._mode == "sequential"
         return loaders.iterables if one_after_another else loaders
 
@@ -263,6 +273,8 @@ class PlainData(DataModule):
     @override
     def predict_dataloader(self) -> Any:
         split = "predict" if is_overridden("predict_dataloader", self.module) else "test"
+        if split == "test" and "test" not in self._stages:
+            self._set_up("test")
         read = self._read_loaders(split, predicting=True)
         return _for_each(lambda each, name: UnchangedLoader(self._replace(each, name, pads=False)), read, "predictions")
 
