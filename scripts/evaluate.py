@@ -34,10 +34,11 @@ def evaluate(args: argparse.Namespace) -> None:
     import lightning.pytorch as L
 
     from armature import worker
-    from armature.loading import load_data, load_task, weights_note
+    from armature.loading import load_data, load_task, set_up_with, weights_note
 
     worker.quiet()
-    task, data = load_task(cfg, checkpoint), load_data(cfg)
+    data = load_data(cfg)
+    task = load_task(cfg, checkpoint, set_up=set_up_with(data, "validate" if args.split == "val" else "test"))
     accelerator = cli.accelerator(args.accelerator)
     trainer = L.Trainer(
         accelerator=accelerator,

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     )
 
     from armature import worker
-    from armature.loading import load_data, load_task, weights_note
+    from armature.loading import load_data, load_task, set_up_with, weights_note
     from armature.training import predict
 
     predict.check_output(out)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     worker.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
-        task = load_task(cfg, checkpoint)
+        task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict"))
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
         predict.predict(

@@ -192,7 +192,7 @@ def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1))
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
-    monkeypatch.setattr("armature.loading.load_task", lambda *args: None)
+    monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
     monkeypatch.setattr("armature.worker.quiet", lambda: None)
     monkeypatch.setattr(predict, "predict", fails)

@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, run_dir
@@ -152,13 +153,30 @@ def load_data(cfg: DictConfig) -> DataModule:
     return data
 
 
+def set_up_with(data: DataModule, stage: str) -> Callable[[L.LightningModule], None]:
+    """Return what calls a task's `setup`, which may make layers, as the Trainer does before weights are loaded."""
+
+    def set_up(task: L.LightningModule) -> None:
+        if is_overridden("setup", task):
+            trainer = L.Trainer(devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+            trainer.datamodule, task.trainer, data.trainer = data, trainer, trainer  # pyright: ignore[reportAttributeAccessIssue]
+            data.prepare_data()
+            data.setup(stage)
+            task.setup(stage)
+            task.setup = lambda stage: None  # the Trainer calls it again, which could make other layers
+
+    return set_up
+
+
 def load_task(
-    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None, **arguments: Any
-) -> L.LightningModule:
+    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None,
+    set_up: Callable[[L.LightningModule], None] | None = None, **arguments: Any,
+) -> L.LightningModule:  # fmt: skip
     """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout.
 
     Args:
         averaged: take the averaged weights if the checkpoint holds them. None: if the run is measured with them.
+        set_up: called with the task before it is given weights: see `set_up_with`.
         arguments: of the task's constructor.
 
     Weights that the checkpoint leaves out are read from model.pretrained. The module's `on_load_checkpoint` is called,
@@ -173,6 +191,8 @@ def load_task(
             task = build_task(cfg, **arguments)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
+    if set_up is not None:
+        set_up(task)
     task.configure_model()
     if any(p.is_meta for p in task.parameters()):
         initialization.materialize(task, device=torch.device("cpu"))  # not to_empty, which empties computed buffers
@@ -188,10 +208,18 @@ def load_task(
         if folder is not None:
             _convert_as(task, saved["state_dict"])
         lacking = set() if folder is None else huggingface.read_others(task, saved["state_dict"])
-        state.load_tensors_of(
-            checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True,
-            may_lack=lacking.__contains__,
-        )  # fmt: skip
+        try:
+            state.load_tensors_of(
+                checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True,
+                may_lack=lacking.__contains__,
+            )  # fmt: skip
+        except ConfigError as error:
+            if set_up is not None or not is_overridden("setup", task):
+                raise
+            raise ConfigError(
+                f"{error} {type(task).__name__}.setup is called by evaluate.py and predict.py, but not here. If it "
+                "makes layers, make them in __init__ or configure_model."
+            ) from None
     return task.eval()
 
 

@@ -1,0 +1,64 @@
+"""Modules that make their layers in `setup(stage)`, from the data, are loaded by what measures them."""
+
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+
+from armature.data.adapter import PlainData
+from armature.errors import ConfigError
+from armature.loading import load_task, set_up_with
+from armature.strategies.single import SingleDevice
+
+
+class Rows(L.LightningDataModule):
+    def prepare_data(self):
+        self.width = 3
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(4, 3), batch_size=2)  # pyright: ignore[reportArgumentType]
+
+    test_dataloader = train_dataloader
+
+
+class MakesLayers(L.LightningModule):
+    """Makes them anew whenever it is asked."""
+
+    def setup(self, stage):
+        self.net = torch.nn.Linear(self.trainer.datamodule.width, 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**options) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
+    trained, checkpoint = MakesLayers(), tmp_path / "step=000002"
+    fit = trainer(strategy=SingleDevice())
+    fit.fit(trained, datamodule=Rows())
+    fit.save_checkpoint(checkpoint)
+    cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
+    data = PlainData(Rows())
+    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test"))
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
+    (measured,) = trainer().test(loaded, datamodule=data, verbose=False)
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
+    assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
+    with pytest.raises(ConfigError, match=r"net.bias.* MakesLayers.setup is called by evaluate.py and predict.py, but"):
+        load_task(cfg, checkpoint)
