@@ -1,6 +1,7 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
 import pytest
+import torch
 
 from armature.training.metrics_csv import MetricsCSV, read
 
@@ -178,3 +179,13 @@ def test_an_error_before_the_resume_leaves_the_file_alone(tmp_path):
     again.held = {"step": 4, "val/loss": 0.5}  # from the checkpoint
     again.finalize("failed")
     assert (tmp_path / "metrics.csv").read_bytes() == before
+
+
+def test_hooks_may_log_tensors_and_ask_where_the_logs_are(tmp_path):
+    log = MetricsCSV(tmp_path)
+    log.log_metrics({"a": torch.tensor(0.5), "b": torch.tensor([2])})  # pyright: ignore[reportArgumentType]
+    log.flush()
+    assert read(tmp_path / "metrics.csv")[1] == [{"step": "0", "a": "0.5", "b": "2"}]
+    assert log.log_dir == log.root_dir == log.save_dir == str(tmp_path)
+    with pytest.raises(ValueError, match="does not contain a single element"):
+        log.log_metrics({"a": torch.zeros(2)})  # pyright: ignore[reportArgumentType]

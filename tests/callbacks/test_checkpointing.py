@@ -51,6 +51,16 @@ class Quiet:
         """No rate."""
 
 
+def test_modules_find_folder_and_last_checkpoint_by_lightnings_names(tmp_path):
+    trainer: Any = Trainer(set())
+    log: Any = Quiet()
+    callback = Checkpointing(tmp_path, log, **POLICY, on_failure="continue")
+    assert (callback.dirpath, callback.last_model_path, callback.best_model_path) == (str(tmp_path), "", "")
+    trainer.global_step = 1
+    callback._save(trainer)
+    assert callback.last_model_path == str(tmp_path / "step=000001")
+
+
 def saves(folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue") -> list[str]:
     trainer: Any = Trainer(full_at)
     log: Any = Quiet()

@@ -109,6 +109,17 @@ class Checkpointing(Checkpoint):
         return str(self.best or "")
 
     @property
+    def last_model_path(self) -> str:
+        """The newest complete checkpoint, as ModelCheckpoint has it; or ""."""
+        name = directory.read_last(self.folder)
+        return "" if name is None else str(self.folder / name)
+
+    @property
+    def dirpath(self) -> str:
+        """`folder`, as ModelCheckpoint has it."""
+        return str(self.folder)
+
+    @property
     def best_score(self) -> float | None:
         """The score of `best`."""
         return (min if self.mode == "min" else max)(self.scores.values(), default=None)

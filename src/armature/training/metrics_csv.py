@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
@@ -45,6 +46,8 @@ class MetricsCSV(Logger):
     def save_dir(self) -> str:
         return str(self.file.parent)
 
+    log_dir = root_dir = save_dir  # pyright: ignore[reportIncompatibleMethodOverride] (None in the base class)
+
     @property
     def experiment(self) -> "NoExperiment":
         """Stands in for a service's object, such as TensorBoard's writer, if no logger is configured."""
@@ -64,6 +67,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
+        values = convert_tensors_to_scalars(values)  # hooks may pass tensors
         if self.is_silent or self.step < self.held.get("step", 0):
             return  # the latter in on_fit_start of a resumed run, before `resume_from`
         if values and self.step > self.held.get("step", 0):  # StepLog writes that row later, with several others
