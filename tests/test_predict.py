@@ -165,6 +165,7 @@ def run_script(script):
 def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.csv").touch()
+    (tmp_path / "run").mkdir()
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (SimpleNamespace(), tmp_path))
     script = running.ROOT / "scripts" / "predict.py"
     monkeypatch.setattr(sys, "argv", [str(script), "run", *typed])
@@ -190,6 +191,7 @@ def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
     cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1))
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
     monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
@@ -201,4 +203,4 @@ def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch, capsys):
         run_script(running.ROOT / "scripts" / "predict.py")
     assert ended.value.code == 2
     assert "out=p.csv: No space left on device. No file was written. Free some space" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
