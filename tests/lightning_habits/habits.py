@@ -151,9 +151,15 @@ CALLED = [
         "swa",
         "regression.Regressor",
         callback(f"{STOCK}.StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2),
+        refused={"fsdp2": "copies the whole model"},
         sample=SINGLE,
     ),
-    regression("stock_ema", "regression.Regressor", callback(f"{STOCK}.EMAWeightAveraging", decay=0.9)),
+    regression(
+        "stock_ema",
+        "regression.Regressor",
+        callback(f"{STOCK}.EMAWeightAveraging", decay=0.9),
+        refused={"fsdp2": "copies the whole model"},
+    ),
     regression("ema", "regression.Regressor", callback("armature.callbacks.ema.EMA", decay=0.9)),
     Habit(
         name="ema_batchnorm",
