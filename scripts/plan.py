@@ -152,7 +152,10 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
 def alone(cfg: DictConfig) -> DictConfig:
     """Return the run on one device, without the typed strategy, which a plan replaces."""
     one = layouts.choices(devices=1, num_nodes=1)
-    return layouts.applied(cfg, next(one), devices=1, num_nodes=1)
+    changed = layouts.applied(cfg, next(one), devices=1, num_nodes=1)
+    if "activation_checkpointing" in cfg.strategy:  # a plan keeps it, so it is checked
+        changed.strategy.activation_checkpointing = cfg.strategy.activation_checkpointing
+    return changed
 
 
 def configured_units(cfg: DictConfig, units_per_sample: int) -> float | None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from armature.doctor import training
 from tests.doctor.faults import examined
 
 pytestmark = pytest.mark.slow
@@ -17,6 +18,9 @@ def failures(found):
 
 
 def test_a_healthy_run_has_no_failures(cfg):
+    cfg = cfg.copy()
+    cfg.trainer.max_steps = 100
+    cfg.scheduler.warmup = 10 * training.STEPS  # more than an examination has
     found = examined(cfg, deadlines={"meeting": 60.0, "steps": 60.0, "collective": 20.0})
     assert not failures(found)
     said = " ".join(each.what for each in found)

@@ -114,6 +114,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             {"model": {"context": 15}, "trainer": {"accelerator": "gpu"}},
             "strategy.sequence_parallel=false",
         ),
+        (
+            {"tensor": 4},
+            {"world_size": 4, "model": {"kv_heads": 4}, "data": {"context": 14, "micro_batch_size": 8}},
+            "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
+        ),
         ({"tensor": 2}, {"plan": None}, "has no plan"),
         ({"context": 2}, {"plan": None}, "strategy.context=2: mine.Model has no plan"),
         ({"context": 2}, {"plan": replace(PLAN, context={})}, "plan of mine.Model names no attention in `context`"),
@@ -222,7 +227,20 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
         ),
         (
             {"shard": 2, "expert": 2, "reduce_dtype": "float16"}, {"model": {"experts": 8}},
-            "reduce_dtype=float16 with strategy.expert=2 would divide .* Type strategy.reduce_dtype=float32",
+            "reduce_dtype=float16 with strategy.expert=2 would reduce .* Type strategy.reduce_dtype=float32",
+        ),
+        (
+            {"shard": 2, "expert": 2, "reduce_dtype": "float64"}, {"model": {"experts": 8}},
+            "reduce_dtype=float64 with strategy.expert=2 would reduce gradients in float64",
+        ),
+        (
+            {"shard": 2, "expert": 2, "param_dtype": "float16"},
+            {"model": {"experts": 8}, "trainer": {"precision": "32-true"}},
+            "strategy.param_dtype=float16 with strategy.expert=2 would reduce gradients in float16",
+        ),
+        (
+            {"shard": 2, "expert": 2}, {"model": {"experts": 8}, "trainer": {"precision": "16-true"}},
+            "trainer.precision=16-true with strategy.expert=2 would reduce gradients in float16",
         ),
         (
             {"pipe": 2, "tensor": 2, "schedule": "zero_bubble", "reshard_after_forward": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from itertools import product
 
@@ -67,6 +68,35 @@ def test_every_schedule_evaluates_as_the_whole_model_does():
     for far in on_ranks(evaluate, 4, [6, 7, 3, 1, 7], ranks=4):
         assert set(far) == set(SCHEDULES)
         assert max(far.values()) < 1e-5, far
+
+
+def unequal_batches() -> tuple[float, list[float]]:
+    """Return how far outputs and losses are from the whole model's, where data ranks' batches differ in shape."""
+    from armature.parallel import initialization
+
+    whole, model = decoder_on_meta(**DECODER), decoder_on_meta(**DECODER)
+    names = initialization.materialize(whole, device=torch.device("cpu"))
+    initialization.initialize_by_name(whole, seed=0, names=names)
+    parallelize(model, axes={"pipe": 2, "shard": 2}, prefix="", microbatches=4, reshard_after_forward=False)
+    tokens = torch.randint(0, 96, (9, 16), generator=torch.Generator().manual_seed(0))
+    data_rank, far = int(os.environ["RANK"]) % 2, []
+    own = tokens.split([5, 4])[data_rank]
+    with torch.no_grad():
+        outputs = float((model.eval()(own) - whole.eval()(own)).abs().max())
+    model.train()
+    for lengths in ((16, 16), (16, 12), (12, 16)):  # known on both, new on one, known by the other one only
+        x = tokens[:4, : lengths[data_rank]]
+        loss = model(x, x.roll(-1, 1))
+        loss.backward()
+        far.append(abs(float(loss.detach() - whole(x, x.roll(-1, 1)).detach())))
+    return outputs, far
+
+
+@pytest.mark.slow
+def test_data_ranks_with_batches_of_other_shapes_meet():
+    for outputs, losses in on_ranks(unequal_batches, ranks=4, timeout=60):
+        assert outputs < 1e-5
+        assert max(losses) < 1e-5
 
 
 def chunked_losses() -> dict[str, int]:

@@ -88,6 +88,17 @@ def test_a_state_that_no_strategy_fits_is_refused_with_what_would(overrides, gpu
         chosen(overrides, "h100_80gb", gpus)
 
 
+def test_a_blocked_layout_hides_no_refusal() -> None:
+    """The tensor axis is not possible for either; fsdp is, and does not fit."""
+    for overrides, gib in (
+        (["model=qwen3_30b_a3b", "optimizer=adamw", "data=synthetic", "data.global_batch_size=16"], 20),
+        ([*LLAMA_70B, "data.global_batch_size=16", "strategy.compile=block"], 60),
+    ):
+        cfg, _ = run(overrides, "h100_80gb", 16)
+        with pytest.raises(ConfigError, match="weights, gradients and optimizer state"):
+            auto.decide(cfg, memory_bytes=gib * 2**30, problems=checks.layout_problems)
+
+
 def test_a_model_without_a_formula_keeps_the_number_of_processes_as_its_rule() -> None:
     for gpus, kind in ((1, "single"), (8, "ddp")):
         found, line = chosen(["model=example", "task=example", "data=example"], "h100_80gb", gpus)

@@ -107,6 +107,7 @@ SIMULATED += [  # on 2026-11-23
     ({**SINGLE_8B, "layers": 4, "context": 2048, "accumulate": 2, "kind": "ddp", "world_size": 8, "averaged": True,
       "separate_buckets": True}, 51.12),
     ({"name": "llama3_8b", "layers": 4, "context": 2048, "accumulate": 2, "averaged": True, **mesh(shard=8)}, 12.58),
+    ({"name": "llama3_1b", "context": 1024, "precision": "16-mixed", **mesh(shard=8)}, 9.34),
 ]  # fmt: skip
 
 
@@ -116,6 +117,15 @@ def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any],
     changes = {key: setup.pop(key) for key in ("layers", "context") if key in setup}
     found = memory.peak(Setup(cost=cost_of(setup.pop("name"), **changes), **setup))
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
+
+
+def test_a_mesh_gathers_fp32_with_fp16_unless_it_is_told_another_type() -> None:
+    setup = Setup(cost=cost_of("llama3_1b", context=1024), precision="16-mixed", **mesh(shard=8))
+    assert seconds.step_seconds(setup, devices.named("v100")).communication == pytest.approx(
+        0.100, rel=0.1
+    )  # simulated
+    low = setup.with_(param_dtype="float16")
+    assert memory.peak(low).allocated_bytes == memory.peak(setup.with_(precision="bf16-mixed")).allocated_bytes
 
 
 def test_the_formulas_of_an_expert_axis_are_near_the_simulator() -> None:

@@ -3,8 +3,9 @@
 import argparse
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -129,6 +130,8 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
         (["hardware=t4", "strategie=fsdp"], "strategie"),
         (["hardware=t4", "data.micro_batch_size=3"], "Type data.micro_batch_size=2 or data.micro_batch_size=4."),
         (["hardware=t4", "optimizer.lr=abc"], "optimizer.lr=abc: must be positive and finite."),
+        (["hardware=t4", "strategy.activation_checkpointing=banana"], "must be none, every, selective, or n"),
+        (["hardware=t4", "strategy.activation_checkpointing=0"], "must be none, every, selective, or n"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: str) -> None:
@@ -225,6 +228,23 @@ def test_a_tensor_axis_is_offered_where_nothing_smaller_helps() -> None:
     )  # fmt: skip
     found = ranking.remedies(each, device)
     assert any("strategy=fsdp_tensor strategy.tensor=" in words for words in found), found
+
+
+def test_remedies_are_what_the_run_would_not_refuse(script: ModuleType) -> None:
+    """Offloading is refused with an expert axis, and offered without one."""
+    GlobalHydra.instance().clear()
+    words = ["model=qwen3_30b_a3b", "data=synthetic", "optimizer=adamw", "hardware=a100_40gb", "trainer.devices=8"]
+    cfg, device = script.composed(words)
+    runs, _ = ranking.rank(cfg, device, [(8, 1)], fixed=ranking.Fixed())
+    offered = {each.choice.name: " ".join(ranking.remedies(each, device)) for each in runs if not each.fits}
+    assert "cpu_offload" in offered["fsdp 8"]
+    assert "cpu_offload" not in offered["fsdp 8, expert 8"]
+
+
+def test_a_number_of_devices_is_one_that_whole_machines_have(monkeypatch) -> None:
+    device = replace(devices.named("t4"), devices_per_machine=3)
+    monkeypatch.setattr(ranking, "rank", lambda *args, **_: ([SimpleNamespace(fits=args[2] == [(3, 2)])], []))
+    assert ranking.devices_needed(None, device, fixed=ranking.Fixed()) == 6  # pyright: ignore[reportArgumentType]
 
 
 def test_simulated_rows_are_drawn_as_long_as_their_peak() -> None:

@@ -7,11 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from armature import simulation
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.planner import devices
-from armature.simulation import deepspeed, meter, processes
+from armature.simulation import deepspeed, job, meter, processes, settings
 from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
 from benchmarks import measured_gpu, simulate_check
@@ -185,6 +187,31 @@ def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeyp
     options = argparse.Namespace(order=False, ranks=ranks, depths=None, json=False)
     with pytest.raises(ConfigError, match=answer):
         command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
+
+
+def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows(monkeypatch):
+    monkeypatch.setattr(pretrained, "fill", lambda cfg: cfg)
+    cfg = OmegaConf.create({
+        "model": {"pretrained": "folder", "layers": 6, "windows": [8, 8, None, 8, 8, None]},
+        "data": {"path": "${model.pretrained}"},
+    })  # fmt: skip
+    small = settings.of_depth(cfg, 4)
+    assert small.model == {"pretrained": None, "layers": 4, "windows": [8, 8, None, 8]}
+    assert small.data.path == "folder"
+    assert cfg.model.layers == 6
+    with pytest.raises(ConfigError, match="no number of layers"):
+        settings.of_depth(OmegaConf.create({"model": {}}), 4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16), ("16-true", torch.float16),
+        ("32-true", torch.float32), ("64-true", torch.float64),
+    ],
+)  # fmt: skip
+def test_utilization_is_a_share_of_the_rate_of_the_products_type(precision, kind):
+    assert job._compute_type(precision) is kind
 
 
 def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):

@@ -64,13 +64,16 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
     changes = {
         "run.dir": str(folder), "run.root": str(folder), "run.name": "doctor", "run.report": False,
         "resume": "never",
-        "trainer.max_steps": STEPS, "trainer.max_epochs": None, "trainer.max_time": None,
+        "trainer.max_time": None,
         "trainer.limit_val_batches": 0, "trainer.val_every_n_steps": None, "trainer.test_at_end": False,
         "trainer.profile": False, "trainer.log_every_n_steps": STEPS + 1,
         "checkpoint.every_n_steps": None, "checkpoint.every_n_minutes": None, "checkpoint.keep_every_n_steps": None,
         "checkpoint.at_end": False, "checkpoint.keep_best": 0, "checkpoint.root": None, "checkpoint.background": False,
         "callbacks": None, "logger": None, "launch.hang_timeout": None,
     }  # fmt: skip
+    steps, epochs = cfg.trainer.max_steps, cfg.trainer.max_epochs
+    if steps < STEPS if steps else not epochs:  # else they stay, since schedules are as long as the run
+        changes |= {"trainer.max_steps": STEPS, "trainer.max_epochs": None}
     if "on_nan" in cfg.trainer:
         changes["trainer.on_nan"] = "ignore"  # the doctor's own report names the rank and the module
     for key, value in changes.items():
@@ -127,6 +130,7 @@ class Watch(L.Callback):
             self.losses.append(outputs["loss"].detach())
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        trainer.should_stop = trainer.global_step >= STEPS
         wait: timings.DataWait = trainer.fit_loop.epoch_loop.data_wait  # pyright: ignore[reportAttributeAccessIssue]
         if not self._began:
             self.compared_weights = self._compare("weight after a step", self._weights(trainer, pl_module))

@@ -153,6 +153,7 @@ def parallelize(
     runner = pipeline.Runner(
         model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
         microbatches=options.microbatches, unshard_outputs=unshard or torch.clone, positions=positions,
+        data_group=meshes.data_group(mesh) if data_mesh.size() > 1 else None,
     )  # fmt: skip
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)

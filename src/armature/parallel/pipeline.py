@@ -1,15 +1,13 @@
 """The pipeline axis: a model split into stages, and a schedule that runs when the model is called with targets.
 
-Lightning calls zero_grad between training_step and backward, but a schedule computes gradients inside training_step.
-They are removed from the parameters there, and an autograd node (`ScheduledLoss`) adds them in backward, so that
-accumulation, the division of the loss and clipping need no special case.
+What a schedule computes inside training_step is handed to backward: `scheduled_loss.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -23,9 +21,9 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import gradients, randomness
+from armature.parallel import randomness
 from armature.parallel.context import Positions
-from armature.parallel.gradients import local_part
+from armature.parallel.scheduled_loss import ScheduledLoss, without_gradients
 from armature.parallel.split import (
     SCHEDULES,
     balance_blocks,
@@ -119,47 +117,6 @@ def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, 
     return view
 
 
-class ScheduledLoss(torch.autograd.Function):
-    """The loss of one step of the schedule, whose backward adds the gradients that the schedule computed.
-
-    `grads` are those of the loss multiplied by `factor` (0-dim; None: 1).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], factor: Tensor | None
-    ) -> Tensor:
-        ctx.pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
-        ctx.factor = factor
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
-        (scale,) = grad_outputs
-        scale = scale if ctx.factor is None else scale / ctx.factor
-        if scale.device.type != "cpu" or scale != 1:  # on a GPU, the host would wait for the number
-            gradients.multiply(gradients.local_parts(grad for _, grad in ctx.pairs), by=scale)
-        for param, grad in ctx.pairs:
-            if param.grad is None:
-                param.grad = grad
-            else:
-                local_part(param.grad).add_(local_part(grad))
-        return None, None, None, None
-
-
-@contextmanager
-def without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
-    """Remove the parameters' gradients inside the context, and restore the previous ones at its end."""
-    previous = [param.grad for param in params]
-    for param in params:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in zip(params, previous, strict=True):
-            param.grad = grad
-
-
 @dataclass
 class Message:
     """A stage's output on its way to the rank of the next stage."""
@@ -196,6 +153,7 @@ class Runner:
     microbatches: int
     unshard_outputs: Callable[[Tensor], Tensor]  # all-gathers the last stage's outputs if the tensor axis shards them
     positions: Positions | None = None  # this rank's on the context axis
+    data_group: dist.ProcessGroup | None = None  # ranks with other samples that shard this stage's weights
     target_weights: TargetWeights | None = None  # None: each batch's loss is the mean over its own targets
     loss_scale: Callable[[], Tensor | None] = lambda: None  # returns fp16's factor of the loss, 0-dim, or None
     schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
@@ -253,8 +211,8 @@ class Runner:
         If `target_weights` counts targets, gradients are computed of the loss multiplied by their number, and with
         fp16 by `loss_scale`, since they pass through fp16 here.
         """
-        is_new = (inputs.shape, inputs.dtype) not in self.schedules
-        schedule, losses = self._schedule(inputs), []
+        is_new = self._is_new(inputs)
+        schedule, losses = self._schedule(inputs, is_new=is_new), []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
         target_count = None if self.target_weights is None else self.target_weights.batch_targets
         self.step_scale = self.loss_scale()
@@ -295,10 +253,23 @@ class Runner:
         pieces = self.microbatches * (1 if self.positions is None else self.positions.size)
         return weigh(loss, (targets != IGNORED).sum() * pieces / self.loss_divisor)
 
-    def _schedule(self, inputs: Tensor) -> Any:
+    def _is_new(self, inputs: Tensor) -> bool:
+        """Return whether torch has to find the shapes that stages exchange, on this rank or on another data rank.
+
+        It finds them with a first pass, which gathers sharded weights: all ranks that shard them must run it. The
+        answer travels in the CPU's memory, so that nobody waits for a GPU.
+        """
+        is_new = (inputs.shape, inputs.dtype) not in self.schedules
+        if self.data_group is None:
+            return is_new
+        anywhere = torch.tensor(int(is_new), device="cpu")
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.data_group)
+        return is_new or bool(anywhere)
+
+    def _schedule(self, inputs: Tensor, *, is_new: bool) -> Any:
         """Return the schedule for inputs of this shape: the first step fixes the shapes that stages exchange."""
         key = (inputs.shape, inputs.dtype)
-        if key not in self.schedules:
+        if is_new:
             stages = [
                 pipelining.PipelineStage(part, index, self.stages.count, self.device, group=self.group)
                 for part, index in zip(self.stages.parts, self.stages.indices, strict=True)
@@ -311,13 +282,17 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor) -> Tensor | None:
-        """Return the outputs on the ranks of the last stage, None on others. A small batch has fewer micro-batches.
+        """Return the outputs on the ranks of the last stage, None on others.
+
+        Every batch has `microbatches` equal chunks, filled with its last sample: each chunk gathers sharded weights, so
+        data ranks whose batches have other sizes must compute as many.
 
         Every output is sent between the slot in which it is computed and the next one, and a rank starts all that it
         sends and receives there together. NCCL works through a rank's operations in order, and a send waits for its
         receive: ranks that start them in different orders would wait for each other forever.
         """
-        chunks = inputs.chunk(min(self.microbatches, len(inputs)))
+        missing = -len(inputs) % self.microbatches
+        chunks = torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])]).chunk(self.microbatches)
         parts = dict(zip(self.stages.indices, self.stages.parts, strict=True))
         slot_of = partial(evaluation_slot, ranks=self.group.size(), schedule=self.schedule)
         units = {slot_of(stage, i): (stage, i) for stage in parts for i in range(len(chunks))}
@@ -340,7 +315,7 @@ class Runner:
             self._exchange_known(sent, received)
             if received is not None and received.content is not None:
                 ready[stage, i] = received.content
-        return torch.cat(outputs) if self.holds_last else None
+        return torch.cat(outputs)[: len(inputs)] if self.holds_last else None
 
     def _exchange_known(self, sent: Message | None, received: Message | None) -> None:
         """Send one message and receive another. Their shape and dtype go first if the inputs' shape is new."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,11 +79,12 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
         if each.options is not None and (found := problems(_with(cfg, each))):
             blocked += found
             tried.remove(each)
-    if not blocked and str(cfg.task._target_).startswith("armature."):  # a user's task may freeze weights
+    shards = not blocked or any(each.options is not None for each in tried)  # some axis can do it
+    if shards and str(cfg.task._target_).startswith("armature."):  # a user's task may freeze weights
         _refuse(cfg, setup, tried, memory_bytes=memory_bytes, problems=problems)
     best = min(tried, key=lambda each: each.peak.total_bytes)
     needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
-    why = f" Sharding is not possible: {blocked[0]}" if blocked else ""
+    why = "" if shards else f" Sharding is not possible: {blocked[0]}"
     return _with(cfg, best), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
 
 
@@ -142,9 +144,10 @@ def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
     world, devices = setup.world_size, cfg.trainer.devices
     plain: list[tuple[str, dict[str, int | str] | None]] = [("single" if world == 1 else "ddp", None)]
     if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:  # else ddp's own
-        wide = setup.cost.block >= WIDE_BLOCK and 1 < devices < world
-        if wide:
-            plain.append(("fsdp_tensor", {"shard": "auto", "tensor": min(TENSOR, devices)}))
+        tensor = math.gcd(min(TENSOR, devices), setup.cost.key_heads or TENSOR)
+        wide = setup.cost.block - setup.cost.experts >= WIDE_BLOCK and 1 < devices < world
+        if wide and tensor > 1:
+            plain.append(("fsdp_tensor", {"shard": "auto", "tensor": tensor}))
         if world >= LARGE_WORLD and devices > 1:
             plain.append(("hsdp", {"replicate": "auto", "shard": devices}))
         plain.append(("fsdp", {"shard": "auto"}))

@@ -208,7 +208,7 @@ def _norm_bytes(setup: Setup) -> float:
 
 def residual_bytes(setup: Setup) -> int:
     """Return bytes of an element of the residual stream: of the embedding's output."""
-    return setup.compute_bytes if _sharded(setup) or setup.kind == "deepspeed" else setup.weight_bytes
+    return setup.gathered_bytes if _sharded(setup) or setup.kind == "deepspeed" else setup.weight_bytes
 
 
 def recomputed_blocks(setup: Setup, blocks: int) -> int:
@@ -276,12 +276,13 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
 
 
 def _low_copies(setup: Setup, part: Part) -> tuple[float, float]:
-    """Return bytes of the 16-bit copies of weights that autocast makes (no FSDP, no DeepSpeed): in forward, and after.
+    """Return bytes of the 16-bit copies of weights that autocast makes of wider ones: in forward, and after.
 
     Backward needs those of blocks that are not recomputed. Autocast keeps the others up to the end of forward, except
     for frozen weights.
     """
-    autocast = setup.precision.endswith("-mixed") and (setup.kind in ("single", "ddp") or _is_unsharded(setup))
+    wider = setup.gathered_bytes > setup.compute_bytes if _sharded(setup) else setup.kind != "deepspeed"
+    autocast = setup.precision.endswith("-mixed") and wider
     if not autocast or setup.matrix_bytes is not None:
         return 0, 0
     cost = setup.cost
@@ -309,7 +310,7 @@ def _sharded(setup: Setup) -> bool:
 
 def _unsharded(setup: Setup, parameters: float) -> float:
     """Return bytes of a unit's gathered weights."""
-    return setup.compute_bytes * parameters if _sharded(setup) else 0
+    return setup.gathered_bytes * parameters if _sharded(setup) else 0
 
 
 def _last_unit(setup: Setup, part: Part) -> float:
@@ -319,7 +320,7 @@ def _last_unit(setup: Setup, part: Part) -> float:
 
 def _unit(setup: Setup, parameters: float) -> float:
     """Return bytes of a unit's unsharded gradients and of the fp32 buffer in which they are reduced."""
-    return (setup.compute_bytes + 4) * parameters if _sharded(setup) else 0
+    return (setup.gathered_bytes + 4) * parameters if _sharded(setup) else 0
 
 
 def _ahead(setup: Setup, part: Part) -> float:
@@ -329,7 +330,7 @@ def _ahead(setup: Setup, part: Part) -> float:
     if setup.kind == "deepspeed":
         return setup.compute_bytes * max(0, min(part.total, DEEPSPEED_KEPT) - _last_unit(setup, part))
     ends = part.first + part.last - _last_unit(setup, part)
-    return max(0, _held(setup, part, blocks=part.blocks, ends=ends, each=setup.compute_bytes, gathered=True))
+    return max(0, _held(setup, part, blocks=part.blocks, ends=ends, each=setup.gathered_bytes, gathered=True))
 
 
 def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
@@ -342,7 +343,7 @@ def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
     unit = min(part.blocks, blocks) * part.gathered
     whole = part.blocks if not setup.reshard else 2 * min(part.blocks, blocks)
     ends = part.first + part.last if not setup.reshard else 0
-    gathered = _held(setup, part, blocks=whole, ends=ends, each=setup.compute_bytes, gathered=True)
+    gathered = _held(setup, part, blocks=whole, ends=ends, each=setup.gathered_bytes, gathered=True)
     trained = unit if setup.adapters is None else min(part.blocks, blocks) * setup.adapted
     return gathered, 2 * _unit(setup, trained)
 
@@ -357,7 +358,7 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
     if not cost.chunked_loss:
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
-    copy = 0 if _sharded(setup) or c == 4 else c * matrix  # of the weight
+    copy = 0 if c == 4 or (_sharded(setup) and setup.gathered_bytes == c) else c * matrix  # of the weight
     if setup.adapters is not None:  # the head has no gradient
         return (c + 4) * chunk + copy + positions * cost.width * c, 3 * positions * cost.width * c
     workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c

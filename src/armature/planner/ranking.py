@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune.check import LORA
-from armature.layout import Layout
+from armature.layout import STRATEGIES, Layout
 from armature.planner import layouts, memory, seconds
 from armature.planner.auto import HEADROOM, WIDE_BLOCK
 from armature.planner.devices import Device
@@ -33,6 +33,7 @@ class Candidate:
         refused: why it cannot run at all, or None; the other predictions are then of no use.
         words: what to type for it, beside the user's own overrides.
         simulated: whether peak and seconds are the simulator's, else the formulas'.
+        cfg: the run under this layout, of which remedies are checked; None: they are not.
     """
 
     choice: Choice
@@ -45,6 +46,7 @@ class Candidate:
     words: str
     refused: str | None = None
     simulated: bool = False
+    cfg: DictConfig | None = None
 
     @property
     def fits(self) -> bool:
@@ -94,7 +96,7 @@ def counts(device: Device, *, devices: int | None, num_nodes: int | None) -> lis
 
 
 def _pair(device: Device, count: int) -> tuple[int, int]:
-    """Return devices per machine and machines of `count` devices."""
+    """Return devices per machine and machines of at least `count` devices: several machines are whole."""
     most = device.devices_per_machine
     return min(count, most), -(-count // most)
 
@@ -165,7 +167,7 @@ def _best(
     ]
     best = min(candidates, key=_variant_order)
     refusals = layouts.refusals(cfg)
-    return replace(best, refused=refusals[0]) if refusals else best
+    return replace(best, refused=refusals[0] if refusals else None, cfg=cfg)
 
 
 def _variant_order(each: Candidate) -> tuple[int, float, float, float]:
@@ -220,9 +222,22 @@ def remedies(each: Candidate, device: Device) -> dict[str, float]:
         if found and "strategy.tensor=" in words:  # the others change less
             continue
         contains = any(set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found)
-        if not contains and (needed := memory.peak(changed).total_bytes) <= device.memory_bytes:
+        needed = memory.peak(changed).total_bytes
+        if not contains and needed <= device.memory_bytes and not _refused(each.cfg, changed):
             found[words] = needed
     return found
+
+
+def _refused(cfg: DictConfig | None, setup: Setup) -> bool:
+    """Return whether the run cannot be as `setup` says. Of DeepSpeed, `text` says which optimizer it takes."""
+    if cfg is None or setup.kind != "mesh":
+        return False
+    changed = cfg.copy()
+    options = {**setup.axes, "expert": setup.expert, "cpu_offload": setup.offload, "microbatches": setup.microbatches}
+    options |= {"activation_checkpointing": setup.recompute, "_target_": STRATEGIES["mesh"]}
+    changed.strategy = {**cfg.strategy, **options}
+    changed.data.micro_batch_size = setup.micro
+    return bool(layouts.refusals(changed))
 
 
 def _smaller(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
@@ -292,7 +307,8 @@ def devices_needed(cfg: DictConfig, device: Device, *, fixed: Fixed, most: int =
     """Return the fewest devices on which some layout fits, among powers of two; None if more than `most` are needed."""
     count = 1
     while count <= most:
-        if any(each.fits for each in rank(cfg, device, [_pair(device, count)], fixed=fixed)[0]):
-            return count
+        devices, num_nodes = _pair(device, count)
+        if any(each.fits for each in rank(cfg, device, [(devices, num_nodes)], fixed=fixed)[0]):
+            return devices * num_nodes
         count *= 2
     return None

@@ -143,7 +143,7 @@ def _communication(setup: Setup, device: Device) -> float:
 
 def _weights(setup: Setup, device: Device) -> float:
     """Return seconds in which weights are gathered and gradients scattered: with an expert axis, the rank's experts."""
-    cost, axes, low, steps = setup.cost, setup.axes, setup.compute_bytes, setup.accumulate
+    cost, axes, low, steps = setup.cost, setup.axes, setup.gathered_bytes, setup.accumulate
     gathers = steps * (2 if setup.reshard else 1)
     experts = cost.blocks * cost.experts if setup.expert > 1 else 0
     others = cost.parameters - experts

@@ -77,6 +77,7 @@ class Setup:
     expert_load: float = 1.0
     averaged: bool = False
     separate_buckets: bool = False
+    param_dtype: str | None = None
 
     @property
     def adapted(self) -> int:
@@ -99,6 +100,15 @@ class Setup:
     def compute_bytes(self) -> int:
         """Bytes of an element that matrix products take."""
         return int(self.precision[:2]) // 8 if self.precision.startswith(("32", "64")) else 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of an element of gathered weights. With fp16 a mesh gathers fp32, of which autocast makes copies."""
+        if self.kind != "mesh":
+            return self.compute_bytes
+        if self.param_dtype is not None:
+            return {"float64": 8, "float32": 4}.get(self.param_dtype, 2)
+        return 2 if self.precision == "bf16-mixed" else self.weight_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -195,6 +205,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
         adapters=_adapters(adapter) if adapter else None, expert=expert, averaged=_averages(cfg),
         separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
+        param_dtype=options.get("param_dtype"),
     )  # fmt: skip
 
 

@@ -265,9 +265,10 @@ def _report(
 
 
 def _compute_type(precision: str) -> torch.dtype:
+    """Return the type of the matrix products, whose rate MFU is a share of: V100 and T4 have none of bf16."""
     if precision.startswith("64"):
         return torch.float64
-    return torch.bfloat16 if "16" in precision else torch.float32
+    return torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
 
 
 def _assumptions(meter: Meter) -> list[str]:

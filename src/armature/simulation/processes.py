@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import hardware
 from armature.errors import ConfigError
+from armature.finetune import check as pretrained
 from armature.planner.devices import Device
-from armature.simulation import fake_cuda
+from armature.simulation import fake_cuda, settings
 from armature.simulation.report import Report, extrapolated
 
 LAUNCHERS = (
@@ -102,17 +103,13 @@ def simulate_all(requests: Sequence[Request]) -> list[Report | ConfigError | Sim
             results.append(found[0])  # pyright: ignore[reportArgumentType]
         else:
             small, large = found
-            depth = request.cfg.model.layers
+            depth = pretrained.fill(request.cfg).model.layers
             results.append(extrapolated(small, large, depths=request.depths, depth=depth))  # pyright: ignore[reportArgumentType]
     return results
 
 
 def _job(request: Request, layers: int | None) -> dict[str, Any]:
-    cfg = OmegaConf.create(OmegaConf.to_container(request.cfg, resolve=False))
-    if layers is not None:
-        if not isinstance(OmegaConf.select(cfg, "model.layers"), int):
-            raise ConfigError("--depths: the model has no number of layers (model.layers). Leave out --depths.")
-        cfg.model.layers = layers
+    cfg = request.cfg if layers is None else settings.of_depth(request.cfg, layers)
     device = {**dataclasses.asdict(request.device), "peak_flops": dict(request.device.peak_flops)}
     return {
         "cfg": OmegaConf.to_container(cfg, resolve=False), "rank": request.rank, "device": device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from unittest.mock import patch
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from armature import hardware
 from armature.errors import ConfigError
@@ -43,12 +43,32 @@ def experts_travel(layout: Layout) -> bool:
     return layout.kind == "mesh" and layout.options.get("expert", 1) > 1
 
 
+def of_depth(cfg: DictConfig, layers: int) -> DictConfig:
+    """Return the configuration of a model of so many layers, the first ones of `model.windows`.
+
+    Raises ConfigError if it has no number of layers.
+    """
+    cfg = pretrained.fill(cfg).copy()
+    forget_folder(cfg)  # which has another number of layers
+    if not isinstance(OmegaConf.select(cfg, "model.layers"), int):
+        raise ConfigError("--depths: the model has no number of layers (model.layers). Leave out --depths.")
+    cfg.model.layers = layers
+    if isinstance(windows := cfg.model.get("windows"), ListConfig):
+        cfg.model.windows = windows[:layers]
+    return cfg
+
+
+def forget_folder(cfg: DictConfig) -> None:
+    """Leave out `model.pretrained`: sizes are in the configuration, and weights have no part in a step's cost."""
+    if OmegaConf.select(cfg, "model.pretrained") is not None:
+        cfg.data = OmegaConf.create(OmegaConf.to_container(cfg.data, resolve=True))  # it may name the folder
+        cfg.model.pretrained = None
+
+
 def simplify(cfg: DictConfig, *, root: str) -> list[str]:
     """Leave out what has no part in a step; return what of it changes the result. `root`: of the run directory."""
     cfg.run.root, cfg.run.name, cfg.resume = root, "run", "never"
-    if OmegaConf.select(cfg, "model.pretrained") is not None:
-        cfg.data = OmegaConf.create(OmegaConf.to_container(cfg.data, resolve=True))  # it may name the folder
-        cfg.model.pretrained = None  # its sizes are in the configuration, and weights have no part in a step's cost
+    forget_folder(cfg)
     cfg.logger, cfg.trainer.profile, cfg.checkpoint.root, cfg.run.report = {}, False, None, False
     notes = []
     if OmegaConf.select(cfg, "strategy.compile", default="none") != "none":

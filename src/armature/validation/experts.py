@@ -56,10 +56,11 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"strategy.cpu_offload=true with {_axes(expert, layout)} has not been tried for a mixture of experts. Type "
             "strategy.cpu_offload=false, or strategy=fsdp."
         )
-    if meshed and options["reduce_dtype"] == "float16":
+    key, reduced = _reduced(cfg, options) if meshed else ("", "float32")
+    if reduced not in ("float32", "bfloat16"):
         found.append(
-            f"strategy.reduce_dtype=float16 with {_axes(expert, layout)} would divide the gradients of experts twice. "
-            "Type strategy.reduce_dtype=float32, or strategy.reduce_dtype=bfloat16."
+            f"{key} with {_axes(expert, layout)} would reduce gradients in {reduced} and divide those of experts "
+            "twice. Type strategy.reduce_dtype=float32, or strategy.reduce_dtype=bfloat16."
         )
     if expert > 1 and options["compile"] != "none" and cfg["trainer"]["accelerator"] != "cpu":
         found.append(
@@ -72,6 +73,18 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "Type strategy.float8=false."
         )
     return found
+
+
+def _reduced(cfg: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what decides the type in which gradients are reduced, and the type. torch divides most of them itself."""
+    precision = cfg["trainer"]["precision"]
+    for key in ("reduce_dtype", "param_dtype"):
+        if options[key] is not None:
+            return f"strategy.{key}={options[key]}", options[key]
+        if str(precision).startswith("bf16"):
+            break
+    own = {"16-true": "float16", "64-true": "float64"}
+    return f"trainer.precision={precision}", own.get(precision, "float32")
 
 
 def _axes(expert: int, layout: Layout) -> str:

@@ -17,6 +17,7 @@ from armature import hardware
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
+from armature.models.plan import Plan
 from armature.parallel.split import SCHEDULES
 from armature.validation import experts, lightning_callbacks, quantization, signatures
 
@@ -211,13 +212,13 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"strategy.tensor={tensor} does not divide model.{name}={value}. Type strategy.tensor={nearest}, "
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
-    sequence = cfg["model"].get(plan.sequence) if plan.sequence else None
     shards = experts.shards_sequence(cfg, layout)
-    if shards and isinstance(sequence, int) and sequence % tensor:
-        problems.append(
-            f"strategy.tensor={tensor} does not divide model.{plan.sequence}={sequence}, so its positions cannot be "
-            "sharded. Type strategy.sequence_parallel=false, or another length."
-        )
+    for key, length in _lengths(cfg, plan, "context").items():
+        if shards and length % tensor:
+            problems.append(
+                f"strategy.tensor={tensor} does not divide {key}={length}, so its positions cannot be sharded. Type "
+                f"strategy.sequence_parallel=false, or {key}={-(-length // tensor) * tensor}."
+            )
     multiple = cfg["data"].get("multiple")  # of rows that are padded
     of_pairs = multiple is not None and signatures.class_attribute(cfg["data"]["_target_"], "gives") == "pairs"
     if shards and of_pairs and isinstance(multiple, int) and multiple % tensor:
@@ -250,18 +251,23 @@ def _context(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         )
     shards = tensor > 1 and experts.shards_sequence(cfg, layout)
     parts = context * (tensor if shards else 1)
-    lengths = {f"model.{plan.sequence}": model.get(plan.sequence) if plan.sequence else None}
-    lengths |= {f"data.{key}": cfg["data"].get(key) for key in ("context", "multiple")}
-    lengths = {key: length for key, length in lengths.items() if isinstance(length, int)}
-    if "data.context" in lengths:  # samples may be shorter than the model allows
-        lengths = {key: length for key, length in lengths.items() if not key.startswith("model.")}
-    for key, length in lengths.items():
+    for key, length in _lengths(cfg, plan, "context", "multiple").items():
         if length % parts:
             ranks = f"strategy.context={context}" + (f" × strategy.tensor={tensor}" if shards else "")
             problems.append(
                 f"{ranks} does not divide the positions of {key}={length}. Type {key}={-(-length // parts) * parts}."
             )
     return problems
+
+
+def _lengths(cfg: Mapping[str, Any], plan: Plan, *of_data: str) -> dict[str, int]:
+    """Return what decides how many positions a sample has, by its key: the data, else the model."""
+    lengths = {f"model.{plan.sequence}": cfg["model"].get(plan.sequence) if plan.sequence else None}
+    lengths |= {f"data.{key}": cfg["data"].get(key) for key in of_data}
+    lengths = {key: length for key, length in lengths.items() if isinstance(length, int)}
+    if "data.context" in lengths:  # samples may be shorter than the model allows
+        lengths = {key: length for key, length in lengths.items() if not key.startswith("model.")}
+    return lengths
 
 
 def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
