@@ -54,6 +54,8 @@ def check(
     values.hide_secrets(cfg)
     if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
+    if problems := lightning_parts.misplaced_problems(cfg):
+        raise ConfigError(problems)
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
