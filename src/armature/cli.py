@@ -177,18 +177,33 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
 
 def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
     _composed.set()
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         return task(cfg)
     except ConfigError as error:
-        refuse(error.problems)
+        if not sweep or not _is_of_a_grid(cfg):
+            refuse(error.problems)
+        # of these values only: the other trials run
+        text = f"trial {HydraConfig.get().job.num} was refused: {_text_of(error.problems)}"
+        print(masked(text), file=sys.stderr)
+        raise RunFailed(text) from error
     except RunFailed as error:
-        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if error.exit_code == 1 and sweep:
             raise
         if sweep and error.run_name is not None:
             error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _is_of_a_grid(cfg: DictConfig) -> bool:
+    """Return False for a trial of a search, which records what is refused, and in a directory of other values."""
+    from armature.sweeps import trials
+
+    hydra = HydraConfig.get()
+    folder = Path(cfg.run.root) / _sweep_name(cfg) / str(hydra.job.num)
+    is_search = str(hydra.sweeper._target_).startswith("hydra_plugins.armature_")
+    return not is_search and (not trials.has_begun(folder) or trials.newest_start(folder) == overrides())
 
 
 @contextmanager
@@ -211,10 +226,13 @@ def checking() -> Iterator[None]:
 
 
 def refuse(problems: list[str]) -> NoReturn:
-    problems = [masked(problem) for problem in problems]
-    head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
-    print("\n".join([head, *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
+    print(masked(_text_of(problems)), file=sys.stderr)
     sys.exit(EXIT_CONFIG)
+
+
+def _text_of(problems: list[str]) -> str:
+    head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
+    return "\n".join([head, *(f"  - {problem}" for problem in problems)])
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:

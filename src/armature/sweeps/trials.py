@@ -51,7 +51,7 @@ class Sweep:
 
 def read(folder: Path) -> Sweep | None:
     """Return the sweep in a directory, or None if no trial has begun."""
-    found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and _has_begun(path))
+    found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and has_begun(path))
     trials, monitor, mode = [], "", "min"
     for number in found:
         path = folder / str(number)
@@ -74,14 +74,17 @@ def read(folder: Path) -> Sweep | None:
     return Sweep(folder, monitor, mode, differ, tuple(trials))
 
 
-def _has_begun(path: Path) -> bool:
+def has_begun(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "overrides.txt").is_file()
 
 
-def _typed(path: Path) -> dict[str, str]:
+def newest_start(path: Path) -> list[str]:
     """Return the overrides of the newest start; each start appends its own."""
-    lines = (path / "overrides.txt").read_text(encoding="utf-8", errors="replace").split("\n\n")[-1].splitlines()
-    pairs = (line.partition("=") for line in lines)
+    return (path / "overrides.txt").read_text(encoding="utf-8", errors="replace").split("\n\n")[-1].splitlines()
+
+
+def _typed(path: Path) -> dict[str, str]:
+    pairs = (line.partition("=") for line in newest_start(path))
     return {key.lstrip("+"): value for key, _, value in pairs if not key.lstrip("+").startswith(OWN)}
 
 

@@ -4,6 +4,7 @@ Hydra stops at the first mistake. On this path alone, each override is tried by 
 """
 
 import difflib
+import math
 import re
 import time
 import warnings
@@ -15,6 +16,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -100,11 +102,27 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
+    return fixed, _grid(hydra, parsed, parser), str(hydra.launcher._target_).endswith("BasicLauncher")
+
+
+def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) -> list[list[str]]:
+    """Return the values of each key that a grid varies, typed or in `hydra.sweeper.params`."""
     given = {override.key_or_group for override in parsed}
     lines = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given]
     swept = [override for override in [*parsed, *parser.parse_overrides(lines)] if override.is_sweep_override()]
     values = [[f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()] for each in swept]
-    return fixed, [of_one for of_one in values if of_one], str(hydra.launcher._target_).endswith("BasicLauncher")
+    return [of_one for of_one in values if of_one]
+
+
+def count_trials(hydra: DictConfig) -> int | None:
+    """Return how many trials a sweep has, or None if only its sweeper knows. Called while Hydra runs."""
+    if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
+        return int(hydra.sweeper.trials)
+    if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
+        return None
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    typed = [str(each) for each in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()]
+    return math.prod(map(len, _grid(hydra, parser.parse_overrides(typed), parser)))
 
 
 def _try(overrides: list[str]) -> Exception | None:
