@@ -103,8 +103,8 @@ def make(folder: Path, number: int, metric: float | None, **values: object) -> N
     trial = folder / str(number)
     trial.mkdir(parents=True)
     cfg = cli.compose(["experiment=example"])
-    config_text = yaml.safe_dump({"checkpoint": {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}})
-    (trial / "config.yaml").write_text(config_text)
+    policy = {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}
+    (trial / "config.yaml").write_text(yaml.safe_dump({"checkpoint": policy}))
     (trial / "overrides.txt").write_text("seed=9\n\n" + "".join(f"{key}={value}\n" for key, value in values.items()))
     if metric is not None:
         found = f'{{"stop_reason": "finished", "global_step": 8, "best_score": {metric}, "metrics": {{}}}}'
@@ -157,6 +157,18 @@ def test_the_end_of_a_sweep_prints_the_table(grid, capsys):
     assert "importance: optimizer.lr 98%, seed 2%" in printed
     assert f"best: {grid / '3'}" in printed
     assert [row["trial"] for row in ranks(grid)] == ["3", "2", "1", "0", "10"]
+
+
+def test_trials_with_different_metrics_are_not_ranked(grid):
+    (grid / "1" / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}}))
+    sweep = trials.read(grid)
+    assert sweep is not None
+    assert "not ranked, since checkpoint.monitor differs: val/accuracy (max), val/loss (min)" in sweep.headline
+    _, first, second, *_ = trials.table(sweep)
+    assert first[:3] == ["–", "0", "0.8 val/accuracy"]
+    assert second[:3] == ["–", "1", "0.81 val/loss"]
+    assert trials.importance(sweep) == {}
+    assert "by value" not in report.html(sweep, {})
 
 
 # ---------------------------------------------------------------- trials that are refused

@@ -53,7 +53,7 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     """
     from armature.sweeps import report, trials
 
-    sweep = trials.read(folder) if folder.is_dir() else None
+    sweep = trials.read(folder, asked=asked) if folder.is_dir() else None
     if sweep is None:
         return
     rows, shares = trials.table(sweep), trials.importance(sweep)
@@ -61,8 +61,7 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     csv.writer(text, lineterminator="\n").writerows(rows)
     files.replace(folder / "trials.csv", text.getvalue())
     files.replace(folder / "report.html", report.html(sweep, shares))
-    done = f"{sweep.finished} of {max(asked or 0, len(sweep.trials))} trials finished"
-    lines = [f"\n{folder}: {done}; {sweep.monitor}, {sweep.order} first"]
+    lines = [f"\n{folder}: {sweep.headline}"]
     lines += columns.aligned(rows[: MOST_ROWS + 1])
     if len(rows) > MOST_ROWS + 1:
         lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
