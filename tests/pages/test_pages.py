@@ -181,3 +181,27 @@ def test_the_best_of_each_metric_is_bold_and_differences_are_listed(tmp_path):
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
     runs = compare.named_apart([history.read(write(tmp_path / name, name="same")) for name in ("a", "b")])
     assert [run.name for run in runs] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_values_under_a_modules_own_names_are_shown(tmp_path):
+    """`val_loss` is what Lightning's own documentation logs."""
+    path = write(tmp_path / "mine", config="")
+    for file, old, new in (("metrics.csv", "val/loss,val/accuracy", "val_loss,score"), ("config.yaml", "val/", "val_")):
+        (path / file).write_text((path / file).read_text().replace(old, new))
+    runs = [history.read(path), history.read(write(tmp_path / "other", name="other"))]
+    page = report.make(path)
+    assert 'aria-label="score"' in page
+    assert ">val_loss</text>" in page  # with the training loss, in one chart
+    assert 'aria-label="val_loss"' in compare.make(runs)
+    assert compare.results(runs)["val_loss"] == [min(runs[0].curve("val_loss")[1]), None]
+
+
+def test_columns_that_are_left_out_are_counted(tmp_path):
+    path = write(tmp_path / "mine")
+    head, *rows = (path / "metrics.csv").read_text().splitlines()
+    names = [f"device/{i}" for i in range(30)]
+    table = [",".join([head, *names]), *(",".join([row, *("1" for _ in names)]) for row in rows)]
+    (path / "metrics.csv").write_text("\n".join(table) + "\n")
+    for page in (report.make(path), compare.make([history.read(path)])):
+        assert page.count('aria-label="device/') == 2 * 24  # linear and logarithmic
+        assert "6 more in metrics.csv" in page

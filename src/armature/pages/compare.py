@@ -22,9 +22,12 @@ IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 def make(runs: Sequence[History]) -> str:
     """Return a page that compares runs."""
     runs = named_apart(runs)
-    names = [name for name in _columns(runs) if name.startswith(("train/", "val/"))]
-    first = [name for name in ("train/loss", "val/loss", "val/accuracy") if name in names]
-    drawn = [curves.metric(runs, name) for name in [*first, *(name for name in names if name not in first)]]
+    names = [name for name in _values(runs) if not name.startswith("test")]
+    usual = ("train/loss", "val/loss", "val/accuracy")
+    first = [*(name for name in usual if name in names), *(name for name in names if _is_of_validation(name, runs))]
+    others, left = curves.some(name for name in names if name not in first)
+    drawn = [curves.metric(runs, name) for name in dict.fromkeys([*first, *others])]
+    drawn[-1:] = [replace(each, note=left) for each in drawn[-1:]]
     speed = [curves.metric(runs, name, window=1) for name in ("lr", rate(runs)) if any(r.curve(name)[0] for r in runs)]
     body = [
         f"<h1>{len(runs)} runs</h1>",
@@ -55,8 +58,12 @@ def rate(runs: Sequence[History]) -> str:
     return "tokens_per_second" if any(run.curve("tokens_per_second")[0] for run in runs) else "samples_per_second"
 
 
-def _columns(runs: Sequence[History]) -> list[str]:
-    return [*dict.fromkeys(name for run in runs for name in run.metrics)]
+def _values(runs: Sequence[History]) -> list[str]:
+    return [*dict.fromkeys(name for run in runs for name in run.values)]
+
+
+def _is_of_validation(name: str, runs: Sequence[History]) -> bool:
+    return any(run.is_of_validation(name) for run in runs)
 
 
 def _swatch(i: int) -> str:
@@ -66,9 +73,11 @@ def _swatch(i: int) -> str:
 def results(runs: Sequence[History]) -> dict[str, list[float | None]]:
     """Return by name each run's value: the last of a training metric, the best of a validation metric, totals."""
     found: dict[str, list[float | None]] = {"optimizer steps": [_last(run, "step") for run in runs]}
-    for name in _columns(runs):
-        if name.startswith(("train/loss", "val/", "test/")):
-            found[name] = [_value(run, name, goal(name, runs)) for run in runs]
+    for name in _values(runs):
+        of_validation = _is_of_validation(name, runs)
+        if of_validation or name.startswith(("train/loss", "train_loss", "test/", "test_")):
+            aim = goal(name, runs) if of_validation else None
+            found[name] = [_value(run, name, aim) for run in runs]
     found[rate(runs).replace("_", " ")] = [_total(run, rate(runs)) for run in runs]
     found["seconds of the newest start"] = [_total(run, "seconds") for run in runs]
     found["peak memory, GiB"] = [_gib(_total(run, "peak_memory_bytes")) for run in runs]
@@ -83,7 +92,7 @@ def _last(run: History, name: str) -> float | None:
 def _value(run: History, name: str, aim: str | None) -> float | None:
     _, ys = run.curve(name)
     finite = [y for y in ys if y - y == 0]
-    if not ys or not name.startswith("val/") or aim is None or not finite:
+    if not ys or aim is None or not finite:
         return ys[-1] if ys else None
     return max(finite) if aim == "max" else min(finite)
 
