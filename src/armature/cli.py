@@ -31,7 +31,7 @@ from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys, usage
-from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
+from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
@@ -62,29 +62,32 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     if arguments.help:
         print(usage.text(config_dir))
         return
-    default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
+    default_config = not (arguments.config_name or arguments.config_path)
     folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
-    one_mode = not (arguments.config_name or arguments.config_path or any(map(_sets_mode, folders)))
+    one_mode = default_config and not any(map(_sets_mode, folders))
+    typed = [*([searching(arguments.config_dir)] if arguments.config_dir else []), *arguments.overrides]
     if problems := foreign_keys.ineffective(arguments.overrides):
         refuse(problems)
     try:
         with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config
-            if sweep and check is not None and (problems := explain_sweep(arguments.overrides, config_dir, check)):
+            if sweep and check is not None and (problems := explain_sweep(typed, config_dir, check)):
                 refuse(problems)
             if arguments.multirun:
                 environment.share_sources()
             with concluding():
                 main()
     except CONFIG_ERRORS as error:
-        refuse(_explained(error, arguments, config_dir))
+        if _composed.is_set() and not arguments.multirun:  # the overrides are sound
+            refuse([plain_text(error)])
+        refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
         if _composed.is_set():  # training had begun: this is no mistake in the command
             raise
-        refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
+        refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
 
@@ -94,12 +97,6 @@ def _load_env(file: Path) -> None:
         load_dotenv(file)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL
         refuse([f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it readable, or remove it."])
-
-
-def _explained(error: Exception, arguments: argparse.Namespace, config_dir: Path) -> list[str]:
-    if _composed.is_set() and not arguments.multirun:
-        return [plain_text(error)]  # the overrides are sound, options of a --config-dir included
-    return explain(error, arguments.overrides, config_dir, sweep=arguments.multirun)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def test_what_an_answer_says_to_type_is_a_key_here():
     from armature.validation import compose as module
 
     with module._hydra(CONFIGS):
-        groups = module._groups(CONFIGS)
+        groups = module._groups([CONFIGS])
         known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():
             for typed, value in re.findall(r"(?<![\w./+])\+?([a-z_]+(?:\.[a-z_]+)*)=([\w.-]*)", sentence):

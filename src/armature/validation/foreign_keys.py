@@ -109,6 +109,9 @@ FOREIGN: dict[str, str] = {
     "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
     "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
     "paths.data_dir": "Type data=text data.path={value}, or the key of your own data module",
+    "${tags}": "Write ${run.tags}",
+    "${task_name}": "Write ${run.name}",
+    "${paths.*}": "Write the path itself: a relative one begins where the command is typed",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
     "extras": "Leave it out. Add --cfg job to print the configuration, or type run.tags=[…]",
     "extras.print_config": "Add --cfg job to the command: it prints the configuration and ends",
@@ -233,6 +236,12 @@ def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,))
     for name, text in {"{value}": value, "{items}": ",".join(items), "{count}": str(len(items))}.items():
         found = found.replace(name, text)
     return found.rstrip("….") + "."
+
+
+def remedy_of_reference(name: str) -> str | None:
+    """Return what to write instead of a reference to a key that does not exist, or None."""
+    found = next((FOREIGN[key] for key in (f"${{{name}}}", f"${{{name.split('.')[0]}.*}}") if key in FOREIGN), None)
+    return f"{found}." if found is not None else remedy(name)
 
 
 def ineffective(overrides: list[str]) -> list[str]:
