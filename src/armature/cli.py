@@ -65,7 +65,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     default_config = not (arguments.config_name or arguments.config_path)
     folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
     one_mode = default_config and not any(map(_sets_mode, folders))
-    typed = [*([searching(arguments.config_dir)] if arguments.config_dir else []), *arguments.overrides]
+    typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     if problems := foreign_keys.ineffective(arguments.overrides):
         refuse(problems)
     try:
