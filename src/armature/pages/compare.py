@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,12 @@ from armature.pages.history import History
 from armature.pages.page import charts, number, page, plain_charts, shown, table
 
 MISSING = "–"
-LOWER = ("loss", "perplexity", "bits_per_byte", "error", "seconds", "memory", "mse", "mae", "nll")
-HIGHER = ("accuracy", "per_second", "mfu", "auroc", "f1", "score", "precision", "recall", "r2")
+# words of a metric's name; LOWER's count where both occur
+LOWER = (
+    "loss", "perplexity", "ppl", "bits_per_byte", "error", "err", "seconds", "memory", "mse", "rmse", "mae", "nll",
+    "brier", "fid", "wer", "cer",
+)  # fmt: skip
+HIGHER = ("accuracy", "acc", "per_second", "mfu", "auroc", "auc", "f1", "precision", "recall", "r2")
 IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 
 
@@ -111,10 +116,11 @@ def goal(name: str, runs: Sequence[History]) -> str | None:
     for run in runs:
         if run.config.get("checkpoint.monitor") == name:
             return str(run.config.get("checkpoint.mode"))
-    word = name.replace(" ", "_").lower()
-    if any(part in word for part in HIGHER):
-        return "max"
-    return "min" if any(part in word for part in LOWER) else None
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    both = f"_{'_'.join(words)}_{'_'.join(word.rstrip('0123456789') for word in words)}_"  # f1, and error of error2
+    if any(f"_{each}_" in both for each in LOWER):
+        return "min"
+    return "max" if any(f"_{each}_" in both for each in HIGHER) else None
 
 
 def best(name: str, values: Sequence[float | None], runs: Sequence[History]) -> set[int]:
@@ -144,9 +150,16 @@ def _figure(name: str, value: float) -> str:
 def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     """Return the keys whose values differ among the runs, with each run's value; MISSING where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in IGNORED)
-    found = {key: [shown(run.config[key]) if key in run.config else MISSING for run in runs] for key in keys}
+    found = {key: _apart([run.config.get(key, MISSING) for run in runs]) for key in keys}
     commits = [str(run.starts[-1].get("commit") or MISSING)[:12] if run.starts else MISSING for run in runs]
     return {key: values for key, values in {"commit": commits, **found}.items() if len(set(values)) > 1}
+
+
+def _apart(values: list[Any]) -> list[str]:
+    """Return how the values are shown: in all their digits, if fewer would make different ones the same."""
+    short = [shown(value) for value in values]
+    whole = [repr(value) if isinstance(value, float) else each for value, each in zip(values, short, strict=True)]
+    return whole if len(set(whole)) > len(set(short)) else short
 
 
 def _configurations(runs: Sequence[History]) -> list[str]:

@@ -37,8 +37,9 @@ def curve(
     """Return the lines of a curve: one, or the raw values and their mean."""
     if not xs:
         return []
-    window = max(1, len(ys) // WINDOW_SHARE) if window is None and len(ys) >= SMOOTHED else (window or 1)
-    if window <= 2:
+    if window is None:
+        window = len(ys) // WINDOW_SHARE if len(ys) >= SMOOTHED and len(ys) // WINDOW_SHARE > 2 else 1
+    if window == 1:
         return [Line(xs=xs, ys=ys, label=label, color=color, dots=len(xs) <= 40)]
     raw = Line(xs=xs, ys=ys, color=color, width=1.0, opacity=0.3)
     return [raw, Line(xs=xs, ys=smooth(ys, window), label=label, color=color)]

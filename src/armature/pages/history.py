@@ -195,6 +195,20 @@ def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
     return OmegaConf.to_container(merged, resolve=False)  # pyright: ignore[reportReturnType]
 
 
+def decided(path: Path, usual: dict[str, Any]) -> set[str]:
+    """Return the keys whose default is auto, if neither the run's overrides nor its experiment's file sets them."""
+    overrides = path / "overrides.txt"
+    lines = overrides.read_text(encoding="utf-8", errors="replace").splitlines() if overrides.is_file() else []
+    typed = dict(line.lstrip("+").partition("=")[::2] for line in lines)
+    try:
+        for group in ("experiment", "debug"):
+            if name := typed.get(group):
+                typed |= dict(flat(_composed(CONFIGS, name, group=group)))
+    except Exception:  # a file that is not here any more, or of another folder: nothing is known of it
+        return set()
+    return {key for key, value in usual.items() if value == "auto" and key not in typed}
+
+
 def changed(config: dict[str, Any], usual: dict[str, Any]) -> set[str]:
     """Return the keys whose value differs from the default one, or that have none."""
     if not usual:
