@@ -84,7 +84,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "test=False": "Type trainer.test_at_end=False.",
     "paths.output_dir=/out": "Type run.root=",
     "extras.print_config=False": "Add --cfg job",
-    "hparams_search=mnist_optuna": "-m sweep=lr",
+    "hparams_search=mnist_optuna": "-m sweep=optuna",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "callbacks.model_checkpoint.monitor=val/acc": "Type checkpoint.monitor=val/acc.",
     # a hint never names the opposite

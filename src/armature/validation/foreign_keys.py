@@ -16,7 +16,7 @@ _ALL_GPUS = "Type trainer.devices=auto"
 _CHOSEN_GPUS = "Set CUDA_VISIBLE_DEVICES={items} before the command and type trainer.devices={count}"
 _CHECKPOINTS = "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
-_MICRO_BATCH = "Type data.micro_batch_size=…: it does not change the result. Halve it until it fits"
+_MICRO_BATCH = "Type data.micro_batch_size=auto: the largest that fits. It does not change the result"
 _LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
 _DDP = "Type strategy=ddp trainer.devices=N"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
@@ -120,7 +120,7 @@ FOREIGN: dict[str, str] = {
     "extras.*": "Add --cfg job to print the configuration, or type run.tags=[…]",
     "print_config": "Add --cfg job to the command: it prints the configuration and ends",
     "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
-    "hparams_search": "Type -m sweep=lr, or several values, such as -m optimizer.lr=1e-3,3e-3",
+    "hparams_search": "Type -m sweep=optuna, and copy configs/sweep/optuna.yaml for values of your own",
     "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where outputs go",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 REFUSED_CALLBACKS = {
     "LearningRateFinder": "it trains before the run does. Type -m sweep=lr: one trial per learning rate",
     "BatchSizeFinder": (
-        "it trains before the run does. Type data.micro_batch_size=…: it does not change the result. Halve it until it "
-        "fits"
+        "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It does not change the "
+        "result"
     ),
     "GradientAccumulationScheduler": (
         "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every step. Type both"
