@@ -78,9 +78,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
             with concluding():
                 main()
     except CONFIG_ERRORS as error:
-        if _composed.is_set() and not arguments.multirun:  # the overrides are sound
-            refuse([plain_text(error)])
-        refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
+        refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
@@ -97,6 +95,12 @@ def _load_env(file: Path) -> None:
         load_dotenv(file)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL
         refuse([f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it readable, or remove it."])
+
+
+def _explained(error: Exception, typed: list[str], config_dir: Path, *, sweep: bool) -> list[str]:
+    if _composed.is_set() and not sweep:
+        return [plain_text(error)]  # the overrides are sound
+    return explain(error, typed, config_dir, sweep=sweep)
 
 
 @contextmanager

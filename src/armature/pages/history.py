@@ -199,7 +199,7 @@ def decided(path: Path, usual: dict[str, Any]) -> set[str]:
     """Return the keys whose default is auto, if neither the run's overrides nor its experiment's file sets them."""
     overrides = path / "overrides.txt"
     lines = overrides.read_text(encoding="utf-8", errors="replace").splitlines() if overrides.is_file() else []
-    typed = dict(line.lstrip("+").partition("=")[::2] for line in lines)
+    typed: dict[str, Any] = {key: value for key, _, value in (line.lstrip("+").partition("=") for line in lines)}
     try:
         for group in ("experiment", "debug"):
             if name := typed.get(group):
