@@ -22,8 +22,8 @@ TORCH_NEEDS_INDEX := $(if $(GPU)$(TORCH_INDEX),,$(if $(filter Linux,$(shell unam
 TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
-PIP_TOOLS = pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
-PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/pip \
+PIP_TOOLS = python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/python -m pip \
 	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
 
 $(VENV)/bin/python:
@@ -31,7 +31,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
-	$(if $(TORCH_INDEX),$(BIN)/pip install --quiet --index-url $(TORCH_INDEX) "$$(grep '^torch>' requirements.txt)")
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) "$$(grep '^torch>' requirements.txt)")
 	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
 	@touch $@
 
@@ -148,7 +148,7 @@ bench: $(VENV)/.installed .venv-extras/.installed ## Compare training speed with
 .venv-simulate/.installed: requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv .venv-simulate
 	@echo '*' > .venv-simulate/.gitignore
-	.venv-simulate/bin/pip install --quiet --requirement requirements.txt torch==2.13.0+cpu \
+	.venv-simulate/bin/python -m pip install --quiet --requirement requirements.txt torch==2.13.0+cpu \
 		--extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 

@@ -26,7 +26,9 @@ def main() -> None:
     parser.add_argument("--metric", default="train/loss", help="a column of metrics.csv or timings.csv (train/loss)")
     parser.add_argument("--x", default="step", help="the horizontal axis: step, epoch, samples or tokens (step)")
     parser.add_argument("--log", action="store_true", help="a logarithmic vertical axis")
-    parser.add_argument("--smooth", type=int, metavar="VALUES", help="values to average over; 1: none (a 40th of all)")
+    parser.add_argument(
+        "--smooth", type=int, metavar="VALUES", help="an odd number of values to average over; 1: none (a 40th of all)"
+    )
     parser.add_argument("--nested", action="store_true", help="draw each run thinner than the one before")
     parser.add_argument("--title", help="instead of the metric's name")
     parser.add_argument("--theme", choices=("auto", "light", "dark", "both"), default="auto", help="auto: the reader's")
@@ -36,6 +38,8 @@ def main() -> None:
     runs = read_runs([Path(word) for word in words], parser)
     if args.smooth is not None and args.smooth < 1:
         parser.error(f"--smooth {args.smooth}: type a number of values of at least 1; 1 does not smooth")
+    if args.smooth is not None and args.smooth % 2 == 0:
+        parser.error(f"--smooth {args.smooth}: the mean is centered. Type --smooth {args.smooth + 1}")
     if problems := missing(runs, args.metric, args.x):
         cli.refuse(problems)
     out = out or runs[0].path / f"{args.metric.replace('/', '-')}.svg"

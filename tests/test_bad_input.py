@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from armature import config
 from armature.errors import ConfigError
 from armature.validation.checks import check
-from armature.validation.compose import CONFIG_ERRORS, explain
+from armature.validation.compose import CONFIG_ERRORS, explain, searching
 from tests import running
 
 ROOT = Path(__file__).parents[1]
@@ -207,6 +207,12 @@ FILES = {
     "seed: 1\n": "its first line must be '# @package _global_', and is 'seed: 1'",
     "# @package _global_\ntrainer: {max_stps: 3}\n": "no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?",
     "# @package _global_\ndefaults: [override /model: gpt_nan]\n": "no 'model/gpt_nan'. Did you mean 'gpt_nano'?",
+    "# @package _global_\ndefaults: [override /trainer: gpu]\n": "no 'trainer/gpu'. Type trainer.accelerator=gpu.",
+    "# @package _global_\ntags: [a, b]\ntrainer: {min_epochs: 3, max_stps: 3}\n": (
+        "there is no key 'tags'. Type run.tags=[a,b]. And there is no key 'trainer.min_epochs'. Type "
+        "trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier. "
+        "And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
+    ),
     "# @package _global_\nseed: [\n": "expected the node content",
     "# @package _global_\nseed: many\n": "'many'",
 }
@@ -220,6 +226,33 @@ def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
     (problem,) = explain(Exception(), ["experiment=mine"], tmp_path / "configs")
     assert problem.startswith("experiment=mine: in configs/experiment/mine.yaml: ")
     assert FILES[text] in problem
+
+
+def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, folder):
+    config.register()
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer: {max_stps: 3}\n")
+    searched = searching(tmp_path / "own")
+    (problem,) = explain(Exception(), [searched, "experiment=mine"], ROOT / "configs")
+    expected = "experiment=mine: in own/experiment/mine.yaml: there is no key 'trainer.max_stps'. Did you mean"
+    assert problem.startswith(expected)
+    (problem,) = explain(Exception(), [searched, "experiment=main"], ROOT / "configs")
+    assert "Did you mean 'mine'?" in problem
+    refused(train("--config-dir", str(tmp_path / "own"), "experiment=mine", cwd=folder), expected)
+
+
+def test_references_to_keys_of_the_template_are_all_answered():
+    from omegaconf import OmegaConf
+
+    from armature.validation import checks
+
+    values = {"a": "${paths.data_dir}/x", "b": "${tags}", "c": "${run.name}", "d": "${e.f}", "run": {"name": "x"}}
+    assert checks._interpolation_problems(OmegaConf.create(values)) == [
+        "a: it is ${paths.data_dir}/x, and there is no key 'paths.data_dir'. Write the path itself: a relative one "
+        "begins where the command is typed.",
+        "b: it is ${tags}, and there is no key 'tags'. Write ${run.tags}.",
+        "d: it is ${e.f}, and there is no key 'e.f'. Type d=… for its value.",
+    ]
 
 
 def test_more_gpus_than_there_are(folder):

@@ -325,6 +325,5 @@ def test_strategy_auto_takes_the_options_of_single_and_ddp():
 
 def test_an_error_after_composing_is_not_taken_for_a_mistake_in_the_command(monkeypatch):
     error = InstantiationException("Error in call to target 'mine.Model': RuntimeError('no table')")
-    arguments = SimpleNamespace(overrides=["model=of_a_config_dir"], multirun=False)
     monkeypatch.setattr(cli, "_composed", SimpleNamespace(is_set=lambda: True))
-    assert cli._explained(error, arguments, CONFIGS) == [str(error)]
+    assert cli._explained(error, ["model=of_a_config_dir"], CONFIGS, sweep=False) == [str(error)]

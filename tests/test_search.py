@@ -209,3 +209,51 @@ def test_a_signal_leaves_the_trial_to_the_next_start(folder):
         begin(SystemExit(143), trials=2)
     assert end.value.code == 143
     assert states(folder) == ["RUNNING"]
+
+
+def test_a_trial_that_was_stopped_after_it_was_pruned_is_pruned_when_it_is_resumed(folder):
+    asked = []
+
+    def stopped():
+        asked.append(search.is_hopeless(folder / "0", 1, 0.1, study="search", storage=None))
+        raise SystemExit(143)
+
+    pruner = {"name": "ThresholdPruner", "lower": 0.3}
+    with pytest.raises(SystemExit):
+        begin(stopped, trials=1, pruner=pruner)
+
+    def resumed():
+        asked.append(search.is_hopeless(folder / "0", 2, 0.9, study="search", storage=None))
+        return 0.9
+
+    begin(resumed, trials=1, pruner=pruner)
+    assert asked == [True, True]
+    assert states(folder) == ["PRUNED"]
+
+
+CELLS = {"optimizer.name": ["a", "b"], "model.layers": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"name": "GridSampler", "seed": 0, "search_space": CELLS},
+        {"name": "GridSampler", "search_space": CELLS},
+        {"name": "BruteForceSampler", "seed": 0},
+    ],
+)
+def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, folder):
+    settings = {"sampler": sampler, "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"}, "trials": 9}
+    begin(**settings)
+    assert states(folder) == ["COMPLETE"] * 6
+    assert len({tuple(trial.params.items()) for trial in opened(folder).trials}) == 6
+    assert begin(**settings).begun == []
+    other = begin(**{**settings, "sampler": {"name": "RandomSampler", "seed": 0}, "trials": 7})
+    assert [number for number, _ in other.begun] == [6]
+
+
+def test_trials_of_a_low_discrepancy_sequence_follow_each_other(folder):
+    pytest.importorskip("scipy")
+    begin(trials=9, sampler={"name": "QMCSampler", "seed": 0, "scramble": True}, params={"seed": "range(0,8)"})
+    _, *sequence = [trial.params["seed"] for trial in opened(folder).trials]
+    assert sorted(sequence) == [*range(8)]

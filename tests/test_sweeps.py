@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from armature import cli, config
-from armature.errors import ConfigError
+from armature.errors import ConfigError, RunFailed
 from armature.sweeps import conclude, report, space, trials
-from armature.validation.compose import explain_sweep
+from armature.validation.compose import count_trials, explain_sweep
 from tests import running
 
 TRAIN = [sys.executable, str(running.ROOT / "train.py")]
@@ -100,8 +103,8 @@ def make(folder: Path, number: int, metric: float | None, **values: object) -> N
     trial = folder / str(number)
     trial.mkdir(parents=True)
     cfg = cli.compose(["experiment=example"])
-    config_text = yaml.safe_dump({"checkpoint": {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}})
-    (trial / "config.yaml").write_text(config_text)
+    policy = {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}
+    (trial / "config.yaml").write_text(yaml.safe_dump({"checkpoint": policy}))
     (trial / "overrides.txt").write_text("seed=9\n\n" + "".join(f"{key}={value}\n" for key, value in values.items()))
     if metric is not None:
         found = f'{{"stop_reason": "finished", "global_step": 8, "best_score": {metric}, "metrics": {{}}}}'
@@ -148,12 +151,84 @@ def test_the_report_escapes_what_it_shows_and_loads_nothing(grid):
 
 def test_the_end_of_a_sweep_prints_the_table(grid, capsys):
     with conclude.concluding():
-        conclude._begun.append(grid)
+        conclude._begun.append((grid, 6))
     printed = capsys.readouterr().err
-    assert "4 of 5 trials finished; val/accuracy, highest first" in printed
+    assert "4 of 6 trials finished; val/accuracy, highest first" in printed
     assert "importance: optimizer.lr 98%, seed 2%" in printed
     assert f"best: {grid / '3'}" in printed
     assert [row["trial"] for row in ranks(grid)] == ["3", "2", "1", "0", "10"]
+
+
+def test_trials_with_different_metrics_are_not_ranked(grid):
+    (grid / "1" / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}}))
+    sweep = trials.read(grid)
+    assert sweep is not None
+    assert "not ranked, since checkpoint.monitor differs: val/accuracy (max), val/loss (min)" in sweep.headline
+    _, first, second, *_ = trials.table(sweep)
+    assert first[:3] == ["–", "0", "0.8 val/accuracy"]
+    assert second[:3] == ["–", "1", "0.81 val/loss"]
+    assert trials.importance(sweep) == {}
+    assert "by value" not in report.html(sweep, {})
+
+
+# ---------------------------------------------------------------- trials that are refused
+@pytest.fixture
+def trial(monkeypatch):
+    """Return the function that runs trial 1 of a sweep, whose values are refused."""
+
+    def run(folder: Path, *overrides: str) -> None:
+        config.register()
+        typed = ["experiment=example", f"run.root={folder}", "run.name=grid", "hydra.mode=MULTIRUN", *overrides]
+        with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+            hydra = {"hydra.runtime.output_dir": str(folder), "hydra.job.num": 1, "hydra.job.id": "1"}
+            cfg = compose("train", typed, return_hydra_config=True)
+        for key, value in hydra.items():
+            OmegaConf.update(cfg, key, value, force_add=True)
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+        HydraConfig.instance().set_config(cfg)
+
+        def refused(cfg):
+            raise ConfigError("these values do not fit")
+
+        cli.report_errors(refused)(cfg)
+
+    return run
+
+
+def test_a_refused_trial_of_a_grid_does_not_stop_the_others(trial, tmp_path, capsys):
+    with pytest.raises(RunFailed, match="trial 1 was refused: 1 problem:\n  - these values do not fit"):
+        trial(tmp_path, "seed=3")
+    assert "these values do not fit" in capsys.readouterr().err
+
+
+def test_a_trial_in_a_directory_of_other_values_ends_the_sweep(trial, tmp_path):
+    make(tmp_path / "grid", 1, 0.5, experiment="example", seed=4)
+    with pytest.raises(SystemExit) as end:
+        trial(tmp_path, "seed=3")
+    assert end.value.code == cli.EXIT_CONFIG
+
+
+def test_a_refused_trial_of_a_search_is_left_to_it(trial, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        trial(tmp_path, "sweep=optuna")
+    assert end.value.code == cli.EXIT_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("typed", "count"),
+    [
+        (["seed=1,2,3", "optimizer.lr=0.1,0.2", "run.notes=${oc.env:UNSET_HERE}"], 6),
+        (["sweep=lr", "seed=1,2"], 2 * 3),
+        (["sweep=optuna", "hydra.sweeper.trials=7"], 7),
+    ],
+)
+def test_the_trials_of_a_sweep_are_counted(typed, count):
+    config.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        fixed = [each for each in typed if "," not in each and "oc.env" not in each]
+        hydra = compose("train", fixed, return_hydra_config=True).hydra
+        hydra.overrides.task = [each for each in typed if "sweep" not in each]
+        assert count_trials(hydra) == count
 
 
 # ---------------------------------------------------------------- whole sweeps

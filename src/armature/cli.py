@@ -31,7 +31,7 @@ from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys, usage
-from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text
+from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
@@ -62,29 +62,30 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     if arguments.help:
         print(usage.text(config_dir))
         return
-    default_config = not (arguments.config_dir or arguments.config_name or arguments.config_path)
+    default_config = not (arguments.config_name or arguments.config_path)
     folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
-    one_mode = not (arguments.config_name or arguments.config_path or any(map(_sets_mode, folders)))
+    one_mode = default_config and not any(map(_sets_mode, folders))
+    typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     if problems := foreign_keys.ineffective(arguments.overrides):
         refuse(problems)
     try:
         with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config
-            if sweep and check is not None and (problems := explain_sweep(arguments.overrides, config_dir, check)):
+            if sweep and check is not None and (problems := explain_sweep(typed, config_dir, check)):
                 refuse(problems)
             if arguments.multirun:
                 environment.share_sources()
             with concluding():
                 main()
     except CONFIG_ERRORS as error:
-        refuse(_explained(error, arguments, config_dir))
+        refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
         if _composed.is_set():  # training had begun: this is no mistake in the command
             raise
-        refuse(explain(error, arguments.overrides, config_dir, sweep=arguments.multirun))
+        refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
 
@@ -96,10 +97,10 @@ def _load_env(file: Path) -> None:
         refuse([f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it readable, or remove it."])
 
 
-def _explained(error: Exception, arguments: argparse.Namespace, config_dir: Path) -> list[str]:
-    if _composed.is_set() and not arguments.multirun:
-        return [plain_text(error)]  # the overrides are sound, options of a --config-dir included
-    return explain(error, arguments.overrides, config_dir, sweep=arguments.multirun)
+def _explained(error: Exception, typed: list[str], config_dir: Path, *, sweep: bool) -> list[str]:
+    if _composed.is_set() and not sweep:
+        return [plain_text(error)]  # the overrides are sound
+    return explain(error, typed, config_dir, sweep=sweep)
 
 
 @contextmanager
@@ -177,18 +178,33 @@ def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictC
 
 def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
     _composed.set()
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         return task(cfg)
     except ConfigError as error:
-        refuse(error.problems)
+        if not sweep or not _is_of_a_grid(cfg):
+            refuse(error.problems)
+        # of these values only: the other trials run
+        text = f"trial {HydraConfig.get().job.num} was refused: {_text_of(error.problems)}"
+        print(masked(text), file=sys.stderr)
+        raise RunFailed(text) from error
     except RunFailed as error:
-        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if error.exit_code == 1 and sweep:
             raise
         if sweep and error.run_name is not None:
             error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _is_of_a_grid(cfg: DictConfig) -> bool:
+    """Return False for a trial of a search, which records what is refused, and in a directory of other values."""
+    from armature.sweeps import trials
+
+    hydra = HydraConfig.get()
+    folder = Path(cfg.run.root) / _sweep_name(cfg) / str(hydra.job.num)
+    is_search = str(hydra.sweeper._target_).startswith("hydra_plugins.armature_")
+    return not is_search and (not trials.has_begun(folder) or trials.newest_start(folder) == overrides())
 
 
 @contextmanager
@@ -211,10 +227,13 @@ def checking() -> Iterator[None]:
 
 
 def refuse(problems: list[str]) -> NoReturn:
-    problems = [masked(problem) for problem in problems]
-    head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
-    print("\n".join([head, *(f"  - {problem}" for problem in problems)]), file=sys.stderr)
+    print(masked(_text_of(problems)), file=sys.stderr)
     sys.exit(EXIT_CONFIG)
+
+
+def _text_of(problems: list[str]) -> str:
+    head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
+    return "\n".join([head, *(f"  - {problem}" for problem in problems)])
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:

@@ -42,8 +42,11 @@ def pages(tmp_path_factory):
     (folder / "compare.html").write_text(compare.make([history.read(run), history.read(other)]))
     keys = ("optimizer.lr", "model.layers", HOSTILE)
     values = [{keys[0]: f"{10**-i}", keys[1]: str(i), keys[2]: "a" * 120} for i in range(9)]
-    trials = [Trial(i, folder / str(i), "finished", 120, 3.0 + i / 7, value) for i, value in enumerate(values)]
-    sweep = Sweep(folder / HOSTILE.replace("/", "_"), "val/loss", "min", keys, tuple(trials))
+    trials = [
+        Trial(i, folder / str(i), "finished", 120, 3.0 + i / 7, value, "val/loss", "min")
+        for i, value in enumerate(values)
+    ]
+    sweep = Sweep(folder / HOSTILE.replace("/", "_"), keys, tuple(trials), asked=9)
     (folder / "sweep.html").write_text(sweep_report.html(sweep, dict.fromkeys(keys, 1 / 3)))
     return folder
 

@@ -75,6 +75,13 @@ def test_smoothing_keeps_the_mean_of_a_straight_line_and_ignores_gaps():
     assert chart.smooth([1.0, math.nan, 3.0], 3)[1] == 2.0
 
 
+@pytest.mark.parametrize("spike", [1e20, 3e38, -1.7e308])
+def test_smoothing_after_a_spike_is_exact(spike):
+    smoothed = chart.smooth([spike, *[0.5] * 8, 5e-324, 0.25], 3)
+    assert smoothed[2:8] == [0.5] * 6
+    assert smoothed[1] == pytest.approx(spike / 3)
+
+
 def test_a_file_has_the_colors_of_its_theme_and_follows_the_reader_in_auto():
     drawn = chart.Chart(title="x", lines=[chart.Line(xs=[0, 1], ys=[0, 1])])
     for theme, colors in chart.THEMES.items():

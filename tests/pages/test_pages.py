@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from armature.config import CONFIGS
 from armature.pages import compare, history, report
 from tests.pages.run_files import HOSTILE, write
 
@@ -93,6 +94,18 @@ def test_keys_that_differ_from_the_defaults_are_bold(tmp_path):
     assert not {"seed", "resume", "run.report", "checkpoint.monitor"} & set(bold(page))
 
 
+def test_what_auto_became_is_bold_only_if_it_was_typed(tmp_path):
+    config = "trainer: {precision: 32-true}\nlaunch: {max_restarts: 3}\n"
+    path = write(tmp_path / "mine", config=config)
+    (path / "overrides.txt").write_text("experiment=parity\n")
+    assert "precision: 32-true" in (CONFIGS / "experiment" / "parity.yaml").read_text()
+    assert "trainer.precision" in bold(report.make(path))
+    assert "launch.max_restarts" not in bold(report.make(path))
+    for text in ("experiment=parity\n\nlaunch.max_restarts=3\n", "experiment=nowhere\n"):
+        (path / "overrides.txt").write_text(text)
+        assert "launch.max_restarts" in bold(report.make(path))
+
+
 def test_the_defaults_are_those_that_hydra_composes():
     from omegaconf import OmegaConf
 
@@ -178,6 +191,52 @@ def test_the_best_of_each_metric_is_bold_and_differences_are_listed(tmp_path):
     assert re.search(r"^val/loss +[\d.]+\* ", text, re.MULTILINE)
 
 
+def test_values_that_differ_after_the_fifth_digit_are_shown_whole(tmp_path):
+    runs = [
+        history.read(write(tmp_path / name, name=name, config=f"data: {{a: {value}, b: {value}, c: {value}}}\n"))
+        for name, value in (("a", 0.123456), ("b", 0.123459))
+    ]
+    runs[1].config.update({"data.b": 0.5, "data.c": 0.123456})
+    found = compare.differences(runs)
+    assert found == {"data.a": ["0.123456", "0.123459"], "data.b": ["0.12346", "0.5"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "aim"),
+    [
+        ("val/brier_score", "min"), ("val/fid_score", "min"), ("val/error2", "min"), ("val_loss", "min"),
+        ("val/f1", "max"), ("val/MulticlassAccuracy", "max"), ("tokens per second", "max"), ("val/score", None),
+        ("val/precision@10", "max"), ("val/terror", None), ("seconds of the newest start", "min"),
+    ],
+)  # fmt: skip
+def test_what_is_better_follows_from_the_words_of_a_name(name, aim):
+    assert compare.goal(name, []) == aim
+
+
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
     runs = compare.named_apart([history.read(write(tmp_path / name, name="same")) for name in ("a", "b")])
     assert [run.name for run in runs] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_values_under_a_modules_own_names_are_shown(tmp_path):
+    """`val_loss` is what Lightning's own documentation logs."""
+    path = write(tmp_path / "mine", config="")
+    for file, old, new in (("metrics.csv", "val/loss,val/accuracy", "val_loss,score"), ("config.yaml", "val/", "val_")):
+        (path / file).write_text((path / file).read_text().replace(old, new))
+    runs = [history.read(path), history.read(write(tmp_path / "other", name="other"))]
+    page = report.make(path)
+    assert 'aria-label="score"' in page
+    assert ">val_loss</text>" in page  # with the training loss, in one chart
+    assert 'aria-label="val_loss"' in compare.make(runs)
+    assert compare.results(runs)["val_loss"] == [min(runs[0].curve("val_loss")[1]), None]
+
+
+def test_columns_that_are_left_out_are_counted(tmp_path):
+    path = write(tmp_path / "mine")
+    head, *rows = (path / "metrics.csv").read_text().splitlines()
+    names = [f"device/{i}" for i in range(30)]
+    table = [",".join([head, *names]), *(",".join([row, *("1" for _ in names)]) for row in rows)]
+    (path / "metrics.csv").write_text("\n".join(table) + "\n")
+    for page in (report.make(path), compare.make([history.read(path)])):
+        assert page.count('aria-label="device/') == 2 * 24  # linear and logarithmic
+        assert "6 more in metrics.csv" in page

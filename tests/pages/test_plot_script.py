@@ -48,6 +48,7 @@ def test_a_file_for_each_theme_and_one_beside_the_run_by_default(run, tmp_path):
         (["a", "--metric", "data_wait", "--x", "tokens"], "Type --x step"),
         (["none"], "none: not a run directory. Type outputs/<run.name>"),
         (["a", "out=x.png"], "out=x.png: name a file that ends in .svg"),
+        (["a", "--smooth", "4"], "--smooth 4: the mean is centered. Type --smooth 5"),
         (["a", "--smooth", "0"], "--smooth 0: type a number of values of at least 1"),
     ],
 )

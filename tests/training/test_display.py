@@ -30,6 +30,7 @@ class Module(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val/score", 0.5, prog_bar=True)
+        self.log("val_loss", 0.25)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -54,7 +55,7 @@ def test_values_logged_for_the_bar_are_shown():
     steps = [line for line in lines if "samples/s" in line]
     assert [line.split("samples/s")[1].split()[:2] for line in steps] == [["mine", "0.25"], ["mine", "1.25"]]
     assert not any("hidden" in line for line in lines)
-    assert sum("val/score" in line for line in lines) == 1
+    assert [line for line in lines if "val/score" in line] == ["step 2/2 val/score 0.5000 val_loss 0.2500"]
     assert all(line.count("loss") == 1 for line in steps)
 
 

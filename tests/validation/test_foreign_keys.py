@@ -84,7 +84,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "test=False": "Type trainer.test_at_end=False.",
     "paths.output_dir=/out": "Type run.root=",
     "extras.print_config=False": "Add --cfg job",
-    "hparams_search=mnist_optuna": "-m sweep=lr",
+    "hparams_search=mnist_optuna": "-m sweep=optuna",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "callbacks.model_checkpoint.monitor=val/acc": "Type checkpoint.monitor=val/acc.",
     # a hint never names the opposite
@@ -157,7 +157,7 @@ def test_what_an_answer_says_to_type_is_a_key_here():
     from armature.validation import compose as module
 
     with module._hydra(CONFIGS):
-        groups = module._groups(CONFIGS)
+        groups = module._groups([CONFIGS])
         known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():
             for typed, value in re.findall(r"(?<![\w./+])\+?([a-z_]+(?:\.[a-z_]+)*)=([\w.-]*)", sentence):

@@ -65,18 +65,23 @@ class Chart:
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Return the mean over a centered window, which shrinks towards both ends and leaves out what is not finite."""
-    half, sums, counts = max(0, window // 2), [0.0], [0]
-    for y in ys:
-        finite = math.isfinite(y)
-        sums.append(sums[-1] + (y if finite else 0.0))
-        counts.append(counts[-1] + finite)
+    """Return the mean over a centered window, which shrinks towards both ends and leaves out what is not finite.
+
+    An even window counts one more. Sums are exact, as whole multiples of a power of two: in sums of floats, a value of
+    1e20 would leave zeros behind it.
+    """
+    ratios = [float(y).as_integer_ratio() if math.isfinite(y) else None for y in ys]
+    unit = max((ratio[1] for ratio in ratios if ratio is not None), default=1)
+    half, sums, counts = max(0, window // 2), [0], [0]
+    for ratio in ratios:
+        sums.append(sums[-1] + (ratio[0] * (unit // ratio[1]) if ratio is not None else 0))
+        counts.append(counts[-1] + (ratio is not None))
     means = []
     for i in range(len(ys)):
         reach = min(half, i, len(ys) - 1 - i)
         low, high = i - reach, i + reach + 1
         count = counts[high] - counts[low]
-        means.append((sums[high] - sums[low]) / count if count else math.nan)
+        means.append((sums[high] - sums[low]) / (count * unit) if count else math.nan)
     return means
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +15,24 @@ from armature.pages.history import History
 from armature.pages.page import charts, number, page, plain_charts, shown, table
 
 MISSING = "–"
-LOWER = ("loss", "perplexity", "bits_per_byte", "error", "seconds", "memory", "mse", "mae", "nll")
-HIGHER = ("accuracy", "per_second", "mfu", "auroc", "f1", "score", "precision", "recall", "r2")
+# words of a metric's name; LOWER's count where both occur
+LOWER = (
+    "loss", "perplexity", "ppl", "bits_per_byte", "error", "err", "seconds", "memory", "mse", "rmse", "mae", "nll",
+    "brier", "fid", "wer", "cer",
+)  # fmt: skip
+HIGHER = ("accuracy", "acc", "per_second", "mfu", "auroc", "auc", "f1", "precision", "recall", "r2")
 IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 
 
 def make(runs: Sequence[History]) -> str:
     """Return a page that compares runs."""
     runs = named_apart(runs)
-    names = [name for name in _columns(runs) if name.startswith(("train/", "val/"))]
-    first = [name for name in ("train/loss", "val/loss", "val/accuracy") if name in names]
-    drawn = [curves.metric(runs, name) for name in [*first, *(name for name in names if name not in first)]]
+    names = [name for name in _values(runs) if not name.startswith("test")]
+    usual = ("train/loss", "val/loss", "val/accuracy")
+    first = [*(name for name in usual if name in names), *(name for name in names if _is_of_validation(name, runs))]
+    others, left = curves.some(name for name in names if name not in first)
+    drawn = [curves.metric(runs, name) for name in dict.fromkeys([*first, *others])]
+    drawn[-1:] = [replace(each, note=left) for each in drawn[-1:]]
     speed = [curves.metric(runs, name, window=1) for name in ("lr", rate(runs)) if any(r.curve(name)[0] for r in runs)]
     body = [
         f"<h1>{len(runs)} runs</h1>",
@@ -55,8 +63,12 @@ def rate(runs: Sequence[History]) -> str:
     return "tokens_per_second" if any(run.curve("tokens_per_second")[0] for run in runs) else "samples_per_second"
 
 
-def _columns(runs: Sequence[History]) -> list[str]:
-    return [*dict.fromkeys(name for run in runs for name in run.metrics)]
+def _values(runs: Sequence[History]) -> list[str]:
+    return [*dict.fromkeys(name for run in runs for name in run.values)]
+
+
+def _is_of_validation(name: str, runs: Sequence[History]) -> bool:
+    return any(run.is_of_validation(name) for run in runs)
 
 
 def _swatch(i: int) -> str:
@@ -66,9 +78,11 @@ def _swatch(i: int) -> str:
 def results(runs: Sequence[History]) -> dict[str, list[float | None]]:
     """Return by name each run's value: the last of a training metric, the best of a validation metric, totals."""
     found: dict[str, list[float | None]] = {"optimizer steps": [_last(run, "step") for run in runs]}
-    for name in _columns(runs):
-        if name.startswith(("train/loss", "val/", "test/")):
-            found[name] = [_value(run, name, goal(name, runs)) for run in runs]
+    for name in _values(runs):
+        of_validation = _is_of_validation(name, runs)
+        if of_validation or name.startswith(("train/loss", "train_loss", "test/", "test_")):
+            aim = goal(name, runs) if of_validation else None
+            found[name] = [_value(run, name, aim) for run in runs]
     found[rate(runs).replace("_", " ")] = [_total(run, rate(runs)) for run in runs]
     found["seconds of the newest start"] = [_total(run, "seconds") for run in runs]
     found["peak memory, GiB"] = [_gib(_total(run, "peak_memory_bytes")) for run in runs]
@@ -83,7 +97,7 @@ def _last(run: History, name: str) -> float | None:
 def _value(run: History, name: str, aim: str | None) -> float | None:
     _, ys = run.curve(name)
     finite = [y for y in ys if y - y == 0]
-    if not ys or not name.startswith("val/") or aim is None or not finite:
+    if not ys or aim is None or not finite:
         return ys[-1] if ys else None
     return max(finite) if aim == "max" else min(finite)
 
@@ -102,10 +116,11 @@ def goal(name: str, runs: Sequence[History]) -> str | None:
     for run in runs:
         if run.config.get("checkpoint.monitor") == name:
             return str(run.config.get("checkpoint.mode"))
-    word = name.replace(" ", "_").lower()
-    if any(part in word for part in HIGHER):
-        return "max"
-    return "min" if any(part in word for part in LOWER) else None
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    both = f"_{'_'.join(words)}_{'_'.join(word.rstrip('0123456789') for word in words)}_"  # f1, and error of error2
+    if any(f"_{each}_" in both for each in LOWER):
+        return "min"
+    return "max" if any(f"_{each}_" in both for each in HIGHER) else None
 
 
 def best(name: str, values: Sequence[float | None], runs: Sequence[History]) -> set[int]:
@@ -135,9 +150,16 @@ def _figure(name: str, value: float) -> str:
 def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     """Return the keys whose values differ among the runs, with each run's value; MISSING where a run has none."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in IGNORED)
-    found = {key: [shown(run.config[key]) if key in run.config else MISSING for run in runs] for key in keys}
+    found = {key: _apart([run.config.get(key, MISSING) for run in runs]) for key in keys}
     commits = [str(run.starts[-1].get("commit") or MISSING)[:12] if run.starts else MISSING for run in runs]
     return {key: values for key, values in {"commit": commits, **found}.items() if len(set(values)) > 1}
+
+
+def _apart(values: list[Any]) -> list[str]:
+    """Return how the values are shown: in all their digits, if fewer would make different ones the same."""
+    short = [shown(value) for value in values]
+    whole = [repr(value) if isinstance(value, float) else each for value, each in zip(values, short, strict=True)]
+    return whole if len(set(whole)) > len(set(short)) else short
 
 
 def _configurations(runs: Sequence[History]) -> list[str]:

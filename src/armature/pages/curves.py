@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from armature.pages.chart import Chart, Line, smooth
@@ -11,6 +11,7 @@ from armature.pages.history import History
 
 SMOOTHED = 60  # fewer values are shown as they are
 WINDOW_SHARE = 40  # the smoothing window is this part of the values
+MOST_OTHERS = 24  # charts of values under other names than ours: a callback may log a hundred of them
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
 
 
@@ -36,8 +37,9 @@ def curve(
     """Return the lines of a curve: one, or the raw values and their mean."""
     if not xs:
         return []
-    window = max(1, len(ys) // WINDOW_SHARE) if window is None and len(ys) >= SMOOTHED else (window or 1)
-    if window <= 2:
+    if window is None:
+        window = len(ys) // WINDOW_SHARE if len(ys) >= SMOOTHED and len(ys) // WINDOW_SHARE > 2 else 1
+    if window == 1:
         return [Line(xs=xs, ys=ys, label=label, color=color, dots=len(xs) <= 40)]
     raw = Line(xs=xs, ys=ys, color=color, width=1.0, opacity=0.3)
     return [raw, Line(xs=xs, ys=smooth(ys, window), label=label, color=color)]
@@ -45,17 +47,30 @@ def curve(
 
 def learning(run: History) -> list[Chart]:
     """Return the charts of what was learned: the loss, the module's own values, validation metrics."""
-    names = [name for name in run.metrics if name.startswith(("train/", "val/", "test/")) and _many(run, name)]
-    first = ["train/loss", *(n for n in names if n.startswith("val/")), "train/grad_norm"]
-    ordered = [n for n in first if n in names] + [n for n in names if n not in first and not n.startswith("test/")]
-    drawn = [metric([run], name, marks=True) for name in ordered]
-    with_validation = [replace(line, color=1) for line in metric([run], "val/loss").lines]
-    if drawn and ordered[0] == "train/loss" and with_validation and len(ordered) > 1:
+    names = [name for name in run.values if _many(run, name)]
+    first = ["train/loss", *filter(run.is_of_validation, names), "train/grad_norm"]
+    ordered = [n for n in dict.fromkeys(first) if n in names]
+    others, left = some(n for n in names if n not in first and not n.startswith("test"))
+    drawn = [metric([run], name, marks=True) for name in [*ordered, *others]]
+    if left:
+        drawn[-1] = replace(drawn[-1], note=left)
+    validated = next((name for name in ("val/loss", "val_loss") if name in ordered), None)
+    if validated is not None and "train/loss" in ordered:
+        with_validation = [replace(line, color=1) for line in metric([run], validated).lines]
         both = [*drawn[0].lines[:-1], replace(drawn[0].lines[-1], label="train/loss")]
-        both += [*with_validation[:-1], replace(with_validation[-1], label="val/loss")]
+        both += [*with_validation[:-1], replace(with_validation[-1], label=validated)]
         drawn[0] = Chart(title="loss", lines=both, marks=drawn[0].marks)
-        drawn = [each for each in drawn if each.title != "val/loss"]
+        drawn = [each for each in drawn if each.title != validated]
     return drawn
+
+
+def some(names: Iterable[str]) -> tuple[list[str], str]:
+    """Return the columns that are drawn, and a note about others: ours all, and so many that the module logged."""
+    names = list(names)
+    ours = [name for name in names if name.startswith("train/")]
+    others = [name for name in names if name not in ours]
+    left = len(others) - MOST_OTHERS
+    return [*ours, *others[:MOST_OTHERS]], f"{left} more in metrics.csv" if left > 0 else ""
 
 
 def experts(run: History) -> list[Chart]:
@@ -77,7 +92,7 @@ def experts(run: History) -> list[Chart]:
 
 
 def _many(run: History, name: str) -> bool:
-    return len(run.curve(name)[0]) > (0 if name.startswith("val/") else 1)
+    return len(run.curve(name)[0]) > (0 if run.is_of_validation(name) else 1)
 
 
 def schedule(run: History) -> list[Chart]:

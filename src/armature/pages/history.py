@@ -6,6 +6,7 @@ import csv
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from armature.launcher.run_state import read_summary
 
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
 WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
+_OF_VALIDATION = re.compile(r"val(id|idation)?[/_.]")
 Table = dict[str, list[float]]  # columns of equal length, NaN where a row has no value
 
 
@@ -43,6 +45,18 @@ class History:
     @property
     def name(self) -> str:
         return str(self.config.get("run.name") or self.path.name)
+
+    @property
+    def values(self) -> list[str]:
+        """Names of what was trained and measured: the columns of metrics.csv that are not about the step."""
+        about = ("step", "epoch", "samples", "tokens", "lr")
+        return [name for name in self.metrics if name not in about and not name.startswith("experts/")]
+
+    def is_of_validation(self, name: str) -> bool:
+        """Return whether a value comes from validation: ours begin with val/, modules also log val_loss."""
+        if name.startswith("train"):
+            return False
+        return name == self.config.get("checkpoint.monitor") or _OF_VALIDATION.match(name) is not None
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -179,6 +193,20 @@ def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
             for option in options if isinstance(options, list) else [options]:
                 merged = OmegaConf.merge(merged, {key: _composed(folder, option, group=key)})
     return OmegaConf.to_container(merged, resolve=False)  # pyright: ignore[reportReturnType]
+
+
+def decided(path: Path, usual: dict[str, Any]) -> set[str]:
+    """Return the keys whose default is auto, if neither the run's overrides nor its experiment's file sets them."""
+    overrides = path / "overrides.txt"
+    lines = overrides.read_text(encoding="utf-8", errors="replace").splitlines() if overrides.is_file() else []
+    typed: dict[str, Any] = {key: value for key, _, value in (line.lstrip("+").partition("=") for line in lines)}
+    try:
+        for group in ("experiment", "debug"):
+            if name := typed.get(group):
+                typed |= dict(flat(_composed(CONFIGS, name, group=group)))
+    except Exception:  # a file that is not here any more, or of another folder: nothing is known of it
+        return set()
+    return {key for key, value in usual.items() if value == "auto" and key not in typed}
 
 
 def changed(config: dict[str, Any], usual: dict[str, Any]) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from armature.errors import masked
 from armature.pages import curves
-from armature.pages.history import History, changed, defaults, read
+from armature.pages.history import History, changed, decided, defaults, read
 from armature.pages.page import charts, code, duration, number, page, plain_charts, table, tile
 
 NAME = "report.html"
@@ -40,7 +40,12 @@ def make(path: Path, *, running: bool = False, newest: Mapping[str, Any] | None 
         body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
     if used := curves.memory(run):
         body += ["<h2>Memory</h2>", plain_charts(used)]
-    body += [*_samples(run), *_starts(run), *_configuration(run, changed(run.config, usual)), *_environment(run)]
+    body += [
+        *_samples(run),
+        *_starts(run),
+        *_configuration(run, changed(run.config, usual) - decided(path, usual)),
+        *_environment(run),
+    ]
     return masked(page(f"{run.name} · {run.config.get('task._target_') or 'run'}", body))
 
 

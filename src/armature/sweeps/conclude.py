@@ -17,17 +17,18 @@ from omegaconf import DictConfig
 from armature import files
 from armature.errors import error_line, masked
 from armature.pages import columns
+from armature.validation import compose
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 20  # of the printed table
-_begun: list[Path] = []  # directories of the sweeps of this process
+_begun: list[tuple[Path, int | None]] = []  # of the sweeps of this process: directory, and the trials asked for
 
 
 class Announce(Callback):
     """Hydra calls it (hydra.callbacks in train.yaml): remember the sweep's directory."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _begun.append(Path(str(config.hydra.sweep.dir)))
+        _begun.append((Path(str(config.hydra.sweep.dir)), compose.count_trials(config.hydra)))
 
 
 @contextmanager
@@ -37,18 +38,22 @@ def concluding() -> Iterator[None]:
         yield
     finally:
         while _begun:
-            folder = _begun.pop()
+            folder, asked = _begun.pop()
             try:
-                conclude(folder)
+                conclude(folder, asked=asked)
             except Exception as error:  # nothing that concerns the trials
                 log.warning("The table of %s could not be made: %s", folder, error_line(error))
 
 
-def conclude(folder: Path) -> None:
-    """Print the ranked table and write trials.csv and report.html into the sweep's directory."""
+def conclude(folder: Path, *, asked: int | None = None) -> None:
+    """Print the ranked table and write trials.csv and report.html into the sweep's directory.
+
+    Args:
+        asked: how many trials the command was to run; None: not known.
+    """
     from armature.sweeps import report, trials
 
-    sweep = trials.read(folder) if folder.is_dir() else None
+    sweep = trials.read(folder, asked=asked) if folder.is_dir() else None
     if sweep is None:
         return
     rows, shares = trials.table(sweep), trials.importance(sweep)
@@ -56,8 +61,7 @@ def conclude(folder: Path) -> None:
     csv.writer(text, lineterminator="\n").writerows(rows)
     files.replace(folder / "trials.csv", text.getvalue())
     files.replace(folder / "report.html", report.html(sweep, shares))
-    done = f"{sweep.finished} of {len(sweep.trials)} trials finished"
-    lines = [f"\n{folder}: {done}; {sweep.monitor}, {sweep.order} first"]
+    lines = [f"\n{folder}: {sweep.headline}"]
     lines += columns.aligned(rows[: MOST_ROWS + 1])
     if len(rows) > MOST_ROWS + 1:
         lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")

@@ -21,8 +21,7 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
     best = ["best"] if sweep.ranked else []
     body = [
         f"<h1>{escape(name)}</h1>",
-        f'<p class="quiet">{sweep.finished} of {len(rows)} trials finished · '
-        f"{escape(sweep.monitor)}, {sweep.order} first</p>",
+        f'<p class="quiet">{escape(sweep.headline)}</p>',
         table([[escape(cell) for cell in row] for row in rows], head, classes=best),
     ]
     if shares:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 LOCKS = ".locks"
 HOPELESS = 5  # so many trials, all of them failed, end the search
 PRUNED = "pruned"  # attribute of a trial that its callback ended
+EXHAUSTED = "exhausted"  # attribute of a study: the sampler that has tried all its values
 SAME_RESULT = ("run.", "launch.", "strategy", "logger", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
 
 
@@ -50,6 +51,8 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
         study = open_study(settings["storage"] or journal(folder), name=folder.name, mode=cfg.checkpoint.mode)
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
+    # GridSampler and BruteForceSampler call it at their last values; Optuna's own works inside study.optimize only
+    study.stop = lambda: study.set_user_attr(EXHAUSTED, settings["sampler"])
     unresolved: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False)
     pruner = [_prune_override(unresolved["storage"], folder)] if settings["pruner"] else []
     failed = None
@@ -71,6 +74,8 @@ def is_hopeless(run_dir: Path, step: int, value: float, *, study: str, storage: 
     opened = open_study(storage or journal(run_dir.parent), name=study, create=False)
     number = int(run_dir.name)
     frozen = opened.trials[number]
+    if PRUNED in frozen.user_attrs:  # a signal came between this answer and the trial's end
+        return True
     trial = load_optuna().Trial(opened, frozen._trial_id)
     if step not in frozen.intermediate_values:  # a resumed trial may repeat a validation
         trial.report(value, step)
@@ -139,7 +144,8 @@ def _trials(
             found = _interrupted(study, folder, [*distributions])
             trials = study.get_trials(deepcopy=False)
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
-            if found is None and len(begun) < settings["trials"]:
+            exhausted = study.user_attrs.get(EXHAUSTED) == settings["sampler"]
+            if found is None and len(begun) < settings["trials"] and not exhausted:
                 study.sampler = _sampler(settings["sampler"], number=len(trials))
                 trial = study.ask(distributions)
                 claim = _claimed(folder, trial.number)
@@ -148,6 +154,8 @@ def _trials(
         if found is None:
             if running := [str(trial.number) for trial in begun if trial.state == TrialState.RUNNING]:
                 log.info("Other processes still run trial %s of %s.", ", ".join(running), folder)
+            if exhausted and len(begun) < settings["trials"]:
+                log.info("%s has tried all values, in %s trials.", settings["sampler"]["name"], len(begun))
             return
         trial, claim = found
         try:
@@ -185,8 +193,13 @@ def _claimed(folder: Path, number: int) -> FileLock | None:
 
 def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
     """Return the sampler for one trial, whose seed depends on its number: no two processes draw the same values."""
-    seed = node.get("seed")
-    return plugin_of("sampler", {**node, "seed": None if seed is None else seed + number} if "seed" in node else node)
+    seed, name = node.get("seed"), node.get("name")
+    if seed is None or name == "GridSampler":
+        return plugin_of("sampler", node)
+    if name == "QMCSampler":  # another sampler draws what is not in its sequence yet: values of the first trials
+        first = plugin_of("sampler", {"name": "RandomSampler", "seed": seed + number})
+        return plugin_of("sampler", {"independent_sampler": first, **node})
+    return plugin_of("sampler", {**node, "seed": seed + number})
 
 
 def _prune_override(storage: str | None, folder: Path) -> str:

@@ -24,35 +24,49 @@ class Trial:
     step: int | None
     metric: float | None  # of the best checkpoint; None: it has none
     values: dict[str, str]  # what was typed for it
+    monitor: str  # what the metric is
+    mode: str
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """`trials` are ranked: those with a metric first, by it."""
+    """`trials` are ranked: those with a metric first, by it. Trials with different metrics are in order of number."""
 
     path: Path
-    monitor: str
-    mode: str
     keys: tuple[str, ...]  # what differs between the trials
     trials: tuple[Trial, ...]
+    asked: int  # trials that the command was to run, or as many as have begun
+
+    @property
+    def goals(self) -> list[str]:
+        return list(dict.fromkeys(f"{trial.monitor} ({trial.mode})" for trial in self.trials))
+
+    @property
+    def monitor(self) -> str:
+        return self.trials[0].monitor if len(self.goals) == 1 else "metric"
 
     @property
     def ranked(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.metric is not None]
+        return [trial for trial in self.trials if trial.metric is not None] if len(self.goals) == 1 else []
 
     @property
     def finished(self) -> int:
         return sum(trial.state == "finished" for trial in self.trials)
 
     @property
-    def order(self) -> str:
-        return "highest" if self.mode == "max" else "lowest"
+    def headline(self) -> str:
+        """How many trials have finished, and how they are ranked."""
+        if len(self.goals) > 1:
+            order = f"not ranked, since checkpoint.monitor differs: {', '.join(self.goals)}"
+        else:
+            order = f"{self.monitor}, {'highest' if self.trials[0].mode == 'max' else 'lowest'} first"
+        return f"{self.finished} of {self.asked} trials finished; {order}"
 
 
-def read(folder: Path) -> Sweep | None:
-    """Return the sweep in a directory, or None if no trial has begun."""
-    found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and _has_begun(path))
-    trials, monitor, mode = [], "", "min"
+def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
+    """Return the sweep in a directory, or None if no trial has begun. `asked`: the trials that it was to have."""
+    found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and has_begun(path))
+    trials = []
     for number in found:
         path = folder / str(number)
         try:
@@ -64,33 +78,39 @@ def read(folder: Path) -> Sweep | None:
         best = summary.get("best_score")
         metric = best if best is not None else summary.get("metrics", {}).get(monitor)
         values, state, step = _typed(path), run_state.state(path, summary), summary.get("global_step")
-        trials.append(Trial(number, path, state, step, metric, values))
+        trials.append(Trial(number, path, state, step, metric, values, monitor, mode))
     if not trials:
         return None
-    sign = -1 if mode == "max" else 1
-    trials.sort(key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number))
-    keys = {key: None for trial in sorted(trials, key=lambda trial: trial.number) for key in trial.values}
+    keys = {key: None for trial in trials for key in trial.values}
     differ = tuple(key for key in keys if len({trial.values.get(key) for trial in trials}) > 1)
-    return Sweep(folder, monitor, mode, differ, tuple(trials))
+    if len({(trial.monitor, trial.mode) for trial in trials}) == 1:
+        sign = -1 if trials[0].mode == "max" else 1
+        trials.sort(key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number))
+    return Sweep(folder, differ, tuple(trials), max(asked or 0, len(trials)))
 
 
-def _has_begun(path: Path) -> bool:
+def has_begun(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "overrides.txt").is_file()
 
 
-def _typed(path: Path) -> dict[str, str]:
+def newest_start(path: Path) -> list[str]:
     """Return the overrides of the newest start; each start appends its own."""
-    lines = (path / "overrides.txt").read_text(encoding="utf-8", errors="replace").split("\n\n")[-1].splitlines()
-    pairs = (line.partition("=") for line in lines)
+    return (path / "overrides.txt").read_text(encoding="utf-8", errors="replace").split("\n\n")[-1].splitlines()
+
+
+def _typed(path: Path) -> dict[str, str]:
+    pairs = (line.partition("=") for line in newest_start(path))
     return {key.lstrip("+"): value for key, _, value in pairs if not key.lstrip("+").startswith(OWN)}
 
 
 def table(sweep: Sweep) -> list[list[str]]:
     """Return the ranked table: a row of titles, and a row per trial."""
     rows = [["rank", "trial", sweep.monitor, *sweep.keys, "step", "state"]]
+    ranked = sweep.ranked
     for rank, trial in enumerate(sweep.trials, start=1):
         metric = "–" if trial.metric is None else f"{trial.metric:.5g}"
-        place = "–" if trial.metric is None else str(rank)
+        metric += "" if trial.monitor == sweep.monitor else f" {trial.monitor}"
+        place = str(rank) if trial in ranked else "–"
         values = [short(trial.values.get(key, "–")) for key in sweep.keys]
         rows.append([place, str(trial.number), metric, *values, str(trial.step or "–"), trial.state])
     return rows

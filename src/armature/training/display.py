@@ -79,6 +79,7 @@ class Bar(Display, ProgressBar):
         self.total_steps = total_steps
         self.plain_every = plain_every
         self._logged = ""
+        self._before: dict[str, Any] = {}  # what was logged when validation began
         self._progress: Progress | None = None
         self._task: Any = None
         self._printed = 0.0
@@ -150,10 +151,15 @@ class Bar(Display, ProgressBar):
         shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]  # val/ has its own line
         self._logged = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._before = {**trainer.callback_metrics}
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            names = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
-            values = " ".join(f"{name} {float(trainer.callback_metrics[name]):.4f}" for name in names)
+            found, of_step = trainer.callback_metrics, StepLog.MONITORED
+            # of this validation, whatever their names: values that it has replaced
+            names = sorted(name for name in found if found[name] is not self._before.get(name) and name not in of_step)
+            values = " ".join(f"{name} {float(found[name]):.4f}" for name in names)
             self.print(f"step {completed_batches(trainer)}/{self.total_steps} {values}")
 
     def _stop(self, trainer: Trainer) -> None:

@@ -54,6 +54,8 @@ def check(
     values.hide_secrets(cfg)
     if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
+    if problems := lightning_parts.misplaced_problems(cfg):
+        raise ConfigError(problems)
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
@@ -167,8 +169,22 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
                 f"(docs/data.md), or {key}=…"
             ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
-        return [f"{key}: {said}.".removeprefix(": ")]
+        return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
     return []
+
+
+def _dangling(cfg: DictConfig) -> list[str]:
+    """Return the references to keys that do not exist, with what to write instead."""
+    found = []
+    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
+        for name in re.findall(r"\$\{(\w[\w.]*)\}", value) if isinstance(value, str) else ():
+            parent, _, last = name.rpartition(".")
+            node = OmegaConf.select(cfg, parent) if parent else cfg
+            if not (isinstance(node, DictConfig) and last in node):
+                remedy = foreign_keys.remedy_of_reference(name)
+                hint = f" {remedy}" if remedy else f" Type {path}=… for its value."
+                found.append(f"{path}: it is {value}, and there is no key '{name}'.{hint}")
+    return found
 
 
 def _target_problems(cfg: DictConfig) -> list[str]:

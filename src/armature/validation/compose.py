@@ -4,21 +4,27 @@ Hydra stops at the first mistake. On this path alone, each override is tried by 
 """
 
 import difflib
+import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from armature import config
 from armature.errors import ConfigError
 from armature.sweeps import space
 from armature.validation import foreign_keys, signatures
@@ -28,20 +34,23 @@ MOST_VALUES = 50  # of a sweep that are tried
 MOST_SECONDS = 4.0  # of CPU time for trying all but the first: a machine that stands still must not skip any
 GLOBAL = ("experiment", "debug", "sweep")  # groups whose files set values of the whole configuration
 HEADER = "# @package _global_"
+SEARCHPATH = "hydra.searchpath="  # adds folders, as --config-dir does
+_searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
-    with _hydra(config_dir):
+    with _hydra(config_dir, overrides):
         if (problem := _try([])) is not None:
             return [f"The configuration files do not compose: {plain_text(problem)}"]
-        groups = _groups(config_dir)
+        folders = _folders(config_dir)
+        groups, overrides = _groups(folders), [each for each in overrides if each not in _searched]
         chooses = {each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides}
         problems, sound = [], []
         for override in sorted(overrides, key=lambda override: not chooses[override]):  # options of groups first
             if (problem := _try([*sound, override])) is not None:
-                problems.append(_describe(problem, override, groups, sound, config_dir))
+                problems.append(_describe(problem, override, groups, sound, folders))
             elif chooses[override]:
                 sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
@@ -58,7 +67,8 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
         check: raises ConfigError for a configuration that a run would refuse here; trials that another launcher sends
             elsewhere are only composed.
     """
-    with _hydra(config_dir):
+    with _hydra(config_dir, overrides):
+        folders = _folders(config_dir)
         try:
             fixed, values, here = _sweep(overrides)
         except ConfigError as error:
@@ -72,7 +82,7 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
             others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
             made = _composed((*others, value))
             if isinstance(made, Exception):
-                found.append(_describe(made, value, _groups(config_dir), others, config_dir))
+                found.append(_describe(made, value, _groups(folders), others, folders))
             elif here:
                 try:
                     check(made)
@@ -82,8 +92,9 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
-def _hydra(config_dir: Path) -> initialize_config_dir:
+def _hydra(config_dir: Path, overrides: Sequence[str] = ()) -> initialize_config_dir:
     _composed.cache_clear()
+    _searched[:] = [each for each in overrides if each.startswith(SEARCHPATH)]
     GlobalHydra.instance().clear()
     return initialize_config_dir(version_base="1.3", config_dir=str(config_dir))
 
@@ -100,11 +111,27 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
+    return fixed, _grid(hydra, parsed, parser), str(hydra.launcher._target_).endswith("BasicLauncher")
+
+
+def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) -> list[list[str]]:
+    """Return the values of each key that a grid varies, typed or in `hydra.sweeper.params`."""
     given = {override.key_or_group for override in parsed}
     lines = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given]
     swept = [override for override in [*parsed, *parser.parse_overrides(lines)] if override.is_sweep_override()]
     values = [[f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()] for each in swept]
-    return fixed, [of_one for of_one in values if of_one], str(hydra.launcher._target_).endswith("BasicLauncher")
+    return [of_one for of_one in values if of_one]
+
+
+def count_trials(hydra: DictConfig) -> int | None:
+    """Return how many trials a sweep has, or None if only its sweeper knows. Called while Hydra runs."""
+    if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
+        return int(hydra.sweeper.trials)
+    if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
+        return None
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    typed = [str(each) for each in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()]
+    return math.prod(map(len, _grid(hydra, parser.parse_overrides(typed), parser)))
 
 
 def _try(overrides: list[str]) -> Exception | None:
@@ -115,7 +142,7 @@ def _try(overrides: list[str]) -> Exception | None:
 @cache
 def _composed(overrides: tuple[str, ...]) -> DictConfig | Exception:
     try:
-        return compose("train", overrides=[*overrides])
+        return compose("train", overrides=[*_searched, *overrides])
     except Exception as error:  # for a group that is no word, Hydra raises ValueError and TypeError
         return error
 
@@ -130,17 +157,31 @@ def _of_option(group: str, option: str) -> list[str]:
     try:
         with warnings.catch_warnings():  # of the defaults list of a file that is not a primary one
             warnings.simplefilter("ignore")
-            return [*_keys(compose(f"{group}/{option}"))]  # in a tenth of the time
+            return [*_keys(compose(f"{group}/{option}", overrides=_searched))]  # in a tenth of the time
     except Exception:  # a file that changes other groups composes with them only
         return _known([f"{group}={option}"])
 
 
-def _groups(config_dir: Path) -> dict[str, list[str]]:
-    folders = [folder for folder in config_dir.rglob("*") if folder.is_dir()]
-    return {str(f.relative_to(config_dir)): sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
+def searching(folder: str | Path) -> str:
+    """Return the override that also looks for configurations in a folder."""
+    return f"{SEARCHPATH}[file://{Path(folder).resolve()}]"
 
 
-def _describe(error: Exception, override: str, groups: dict[str, list[str]], sound: list[str], config_dir: Path) -> str:
+def _folders(config_dir: Path) -> list[Path]:
+    return [config_dir, *(Path(each) for override in _searched for each in re.findall(r"file://([^,\]]+)", override))]
+
+
+def _groups(folders: list[Path]) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = {}
+    for root in folders:
+        for folder in (each for each in root.rglob("*") if each.is_dir()):
+            found.setdefault(str(folder.relative_to(root)), set()).update(p.stem for p in folder.glob("*.yaml"))
+    return {group: sorted(options) for group, options in found.items()}
+
+
+def _describe(
+    error: Exception, override: str, groups: dict[str, list[str]], sound: list[str], folders: list[Path]
+) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except Exception:
@@ -155,7 +196,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
         without = override.lstrip("+")
         wrong = _try([*sound, without])
         return (
-            _describe(wrong, without, groups, sound, config_dir)
+            _describe(wrong, without, groups, sound, folders)
             if wrong is not None
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
@@ -167,7 +208,8 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
             return f"{override}: {remedy or plain_text(error)}"
         options = groups[key]
         if value in options:
-            return f"{override}: {_inside(error, config_dir / key / f'{value}.yaml', sound)}"
+            file = next(file for each in folders if (file := each / key / f"{value}.yaml").is_file())
+            return f"{override}: {_inside(error, file, sound)}"
         hint = f" {remedy}" if remedy else _nearest(value, options)
         return f"{override}: {key} has no option '{value}'.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
@@ -177,7 +219,7 @@ def _describe(error: Exception, override: str, groups: dict[str, list[str]], sou
     group, _, name = key.partition(".")
     if override[0] != "+" and group != "data" and _is_argument(key, sound):  # of data, another option may be meant
         return f"{override}: there is no key '{key}' yet. Type +{override} to add it."
-    options = _candidates(group, name.rpartition(".")[2], config_dir) if name else []
+    options = _candidates(group, name.rpartition(".")[2], folders) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
         have = "has" if len(having) == 1 else "have"
@@ -196,14 +238,15 @@ def _is_argument(key: str, sound: list[str]) -> bool:
     return definition is not None and name in signatures.signature_of(*definition).parameters
 
 
-def _candidates(group: str, word: str, config_dir: Path) -> list[str]:
+def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
     """Return the options of a group whose file has this word, or takes keys from others: if any file has it at all."""
-    found = re.compile(rf"\b{re.escape(word)}\b")
-    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in sorted(config_dir.rglob("*.yaml"))}
-    if not any(map(found.search, texts.values())):
+    pattern = re.compile(rf"\b{re.escape(word)}\b")
+    found = [file for each in folders for file in sorted(each.rglob("*.yaml"))]
+    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in found}
+    if not any(map(pattern.search, texts.values())):
         return []
-    of_group = {file.stem: text for file, text in texts.items() if file.parent == config_dir / group}
-    return [option for option, text in of_group.items() if found.search(text) or "defaults:" in text]
+    of_group = {file.stem: text for file, text in texts.items() if file.parent in {each / group for each in folders}}
+    return [option for option, text in of_group.items() if pattern.search(text) or "defaults:" in text]
 
 
 def _inside(error: Exception, file: Path, sound: list[str]) -> str:
@@ -216,12 +259,39 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
         options = [str(option) for option in error.options or ()]
-        return f"{where}: there is no '{missing}'.{_nearest(missing.rsplit('/', 1)[-1], options)}"
+        group, _, option = missing.rpartition("/")
+        remedy = foreign_keys.remedy(group, option)
+        return f"{where}: there is no '{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
     said = str(error.__cause__ or error)
     unknown = re.search(r"full_key: (\S+)", said)
     if unknown is None or "not in" not in said:
         return f"{where}: {plain_text(error)}."
-    return f"{where}: there is no key '{unknown[1]}'.{_nearest(unknown[1], _known(sound))}"
+    keys = _unknown_keys(file) if file.parent.name in GLOBAL else {}
+    known, found = _known(sound), []
+    for key, value in ({unknown[1]: "…"} | keys).items():
+        remedy = foreign_keys.remedy(key, value, known=known)
+        found.append(f"there is no key '{key}'.{f' {remedy}' if remedy else _nearest(key, known)}")
+    return f"{where}: {' And '.join(found)}"
+
+
+def _unknown_keys(file: Path) -> dict[str, str]:
+    """Return the keys of a file that the core's own groups do not have, with their values as they would be typed."""
+    with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
+        read: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        groups = {f.name: f.type for f in fields(config.Config)}
+        found = {key: value for key, value in read.items() if key not in {*groups, "defaults", "hydra"}}
+        for group, kind in groups.items():
+            if is_dataclass(kind) and isinstance(read.get(group), dict):
+                known = {f.name for f in fields(kind)}
+                found |= {f"{group}.{key}": value for key, value in read[group].items() if key not in known}
+        return {str(key): _as_typed(value) for key, value in found.items()}
+    return {}
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, dict):
+        return "…"
+    return str(value).replace("'", "").replace(", ", ",") if isinstance(value, list) else str(value)
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -16,7 +16,7 @@ _ALL_GPUS = "Type trainer.devices=auto"
 _CHOSEN_GPUS = "Set CUDA_VISIBLE_DEVICES={items} before the command and type trainer.devices={count}"
 _CHECKPOINTS = "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
-_MICRO_BATCH = "Type data.micro_batch_size=…: it does not change the result. Halve it until it fits"
+_MICRO_BATCH = "Type data.micro_batch_size=auto: the largest that fits. It does not change the result"
 _LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
 _DDP = "Type strategy=ddp trainer.devices=N"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
@@ -109,6 +109,9 @@ FOREIGN: dict[str, str] = {
     "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
     "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
     "paths.data_dir": "Type data=text data.path={value}, or the key of your own data module",
+    "${tags}": "Write ${run.tags}",
+    "${task_name}": "Write ${run.name}",
+    "${paths.*}": "Write the path itself: a relative one begins where the command is typed",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
     "extras": "Leave it out. Add --cfg job to print the configuration, or type run.tags=[…]",
     "extras.print_config": "Add --cfg job to the command: it prints the configuration and ends",
@@ -117,7 +120,7 @@ FOREIGN: dict[str, str] = {
     "extras.*": "Add --cfg job to print the configuration, or type run.tags=[…]",
     "print_config": "Add --cfg job to the command: it prints the configuration and ends",
     "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
-    "hparams_search": "Type -m sweep=lr, or several values, such as -m optimizer.lr=1e-3,3e-3",
+    "hparams_search": "Type -m sweep=optuna, and copy configs/sweep/optuna.yaml for values of your own",
     "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where outputs go",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
@@ -233,6 +236,12 @@ def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,))
     for name, text in {"{value}": value, "{items}": ",".join(items), "{count}": str(len(items))}.items():
         found = found.replace(name, text)
     return found.rstrip("….") + "."
+
+
+def remedy_of_reference(name: str) -> str | None:
+    """Return what to write instead of a reference to a key that does not exist, or None."""
+    found = next((FOREIGN[key] for key in (f"${{{name}}}", f"${{{name.split('.')[0]}.*}}") if key in FOREIGN), None)
+    return f"{found}." if found is not None else remedy(name)
 
 
 def ineffective(overrides: list[str]) -> list[str]:

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 REFUSED_CALLBACKS = {
     "LearningRateFinder": "it trains before the run does. Type -m sweep=lr: one trial per learning rate",
     "BatchSizeFinder": (
-        "it trains before the run does. Type data.micro_batch_size=…: it does not change the result. Halve it until it "
-        "fits"
+        "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It does not change the "
+        "result"
     ),
     "GradientAccumulationScheduler": (
         "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every step. Type both"
@@ -45,6 +45,26 @@ def problems(cfg: DictConfig) -> list[str]:
 def _warn_of_unused_groups(cfg: DictConfig) -> None:
     if unused := signatures.unused(cfg.task):
         log.warning("%s does not take the groups %s: they are not used.", cfg.task._target_, ", ".join(unused))
+
+
+def misplaced_problems(cfg: DictConfig) -> list[str]:
+    """Return the keys of the task that a file, such as an experiment, sets in a group that the task does not take."""
+    if OmegaConf.select(cfg, "task._target_") is None:
+        return []
+    written, found = str(OmegaConf.to_container(cfg.task, resolve=False)), []
+    for group in signatures.unused(cfg.task):
+        node = cfg[group]
+        if not isinstance(node, DictConfig) or f"${{{group}" in written:
+            continue
+        definition = signatures.find_definition(str(node.get("_target_")))
+        taken = signatures.signature_of(*definition).parameters if definition is not None else {}
+        own = [str(key) for key in node if key not in signatures.HYDRA_KEYS and key not in taken and key in cfg.task]
+        found += [
+            f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} is its own. In the "
+            f"experiment, write {key} below task: instead of below {group}:."
+            for key in own
+        ]
+    return found
 
 
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:

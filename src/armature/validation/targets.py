@@ -200,8 +200,9 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
             continue
         for name, node in members.items():
             if not isinstance(node, dict) or "_target_" not in node:
-                listed = f"{group}={name}, or " if (config.CONFIGS / group / f"{name}.yaml").is_file() else ""
-                remedy = f"Type {listed}+{group}.{name}._target_=package.Class"
+                option = (config.CONFIGS / group / f"{name}.yaml").is_file()
+                listed = f"{group}={name} (in an experiment: override /{group}: [{name}]), or " if option else ""
+                remedy = f"Remove it, or type {listed}+{group}.{name}._target_=package.Class"
                 yield f"{group}.{name}={node!r}: has no _target_. {remedy}."
     for group in ("task", "model", "data", "optimizer", "strategy"):
         if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
