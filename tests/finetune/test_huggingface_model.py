@@ -1,7 +1,8 @@
 """model=huggingface, as far as it can be tested without transformers, which lies in another environment."""
 
 import importlib.metadata
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,44 @@ def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, 
     [problem] = built.problems(cfg)
     assert f"model.attention={kernel} with data.source.packing=true" in problem
     assert "Type model.attention=sdpa, or data.source.packing=false." in problem
+
+
+class Attentive(nn.Module):
+    """What the check of packing reads of a model that keeps conversations apart in its attention."""
+
+    def __init__(self, *parts, kinds=None):
+        super().__init__()
+        text = SimpleNamespace(layer_types=kinds)
+        self.inner = nn.ModuleList(parts)
+        self.inner.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def forward(self, ids, *, documents):
+        import transformers
+
+        return transformers.masking_utils.find_packed_sequence_indices(documents)
+
+
+@pytest.mark.parametrize(
+    ("parts", "kinds", "says"),
+    [
+        ([], None, None),
+        ([], ["full_attention", "sliding_attention", "chunked_attention"], None),
+        ([nn.Conv1d(4, 4, 3)], ["full_attention"], "it has layers of convolution"),
+        ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
+    ],
+)
+def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, monkeypatch, parts, kinds, says):
+    masks = ModuleType("transformers.masking_utils")
+    masks.find_packed_sequence_indices = lambda ids: ids
+    package = ModuleType("transformers")
+    package.masking_utils = masks
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    cfg = config(tmp_path)
+    cfg.data = {"source": {"packing": True}}
+    found = built._packing_problems(Attentive(*parts, kinds=kinds), cfg)
+    assert len(found) == (says is not None)
+    assert all(says in problem and "Type data.source.packing=false." in problem for problem in found), found
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])

@@ -15,6 +15,7 @@ from armature.errors import ConfigError
 from armature.finetune import check, folder, others
 
 log = logging.getLogger(__name__)
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers, in transformers' words
 
 
 class _Reached(Exception):
@@ -149,7 +150,8 @@ def _kernel_problems(cfg: DictConfig) -> list[str]:
 def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
     """Return whether conversations that are packed into rows would see each other in this architecture.
 
-    transformers keeps them apart by their positions, in a function that only newer code of a model calls.
+    transformers keeps them apart by their positions, in a function that only newer code of a model calls, and only in
+    layers of attention: convolutions and recurrent layers read across.
     """
     if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
         return []
@@ -158,7 +160,9 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
         try:
             model(ids, documents=ids)
         except _Reached:
-            return []
+            if not (mixing := _other_layers(model)):
+                return []
+            reason = f" (it has layers of {', '.join(mixing)}, which know no conversations)"
         except Exception as error:  # an architecture that takes no positions, or cannot run without values
             reason = f" ({type(error).__name__})"
         else:
@@ -167,3 +171,10 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
         f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the conversations of a "
         f"row apart{reason}. Type data.source.packing=false."
     ]
+
+
+def _other_layers(model: Any) -> list[str]:
+    """Return what reads other positions besides attention: kinds of layers in config.json, and convolutions."""
+    kinds = {*(getattr(model.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
+    convolutions = any(isinstance(module, torch.nn.Conv1d) for module in model.inner.modules())
+    return sorted(kinds) or ["convolution"] * convolutions
