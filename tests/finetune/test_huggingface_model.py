@@ -13,6 +13,7 @@ from armature import cli
 from armature.errors import ConfigError
 from armature.finetune import built, check, folder, others
 from armature.layout import Layout
+from armature.models.decoder import generation
 from armature.models.huggingface import model
 from armature.models.huggingface.model import PretrainedModel, positions_within
 from armature.models.huggingface.sharding import plan_of
@@ -274,3 +275,26 @@ def test_computed_tables_keep_their_type():
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]
+
+
+class Counting(nn.Module):
+    """A model without a cache of keys and values, whose logits at a position depend on all tokens up to it."""
+
+    def forward(self, input_ids, use_cache=False):
+        assert not use_cache
+        return SimpleNamespace(logits=nn.functional.one_hot(input_ids.cumsum(1) % 7, 7).float())
+
+
+def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
+    own = model.CausalLM.__new__(model.CausalLM)
+    nn.Module.__init__(own)
+    own.inner, own.context, own.weight = Counting(), 32, nn.Parameter(torch.zeros(1))
+    ids = torch.tensor([[1, 2, 3, 1]])
+    cache = own.make_cache(positions=32)
+    pieces = torch.cat([own(piece, cache=cache) for piece in ids.split([2, 1, 1], dim=1)], dim=1)
+    assert torch.equal(pieces, own(ids))
+    assert cache.length == 4
+    text = generation.generate(own, ids[:, :3], max_new_tokens=3, temperature=0)
+    assert text.tolist() == [[1, 2, 3, 6, 5, 3]]
+    cache.clear()
+    assert torch.equal(own(ids[:, 1:], cache=cache), own(ids[:, 1:]))

@@ -30,6 +30,9 @@ NOT_DAMAGE = ImportError, MemoryError, torch.OutOfMemoryError  # a kernel's pack
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
 
+    Args:
+        config: of a model of transformers; None: it keeps no keys and values, so its tokens are kept and read again.
+
     Attributes:
         newest_only: whether the model returns the newest position's logits alone (B, 1, V), if it can.
     """
@@ -42,7 +45,8 @@ class Cache:
 
     def clear(self) -> None:
         """Forget all positions."""
-        self.length, self.values = 0, _transformers().DynamicCache(config=self._config)
+        self.length = 0
+        self.values: Any = None if self._config is None else _transformers().DynamicCache(config=self._config)
 
 
 @contextmanager
@@ -156,13 +160,20 @@ class CausalLM(PretrainedModel):
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each.
         """
         if cache is not None:
-            kept = {"logits_to_keep": 1} if cache.newest_only and self._can_keep_newest else {}
-            outputs = self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept)
-            cache.length += inputs.shape[1]
+            logits = self._continue(inputs, cache)
         else:
             places = {} if documents is None else {"position_ids": positions_within(documents)}
-            outputs = self.inner(input_ids=inputs, use_cache=False, **places)
-        return outputs.logits if targets is None else self.loss(outputs.logits, targets)
+            logits = self.inner(input_ids=inputs, use_cache=False, **places).logits
+        return logits if targets is None else self.loss(logits, targets)
+
+    def _continue(self, inputs: Tensor, cache: Cache) -> Tensor:
+        """Return the logits of these positions after those in the cache, or of the newest alone."""
+        kept = {"logits_to_keep": 1} if cache.newest_only and "logits_to_keep" in self._accepted else {}
+        cache.length += inputs.shape[1]
+        if self._has_cache:
+            return self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept).logits
+        cache.values = inputs if cache.values is None else torch.cat([cache.values, inputs], dim=1)
+        return self.inner(input_ids=cache.values, use_cache=False, **kept).logits[:, -inputs.shape[1] :]
 
     @staticmethod
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -170,11 +181,16 @@ class CausalLM(PretrainedModel):
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     @cached_property
-    def _can_keep_newest(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.inner.forward).parameters
+    def _accepted(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.inner.forward).parameters)
+
+    @property
+    def _has_cache(self) -> bool:
+        """Whether the model keeps keys and values: recurrent ones, such as Mamba, keep states of their own."""
+        return "past_key_values" in self._accepted
 
     def make_cache(self, *, positions: int | None = None) -> Cache:
-        return Cache(self.inner.config, positions=positions)
+        return Cache(self.inner.config if self._has_cache else None, positions=positions)
 
 
 class SequenceClassifier(PretrainedModel):
