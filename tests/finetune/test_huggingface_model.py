@@ -1,5 +1,6 @@
 """model=huggingface, as far as it can be tested without transformers, which lies in another environment."""
 
+import importlib
 import importlib.metadata
 import sys
 from types import ModuleType, SimpleNamespace
@@ -91,19 +92,25 @@ def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, 
     assert "Type model.attention=sdpa, or data.source.packing=false." in problem
 
 
-class Attentive(nn.Module):
-    """What the check of packing reads of a model that keeps conversations apart in its attention."""
+class Attentive(nn.ModuleList):
+    """A model whose attention keeps conversations apart, and other parts."""
 
     def __init__(self, *parts, kinds=None):
-        super().__init__()
+        super().__init__(parts)
         text = SimpleNamespace(layer_types=kinds)
-        self.inner = nn.ModuleList(parts)
-        self.inner.config = SimpleNamespace(get_text_config=lambda: text)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
 
-    def forward(self, ids, *, documents):
-        import transformers
+    def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
+        if not use_cache:
+            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(position_ids)
+        return SimpleNamespace(logits=position_ids)
 
-        return transformers.masking_utils.find_packed_sequence_indices(documents)
+
+def causal_lm(inner):
+    own = model.CausalLM.__new__(model.CausalLM)
+    nn.Module.__init__(own)
+    own.inner, own.context, own.weight = inner, 32, nn.Parameter(torch.zeros(1))
+    return own
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, 
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
     cfg = config(tmp_path)
     cfg.data = {"source": {"packing": True}}
-    found = built._packing_problems(Attentive(*parts, kinds=kinds), cfg)
+    found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
     assert len(found) == (says is not None)
     assert all(says in problem and "Type data.source.packing=false." in problem for problem in found), found
 
@@ -286,9 +293,7 @@ class Counting(nn.Module):
 
 
 def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
-    own = model.CausalLM.__new__(model.CausalLM)
-    nn.Module.__init__(own)
-    own.inner, own.context, own.weight = Counting(), 32, nn.Parameter(torch.zeros(1))
+    own = causal_lm(Counting())
     ids = torch.tensor([[1, 2, 3, 1]])
     cache = own.make_cache(positions=32)
     pieces = torch.cat([own(piece, cache=cache) for piece in ids.split([2, 1, 1], dim=1)], dim=1)
@@ -298,3 +303,13 @@ def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
     assert text.tolist() == [[1, 2, 3, 6, 5, 3]]
     cache.clear()
     assert torch.equal(own(ids[:, 1:], cache=cache), own(ids[:, 1:]))
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
+def test_a_model_of_several_kinds_of_layers_is_given_the_positions_after_a_cache(monkeypatch, kinds):
+    monkeypatch.setattr(model, "_transformers", lambda: SimpleNamespace(DynamicCache=lambda config: None))
+    own, ids = causal_lm(Attentive(kinds=kinds)), torch.zeros(1, 2, dtype=torch.long)
+    cache = own.make_cache()
+    given = [own(ids, cache=cache) for _ in range(2)]
+    expected = [[[0, 1]], [[2, 3]]] if len(kinds) == 2 else [None, None]
+    assert [each if each is None else each.tolist() for each in given] == expected

@@ -15,7 +15,6 @@ from armature.errors import ConfigError
 from armature.finetune import check, folder, others
 
 log = logging.getLogger(__name__)
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers, in transformers' words
 
 
 class _Reached(Exception):
@@ -160,7 +159,7 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
         try:
             model(ids, documents=ids)
         except _Reached:
-            if not (mixing := _other_layers(model)):
+            if not (mixing := model.other_layers):
                 return []
             reason = f" (it has layers of {', '.join(mixing)}, which know no conversations)"
         except Exception as error:  # an architecture that takes no positions, or cannot run without values
@@ -171,10 +170,3 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
         f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the conversations of a "
         f"row apart{reason}. Type data.source.packing=false."
     ]
-
-
-def _other_layers(model: Any) -> list[str]:
-    """Return what reads other positions besides attention: kinds of layers in config.json, and convolutions."""
-    kinds = {*(getattr(model.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
-    convolutions = any(isinstance(module, torch.nn.Conv1d) for module in model.inner.modules())
-    return sorted(kinds) or ["convolution"] * convolutions

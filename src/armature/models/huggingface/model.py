@@ -27,6 +27,9 @@ from armature.models.wrapped import WrappedModel, weights_on
 NOT_DAMAGE = ImportError, MemoryError, torch.OutOfMemoryError  # a kernel's package, and memory: not the folder's fault
 
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers, in transformers' words
+
+
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
 
@@ -122,6 +125,13 @@ class PretrainedModel(WrappedModel):
         """How this model may be sharded; None: as one unit."""
         return sharding.plan_of(self.inner, prefix="inner")
 
+    @cached_property
+    def other_layers(self) -> list[str]:
+        """What reads other positions besides attention: kinds of layers, in transformers' words, or a convolution."""
+        kinds = {*(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
+        convolutions = any(isinstance(module, nn.Conv1d) for module in self.inner.modules())
+        return sorted(kinds) or ["convolution"] * convolutions
+
     @override
     def match(self, saved: Collection[str]) -> names.Match:
         return names.match(self.inner, saved)
@@ -168,9 +178,11 @@ class CausalLM(PretrainedModel):
 
     def _continue(self, inputs: Tensor, cache: Cache) -> Tensor:
         """Return the logits of these positions after those in the cache, or of the newest alone."""
-        kept = {"logits_to_keep": 1} if cache.newest_only and "logits_to_keep" in self._accepted else {}
-        cache.length += inputs.shape[1]
+        kept: dict[str, Any] = {"logits_to_keep": 1} if cache.newest_only and "logits_to_keep" in self._accepted else {}
+        begin, cache.length = cache.length, cache.length + inputs.shape[1]
         if self._has_cache:
+            if self.other_layers and "position_ids" in self._accepted:  # Bamba would begin at 0 again
+                kept["position_ids"] = torch.arange(begin, cache.length, device=inputs.device)[None]
             return self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept).logits
         cache.values = inputs if cache.values is None else torch.cat([cache.values, inputs], dim=1)
         return self.inner(input_ids=cache.values, use_cache=False, **kept).logits[:, -inputs.shape[1] :]
