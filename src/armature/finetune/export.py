@@ -288,8 +288,8 @@ def write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
     """Write the tokenizer and chat template of a run, which started from the folder of which `kept` is its copy."""
     if kept is not None:
         for name in folder.SMALL_FILES:
-            if name != folder.CONFIG and (kept / name).is_file():
-                shutil.copyfile(kept / name, target / name)
+            if name != folder.CONFIG:
+                folder.copy(kept / name, target / name)
     elif (run_dir / folder.TOKENIZER).is_file():
         shutil.copyfile(run_dir / folder.TOKENIZER, target / folder.TOKENIZER)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -301,6 +301,7 @@ def write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
 def _write_chat_template(run_dir: Path, target: Path) -> None:
     """Write the template that the run was trained with, and let generation stop where its turns end."""
     shutil.copyfile(run_dir / folder.CHAT_TEMPLATE, target / folder.CHAT_TEMPLATE)
+    shutil.rmtree((target / folder.TOOL_TEMPLATE).parent, ignore_errors=True)  # the run's has it, or is another
     file = target / folder.TOKENIZER_CONFIG
     settings = folder.special_tokens(run_dir) | (folder.read_json(file) if file.is_file() else {})
     settings.pop("chat_template", None)
