@@ -42,6 +42,43 @@ def test_both_dialects_of_a_rope_may_be_there_if_they_agree(tmp_path, theta):
     assert check.fill(config(path)).model.rope_scaling == {"kind": "linear", "factor": 2.0}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "yarn", "factor": 4.0}])
+def test_the_context_before_it_was_stretched_is_read_as_transformers_does(rope):
+    beside, inside = {"original_max_position_embeddings": 8}, {"original_max_position_embeddings": 16}
+    for expected, changes in (
+        (16, {"rope_scaling": rope | inside}),
+        (8, {"rope_scaling": rope, **beside}),
+        (8, {"rope_scaling": rope | inside, **beside}),
+        (2048, {"rope_scaling": rope}),
+    ):
+        assert architecture.arguments(CONFIG | changes, name="x")["rope_scaling"]["original_context"] == expected
+
+
+@pytest.mark.parametrize(("rope", "longest"), [(LLAMA3, 2048), ({"type": "yarn", "factor": 4.0}, 6000)])
+def test_a_stretched_context_is_longer_but_llama3s_is_already_so(rope, longest):
+    original = {"original_max_position_embeddings": 1500}
+    for changes in ({"rope_scaling": rope | original}, {"rope_scaling": rope, **original}):
+        assert architecture.longest_context(CONFIG | changes) == longest
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, None),
+        ("qwen2", {"sliding_window": 8}, [None, 8]),
+        ("qwen3", {}, [None, 4096]),
+        ("qwen3", {"sliding_window": None}, None),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 8}, None),
+    ],
+)
+def test_windows_are_those_of_the_architecture(kind, changes, windows):
+    config = {**CONFIG, "model_type": kind, "use_sliding_window": True, "max_window_layers": 1, **changes}
+    assert architecture.arguments(config, name="x")["windows"] == windows
+
+
 def test_a_folder_below_home_is_named_in_full_and_its_tokenizer_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = write_model(tmp_path / "model")
