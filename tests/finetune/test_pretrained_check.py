@@ -64,6 +64,32 @@ def test_a_stretched_context_is_longer_but_llama3s_is_already_so(rope, longest):
         assert architecture.longest_context(CONFIG | changes) == longest
 
 
+def with_head(path: Path) -> Path:
+    """Write a folder that ties its head, and has it in a file besides. Return that file."""
+    write_model(path, tie_word_embeddings=True)
+    file, shape = path / "model-00003-of-00003.safetensors", (CONFIG["vocab_size"], CONFIG["hidden_size"])
+    write_shard(file, {"lm_head.weight": shape})
+    index = json.loads((path / folder.INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = file.name
+    (path / folder.INDEX).write_text(json.dumps(index))
+    return file
+
+
+def test_a_tied_head_whose_values_differ_in_the_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_COMPARED_AT_ONCE", 5000)
+    path = tmp_path / "model"
+    file = with_head(path)
+    assert check.fill(config(path)).model.tied is True
+    file.write_bytes(file.read_bytes()[:-1] + b"1")
+    [problem] = refused(path)
+    assert "config.json ties model.embed_tokens.weight to lm_head.weight (tie_word_embeddings), but" in problem
+    assert problem.endswith("to false in config.json, or type model.tied=false where you train.")
+    assert check.fill(config(path, tied=False)).model.tied is False
+    untied = json.loads((path / folder.CONFIG).read_text()) | {"tie_word_embeddings": False}
+    (path / folder.CONFIG).write_text(json.dumps(untied))
+    assert check.fill(config(path)).model.tied is False
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "windows"),
     [

@@ -13,7 +13,7 @@ import math
 import operator
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ KEPT = "pretrained"  # in a run directory: the small files of the folder that it
 FINGERPRINT = "fingerprint.txt"  # beside them
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_COMPARED_AT_ONCE = 1 << 24  # bytes
 _LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 
@@ -294,6 +295,32 @@ def _span(offsets: list[int], data: int) -> tuple[int, int]:
     if not 0 <= begin <= end:
         raise ValueError(f"data_offsets are {offsets}")
     return data + begin, data + end
+
+
+def tied_problem(folder: Path, found: Weights, names: Collection[str]) -> str | None:
+    """Return a problem if tensors that a model shares (tied ones) differ in the files; None: they are equal."""
+    first, *others = sorted(names)
+    if odd := [name for name in others if not _equal(folder, found.tensors[first], found.tensors[name])]:
+        return (
+            f"{folder}: config.json ties {odd[0]} to {first} (tie_word_embeddings), but its files hold other values of "
+            "it, which transformers would use. Set tie_word_embeddings to false in config.json"
+        )
+    return None
+
+
+def _equal(folder: Path, first: SavedTensor, second: SavedTensor) -> bool:
+    """Return whether two tensors have the same type, shape and bytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with (folder / first.file).open("rb") as one, (folder / second.file).open("rb") as other:
+        left = one.seek(first.span[0]) - first.span[1]
+        other.seek(second.span[0])
+        while left < 0:
+            size = min(-left, _COMPARED_AT_ONCE)
+            if one.read(size) != other.read(size):
+                return False
+            left += size
+    return True
 
 
 def some(names: list[str], most: int = 3) -> str:
