@@ -1,6 +1,7 @@
 """Chat templates: the text that they write, and which of it the assistant wrote, token by token."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -279,6 +280,19 @@ def test_truncation_and_padding_that_were_saved_are_forgotten(tmp_path):
     loaded = template.load_tokenizer(tmp_path / "tokenizer.json")
     assert loaded.encode("hello world how are you").ids == small_tokenizer().encode("hello world how are you").ids
     assert len(loaded.encode("h").ids) == 1
+
+
+def test_a_tokenizer_that_lacks_tokens_of_its_settings_is_refused(tmp_path):
+    own = folder(tmp_path / "own")
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    for token, says in (("<|im_end|>", None), ("<|new|>", "lacks tokens that tokenizer_config.json adds: <|new|>")):
+        added = {"added_tokens_decoder": {"9": {"content": token}}}
+        (own / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
+        if says is None:
+            assert template.load_tokenizer(own / "tokenizer.json").token_to_id(token)
+        else:
+            with pytest.raises(ConfigError, match=re.escape(says)):
+                template.load_tokenizer(own / "tokenizer.json")
 
 
 def test_a_template_that_needs_a_system_message_has_no_known_end():

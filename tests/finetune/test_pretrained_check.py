@@ -239,6 +239,22 @@ def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
     check.fill(config(model, {"source": chat}))
 
 
+@pytest.mark.parametrize("name", [folder.TOKENIZER_CONFIG, folder.ADDED_TOKENS])
+def test_a_tokenizer_that_lacks_tokens_of_its_other_files_is_refused(model, name):
+    write_tokenizer(model, 40)
+    tokenizer = json.loads((model / folder.TOKENIZER).read_text()) | {"added_tokens": [{"id": 40, "content": "<s>"}]}
+    (model / folder.TOKENIZER).write_text(json.dumps(tokenizer))
+    added = {"<s>": 40} if name == folder.ADDED_TOKENS else {"added_tokens_decoder": {"40": {"content": "<s>"}}}
+    (model / name).write_text(json.dumps(added))
+    check.fill(config(model))
+    more = {"<|im_end|>": 41} if name == folder.ADDED_TOKENS else {"41": {"content": "<|im_end|>"}}
+    added |= more if name == folder.ADDED_TOKENS else {"added_tokens_decoder": added["added_tokens_decoder"] | more}
+    (model / name).write_text(json.dumps(added))
+    [problem] = refused(model)
+    assert f"tokenizer.json lacks tokens that {name} adds: <|im_end|>." in problem
+    assert f"from_pretrained('{model}').save_pretrained('{model}')" in problem
+
+
 def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
     cfg = config(model, {"source": {"path": "x", "tokenizer": f"{model}/tokenizer.json"}})
     write_tokenizer(model, 40)

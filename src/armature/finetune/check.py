@@ -208,6 +208,8 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
             "do not belong together: download the folder again."
         )
+    if problem := folder.tokens_problem(own):
+        found.append(problem)
     key, source = "data.source.tokenizer", OmegaConf.select(cfg, "data.source")
     if "tokenizer" in cfg.data:
         key, source = "data.tokenizer", cfg.data

@@ -183,6 +183,31 @@ def end_tokens(folder: Path) -> list[int]:
     return []
 
 
+def tokens_problem(tokenizer_file: Path) -> str | None:
+    """Return a problem if the files beside a tokenizer.json add tokens that it lacks: they would be read as characters.
+
+    transformers adds them whenever it loads the folder.
+    """
+    folder = tokenizer_file.parent
+    settings, older = (
+        read_json(folder / name) if (folder / name).is_file() else {} for name in (TOKENIZER_CONFIG, ADDED_TOKENS)
+    )
+    listed = settings.get("added_tokens_decoder")
+    source, added = ADDED_TOKENS, list(older)
+    if isinstance(listed, dict):
+        source, added = TOKENIZER_CONFIG, [each.get("content") for each in listed.values() if isinstance(each, dict)]
+    if not added:
+        return None
+    there = read_json(tokenizer_file).get("added_tokens") or []
+    known = {each.get("content") for each in there if isinstance(each, dict)}
+    if not (lacking := [token for token in added if isinstance(token, str) and token not in known]):
+        return None
+    return (
+        f"{tokenizer_file} lacks tokens that {source} adds: {some(lacking)}. They would be read as characters. Write "
+        f"it anew, in Python: transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')."
+    )
+
+
 def token_ids(tokenizer_file: Path) -> dict[str, int]:
     """Return the id of every token of a tokenizer.json."""
     tokenizer = read_json(tokenizer_file)

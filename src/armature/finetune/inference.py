@@ -97,6 +97,8 @@ def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: Cha
 
 
 def _tokenizer(file: Path) -> Tokenizer:
+    if file.is_file() and (problem := folder.tokens_problem(file)):
+        raise ConfigError(problem)
     try:
         return tokens.read(file)
     except ConfigError as error:

@@ -339,9 +339,12 @@ def _literal(value: Any) -> str:
 def load_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a folder for conversations, whose templates write special tokens as text."""
     try:
-        return tokens.read(file)
+        tokenizer = tokens.read(file)
     except ConfigError as error:
         raise ConfigError(f"data.source.tokenizer={error} Name a folder with another.") from error
+    if problem := model_folder.tokens_problem(file):
+        raise ConfigError(f"data.source.tokenizer={problem}")
+    return tokenizer
 
 
 def _typed(template: str) -> str:
