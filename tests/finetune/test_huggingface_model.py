@@ -298,6 +298,13 @@ def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
         assert built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), alone) == []
 
 
+@pytest.mark.parametrize(("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())])
+def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
+    inner = Attentive()
+    inner.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type=kind))
+    assert causal_lm(inner).read_directly == names
+
+
 class Counting(nn.Module):
     """A model without a cache of keys and values, whose logits at a position depend on all tokens up to it."""
 

@@ -29,6 +29,11 @@ NOT_DAMAGE = ImportError, MemoryError, torch.OutOfMemoryError  # a kernel's pack
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers, in transformers' words
 
+# whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on CPUs as well
+STATE_SPACES = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2",
+}  # fmt: skip
+
 
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
@@ -131,6 +136,12 @@ class PretrainedModel(WrappedModel):
         kinds = {*(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
         convolutions = any(isinstance(module, nn.Conv1d) for module in self.inner.modules())
         return sorted(kinds) or ["convolution"] * convolutions
+
+    @property
+    def read_directly(self) -> tuple[str, ...]:
+        """Last parts of the names of Linears whose weights are read past their forward: adapters would do nothing."""
+        is_read = self.inner.config.get_text_config().model_type in STATE_SPACES
+        return ("dt_proj", "out_proj", "x_proj") if is_read else ()
 
     @override
     def match(self, saved: Collection[str]) -> names.Match:
