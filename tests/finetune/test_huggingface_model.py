@@ -305,6 +305,29 @@ def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
     assert causal_lm(inner).read_directly == names
 
 
+@pytest.mark.parametrize(
+    ("names", "classes", "new_head", "is_refused"),
+    [
+        (["NEGATIVE", "positive"], ["negative", "positive"], False, False),
+        (["a", "b", "c"], ["a", "b"], False, False),
+        (["b", "a"], ["a", "b"], False, True),
+        (["b", "a"], ["a", "b"], True, False),
+        (["a", "b", "c"], ["a", "c"], False, True),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], False, False),
+        (["b", "a"], None, False, False),
+    ],
+)
+def test_a_head_that_numbers_the_classes_otherwise_is_refused(tmp_path, names, classes, new_head, is_refused):
+    labels = {str(i): name for i, name in enumerate(names)}
+    path = write_model(tmp_path / "model", id2label=labels, architectures=["LlamaForSequenceClassification"])
+    cfg = config(path, _target_=others.CLASSIFIER, new_head=new_head)
+    found = check.class_problems(cfg, SimpleNamespace(classes=classes))
+    assert len(found) == is_refused
+    assert all(f"{', '.join(names)} (id2label" in each and "model.new_head=true" in each for each in found), found
+    cfg.model._target_ = others.CAUSAL
+    assert check.class_problems(cfg, SimpleNamespace(classes=classes)) == []
+
+
 class Counting(nn.Module):
     """A model without a cache of keys and values, whose logits at a position depend on all tokens up to it."""
 

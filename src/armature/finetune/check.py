@@ -199,6 +199,23 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
     return bool(given == value)
 
 
+def class_problems(cfg: DictConfig, data: Any) -> list[str]:
+    """Return a problem if the head of the folder that training begins with numbers the data's classes otherwise."""
+    if OmegaConf.select(cfg, "model._target_") != others.CLASSIFIER or cfg.model.get("new_head"):
+        return []
+    name, classes = cfg.model.pretrained, getattr(data, "classes", None)
+    names = others.class_names(folder.config(Path(name)))
+    if names is None or not isinstance(classes, list):
+        return []
+    if [each.casefold() for each in classes] == [each.casefold() for each in names[: len(classes)]]:
+        return []
+    return [
+        f"model.new_head=false: the head of {KEY}={name} numbers the classes {folder.some(names, 5)} (id2label in "
+        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data, or type "
+        "model.new_head=true for a head that begins at random."
+    ]
+
+
 def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> list[str]:
     own, found = path / folder.TOKENIZER, []
     if not own.is_file() or vocab_size is None:
