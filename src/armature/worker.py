@@ -138,6 +138,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
 
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
     checkpoint = _checkpoint_to_resume(cfg, directory)
+    if checkpoint is None and (found := pretrained.class_problems(cfg, data)):
+        raise ConfigError(found)
     strategy.held = holds(checkpoint)
     strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
     if checkpoint is not None and is_weights_only(checkpoint):

@@ -1,6 +1,7 @@
 """Chat templates: the text that they write, and which of it the assistant wrote, token by token."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from armature.data.chat.conversations import Conversation
 from armature.data.chat.source import encode
 from armature.data.chat.template import ChatTemplate, NotRenderable
 from armature.errors import ConfigError
+from armature.finetune import folder as model_folder
 from tests.data.chat_parts import (
     CHAT,
     CHATML,
@@ -28,6 +30,7 @@ from tests.data.chat_parts import (
     folder,
     small_tokenizer,
 )
+from tests.finetune.folders import write_model
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 # the text of CHAT in each style: what the assistant writes stands between ⟦ and ⟧
@@ -228,6 +231,43 @@ def test_thoughts_beside_the_content_are_learned():
     assert marked(source, chat).endswith("assistant\n⟦hm. I am fine<|im_end|>⟧\n")
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_reach_a_template_under_any_of_their_names(key):
+    chat = [CHAT[0], {**CHAT[1], key: "hm. "}]
+    for name in ("reasoning_content", "thinking"):
+        source = CHATML.replace("+ m['content']", f"+ (m.{name} or '') + m['content']")
+        assert marked(source, chat).endswith("assistant\n⟦hm. I am fine<|im_end|>⟧\n")
+    assert chat[1] == {**CHAT[1], key: "hm. "}
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    with pytest.raises(NotRenderable, match="does not write the tools"):
+        marked(CHATML, CHAT[:2], TOOLS)
+    assert "⟦" in marked(CHATML, CHAT[:2], [])
+
+
+@pytest.mark.parametrize("place", [model_folder.TOKENIZER_CONFIG, model_folder.TOOL_TEMPLATE])
+def test_conversations_with_tools_are_written_by_a_template_of_their_own(tmp_path, place):
+    own = folder(tmp_path / "own", CHATML)
+    plain, tools = "\n  {% if 1 %}p{% endif %}\n  \n", "\n {{ tools | length }}{% set a = 1 %}\n\n"
+    if place == model_folder.TOOL_TEMPLATE:
+        (own / "chat_template.jinja").write_text(plain)
+        (own / place).parent.mkdir()
+        (own / place).write_text(tools)
+    else:
+        (own / "chat_template.jinja").unlink()
+        named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
+        (own / place).write_text(json.dumps({"chat_template": named}))
+    loaded = template.load(own, template=None)
+    assert loaded.render(CHAT) == ChatTemplate(plain).render(CHAT)
+    assert loaded.render(CHAT, tools=TOOLS) == ChatTemplate(tools).render(CHAT, tools=TOOLS) == "\n 1"
+    run = tmp_path / "run"
+    model_folder.keep(write_model(tmp_path / "model"), run)
+    model_folder.copy(own / place, run / model_folder.KEPT / place)
+    model_folder.copy(own / "chat_template.jinja", run / model_folder.KEPT / "chat_template.jinja")
+    assert template.load(run / model_folder.KEPT, template=None).source == loaded.source
+
+
 def test_characters_of_private_use_stay():
     assert "\ue002 \ue000" in marked(CHATML, [{"role": "user", "content": "\ue002 \ue000"}, CHAT[1]])
 
@@ -240,6 +280,19 @@ def test_truncation_and_padding_that_were_saved_are_forgotten(tmp_path):
     loaded = template.load_tokenizer(tmp_path / "tokenizer.json")
     assert loaded.encode("hello world how are you").ids == small_tokenizer().encode("hello world how are you").ids
     assert len(loaded.encode("h").ids) == 1
+
+
+def test_a_tokenizer_that_lacks_tokens_of_its_settings_is_refused(tmp_path):
+    own = folder(tmp_path / "own")
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    for token, says in (("<|im_end|>", None), ("<|new|>", "lacks tokens that tokenizer_config.json adds: <|new|>")):
+        added = {"added_tokens_decoder": {"9": {"content": token}}}
+        (own / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
+        if says is None:
+            assert template.load_tokenizer(own / "tokenizer.json").token_to_id(token)
+        else:
+            with pytest.raises(ConfigError, match=re.escape(says)):
+                template.load_tokenizer(own / "tokenizer.json")
 
 
 def test_a_template_that_needs_a_system_message_has_no_known_end():

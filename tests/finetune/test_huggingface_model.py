@@ -1,17 +1,21 @@
 """model=huggingface, as far as it can be tested without transformers, which lies in another environment."""
 
+import importlib
 import importlib.metadata
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from torch import nn
 
 from armature import cli
 from armature.errors import ConfigError
 from armature.finetune import built, check, folder, others
 from armature.layout import Layout
+from armature.models.decoder import generation
 from armature.models.huggingface import model
 from armature.models.huggingface.model import PretrainedModel, positions_within
 from armature.models.huggingface.sharding import plan_of
@@ -87,6 +91,50 @@ def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, 
     [problem] = built.problems(cfg)
     assert f"model.attention={kernel} with data.source.packing=true" in problem
     assert "Type model.attention=sdpa, or data.source.packing=false." in problem
+
+
+class Attentive(nn.ModuleList):
+    """A model whose attention keeps conversations apart, and other parts."""
+
+    def __init__(self, *parts, kinds=None):
+        super().__init__(parts)
+        text = SimpleNamespace(layer_types=kinds)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
+        if not use_cache:
+            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(position_ids)
+        return SimpleNamespace(logits=position_ids)
+
+
+def causal_lm(inner):
+    own = model.CausalLM.__new__(model.CausalLM)
+    nn.Module.__init__(own)
+    own.inner, own.context, own.weight = inner, 32, nn.Parameter(torch.zeros(1))
+    return own
+
+
+@pytest.mark.parametrize(
+    ("parts", "kinds", "says"),
+    [
+        ([], None, None),
+        ([], ["full_attention", "sliding_attention", "chunked_attention"], None),
+        ([nn.Conv1d(4, 4, 3)], ["full_attention"], "it has layers of convolution"),
+        ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
+    ],
+)
+def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, monkeypatch, parts, kinds, says):
+    masks = ModuleType("transformers.masking_utils")
+    masks.find_packed_sequence_indices = lambda ids: ids
+    package = ModuleType("transformers")
+    package.masking_utils = masks
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    cfg = config(tmp_path)
+    cfg.data = {"source": {"packing": True}}
+    found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
+    assert len(found) == (says is not None)
+    assert all(says in problem and "Type data.source.packing=false." in problem for problem in found), found
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])
@@ -235,3 +283,77 @@ def test_computed_tables_keep_their_type():
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]
+
+
+def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
+    inner = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
+    inner.head.weight = inner.embed.weight
+    names = {"embed.weight": "embed.weight", "head.weight": "head.weight"}
+    for values, problems in (({}, 0), ({"head.weight": torch.ones(3, 2)}, 1)):
+        save_file({name: torch.zeros(3, 2) for name in names} | values, tmp_path / folder.WEIGHTS)
+        found = built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), names)
+        assert len(found) == problems
+        assert all("Set tie_word_embeddings to false in config.json." in problem for problem in found)
+        alone = dict.fromkeys(names, "embed.weight")
+        assert built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), alone) == []
+
+
+@pytest.mark.parametrize(("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())])
+def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
+    inner = Attentive()
+    inner.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type=kind))
+    assert causal_lm(inner).read_directly == names
+
+
+@pytest.mark.parametrize(
+    ("names", "classes", "new_head", "is_refused"),
+    [
+        (["NEGATIVE", "positive"], ["negative", "positive"], False, False),
+        (["a", "b", "c"], ["a", "b"], False, False),
+        (["b", "a"], ["a", "b"], False, True),
+        (["b", "a"], ["a", "b"], True, False),
+        (["a", "b", "c"], ["a", "c"], False, True),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], False, False),
+        (["b", "a"], None, False, False),
+    ],
+)
+def test_a_head_that_numbers_the_classes_otherwise_is_refused(tmp_path, names, classes, new_head, is_refused):
+    labels = {str(i): name for i, name in enumerate(names)}
+    path = write_model(tmp_path / "model", id2label=labels, architectures=["LlamaForSequenceClassification"])
+    cfg = config(path, _target_=others.CLASSIFIER, new_head=new_head)
+    found = check.class_problems(cfg, SimpleNamespace(classes=classes))
+    assert len(found) == is_refused
+    assert all(f"{', '.join(names)} (id2label" in each and "model.new_head=true" in each for each in found), found
+    cfg.model._target_ = others.CAUSAL
+    assert check.class_problems(cfg, SimpleNamespace(classes=classes)) == []
+
+
+class Counting(nn.Module):
+    """A model without a cache of keys and values, whose logits at a position depend on all tokens up to it."""
+
+    def forward(self, input_ids, use_cache=False):
+        assert not use_cache
+        return SimpleNamespace(logits=nn.functional.one_hot(input_ids.cumsum(1) % 7, 7).float())
+
+
+def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
+    own = causal_lm(Counting())
+    ids = torch.tensor([[1, 2, 3, 1]])
+    cache = own.make_cache(positions=32)
+    pieces = torch.cat([own(piece, cache=cache) for piece in ids.split([2, 1, 1], dim=1)], dim=1)
+    assert torch.equal(pieces, own(ids))
+    assert cache.length == 4
+    text = generation.generate(own, ids[:, :3], max_new_tokens=3, temperature=0)
+    assert text.tolist() == [[1, 2, 3, 6, 5, 3]]
+    cache.clear()
+    assert torch.equal(own(ids[:, 1:], cache=cache), own(ids[:, 1:]))
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
+def test_a_model_of_several_kinds_of_layers_is_given_the_positions_after_a_cache(monkeypatch, kinds):
+    monkeypatch.setattr(model, "_transformers", lambda: SimpleNamespace(DynamicCache=lambda config: None))
+    own, ids = causal_lm(Attentive(kinds=kinds)), torch.zeros(1, 2, dtype=torch.long)
+    cache = own.make_cache()
+    given = [own(ids, cache=cache) for _ in range(2)]
+    expected = [[[0, 1]], [[2, 3]]] if len(kinds) == 2 else [None, None]
+    assert [each if each is None else each.tolist() for each in given] == expected

@@ -15,7 +15,7 @@ from tests.data.chat_parts import folder as write_tokenizer
 from tests.finetune import extras
 from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
-from tests.finetune.transformers_models import DAMAGED, KINDS
+from tests.finetune.transformers_models import DAMAGED, KINDS, RECURRENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("transformers_models.py")
@@ -35,8 +35,8 @@ def folders(tmp_path_factory):
 def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
     command(SCRIPT, "logits", folders, folders / "logits.json")
     far = json.loads((folders / "logits.json").read_text())
-    assert len(far) == 4 * len(KINDS)
-    assert all(far[kind] == 0.0 for kind in KINDS), far
+    assert len(far) == 4 * len(KINDS) + 3 * len(RECURRENT)
+    assert all(far[kind] == 0.0 for kind in (*KINDS, *RECURRENT)), far
     assert max(far.values()) <= 5e-5, far
 
 

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from armature.errors import ConfigError
-from armature.finetune import folder, inference, merge, peft
+from armature.finetune import export, folder, inference, merge, others, peft
 from armature.finetune.export import read_decoder
 from armature.finetune.lora import DoraLinear, Lora, LoraLinear, row_norms
 from armature.models.decoder.model import Decoder
 from tests import in_process
 from tests.data import chat_parts
-from tests.finetune.folders import write_random_model
+from tests.finetune.folders import write_model, write_random_model
 
 DEFAULTS = {  # what peft writes of LoRA besides: none of it changes the result
     "auto_mapping": None, "bias": "none", "eva_config": None, "init_lora_weights": "gaussian", "kasa_config": None,
@@ -151,6 +152,27 @@ def test_text_ends_where_the_folder_says(tmp_path):
         (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         with pytest.raises(ConfigError, match="must be the id of one of the model's 64 tokens"):
             inference.load(tmp_path / "base")
+
+
+def test_an_adapters_text_ends_where_its_base_says_and_where_its_own_turns_end(tmp_path):
+    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base", eos_token_id=[3, 5]))
+    (tmp_path / "adapter" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert inference.load(tmp_path / "adapter").ends == [3, 5, 7]
+
+
+def test_an_exported_adapter_keeps_the_end_of_its_base(tmp_path):
+    kept, run, adapter = write_model(tmp_path / "kept", eos_token_id=2), tmp_path / "run", tmp_path / "adapter"
+    chat_parts.folder(run)
+    adapter.mkdir()
+    export.write_tokenizer(kept, run, adapter)
+    end = chat_parts.small_tokenizer().token_to_id("<|im_end|>")
+    assert json.loads((adapter / "generation_config.json").read_text()) == {"eos_token_id": [2, end]}
+    assert not (adapter / folder.CONFIG).exists()
+
+
+@pytest.mark.parametrize(("target", "word"), [(others.CLASSIFIER, None), (others.CAUSAL, "CAUSAL_LM")])
+def test_peft_is_told_what_the_model_does(target, word):
+    assert peft.task_type(OmegaConf.create({"model": {"_target_": target}})) == word
 
 
 def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):

@@ -42,6 +42,69 @@ def test_both_dialects_of_a_rope_may_be_there_if_they_agree(tmp_path, theta):
     assert check.fill(config(path)).model.rope_scaling == {"kind": "linear", "factor": 2.0}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "yarn", "factor": 4.0}])
+def test_the_context_before_it_was_stretched_is_read_as_transformers_does(rope):
+    beside, inside = {"original_max_position_embeddings": 8}, {"original_max_position_embeddings": 16}
+    for expected, changes in (
+        (16, {"rope_scaling": rope | inside}),
+        (8, {"rope_scaling": rope, **beside}),
+        (8, {"rope_scaling": rope | inside, **beside}),
+        (2048, {"rope_scaling": rope}),
+    ):
+        assert architecture.arguments(CONFIG | changes, name="x")["rope_scaling"]["original_context"] == expected
+
+
+@pytest.mark.parametrize(("rope", "longest"), [(LLAMA3, 2048), ({"type": "yarn", "factor": 4.0}, 6000)])
+def test_a_stretched_context_is_longer_but_llama3s_is_already_so(rope, longest):
+    original = {"original_max_position_embeddings": 1500}
+    for changes in ({"rope_scaling": rope | original}, {"rope_scaling": rope, **original}):
+        assert architecture.longest_context(CONFIG | changes) == longest
+
+
+def with_head(path: Path) -> Path:
+    """Write a folder that ties its head, and has it in a file besides. Return that file."""
+    write_model(path, tie_word_embeddings=True)
+    file, shape = path / "model-00003-of-00003.safetensors", (CONFIG["vocab_size"], CONFIG["hidden_size"])
+    write_shard(file, {"lm_head.weight": shape})
+    index = json.loads((path / folder.INDEX).read_text())
+    index["weight_map"]["lm_head.weight"] = file.name
+    (path / folder.INDEX).write_text(json.dumps(index))
+    return file
+
+
+def test_a_tied_head_whose_values_differ_in_the_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_COMPARED_AT_ONCE", 5000)
+    path = tmp_path / "model"
+    file = with_head(path)
+    assert check.fill(config(path)).model.tied is True
+    file.write_bytes(file.read_bytes()[:-1] + b"1")
+    [problem] = refused(path)
+    assert "config.json ties model.embed_tokens.weight to lm_head.weight (tie_word_embeddings), but" in problem
+    assert problem.endswith("to false in config.json, or type model.tied=false where you train.")
+    assert check.fill(config(path, tied=False)).model.tied is False
+    untied = json.loads((path / folder.CONFIG).read_text()) | {"tie_word_embeddings": False}
+    (path / folder.CONFIG).write_text(json.dumps(untied))
+    assert check.fill(config(path)).model.tied is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, None),
+        ("qwen2", {"sliding_window": 8}, [None, 8]),
+        ("qwen3", {}, [None, 4096]),
+        ("qwen3", {"sliding_window": None}, None),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 8}, None),
+    ],
+)
+def test_windows_are_those_of_the_architecture(kind, changes, windows):
+    config = {**CONFIG, "model_type": kind, "use_sliding_window": True, "max_window_layers": 1, **changes}
+    assert architecture.arguments(config, name="x")["windows"] == windows
+
+
 def test_a_folder_below_home_is_named_in_full_and_its_tokenizer_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = write_model(tmp_path / "model")
@@ -174,6 +237,22 @@ def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
     assert f"Type data.source.tokenizer={model}." in refused(model, {"source": chat})[0]
     chat["tokenizer"] = str(model)
     check.fill(config(model, {"source": chat}))
+
+
+@pytest.mark.parametrize("name", [folder.TOKENIZER_CONFIG, folder.ADDED_TOKENS])
+def test_a_tokenizer_that_lacks_tokens_of_its_other_files_is_refused(model, name):
+    write_tokenizer(model, 40)
+    tokenizer = json.loads((model / folder.TOKENIZER).read_text()) | {"added_tokens": [{"id": 40, "content": "<s>"}]}
+    (model / folder.TOKENIZER).write_text(json.dumps(tokenizer))
+    added = {"<s>": 40} if name == folder.ADDED_TOKENS else {"added_tokens_decoder": {"40": {"content": "<s>"}}}
+    (model / name).write_text(json.dumps(added))
+    check.fill(config(model))
+    more = {"<|im_end|>": 41} if name == folder.ADDED_TOKENS else {"41": {"content": "<|im_end|>"}}
+    added |= more if name == folder.ADDED_TOKENS else {"added_tokens_decoder": added["added_tokens_decoder"] | more}
+    (model / name).write_text(json.dumps(added))
+    [problem] = refused(model)
+    assert f"tokenizer.json lacks tokens that {name} adds: <|im_end|>." in problem
+    assert f"from_pretrained('{model}').save_pretrained('{model}')" in problem
 
 
 def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):

@@ -108,6 +108,14 @@ def test_a_chat_template_is_found_in_either_place(tmp_path):
     assert folder.chat_template(tmp_path) == "new"
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_an_older_map_of_special_tokens_counts_unless_all_added_tokens_are_listed(tmp_path, listed):
+    settings = {"eos_token": "</s>", "bos_token": "<s>", **({"added_tokens_decoder": {}} if listed else {})}
+    (tmp_path / folder.TOKENIZER_CONFIG).write_text(json.dumps(settings))
+    (tmp_path / folder.SPECIAL_TOKENS).write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))
+    assert folder.special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>" if listed else "<|eot|>"}
+
+
 def test_ends_of_generation_come_from_its_own_file_first(model):
     assert folder.end_tokens(model) == [2]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
@@ -122,11 +130,14 @@ def test_the_largest_token_counts_added_ones(tmp_path):
 
 def test_a_run_keeps_the_small_files_and_knows_its_base(model, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
+    (model / folder.TOOL_TEMPLATE).parent.mkdir()
+    (model / folder.TOOL_TEMPLATE).write_text("tools")
     folder.keep(model, run)
     kept = folder.kept_in(run)
     assert kept is not None
     assert folder.config(kept) == folder.config(model)
     assert not [*kept.glob("*.safetensors")]
+    assert (kept / folder.TOOL_TEMPLATE).read_text() == "tools"
     assert folder.fingerprint(kept) == folder.fingerprint(model)
     write_shard(model / next(iter(SHARDS)), ["z"])
     assert folder.fingerprint(kept) != folder.fingerprint(model)

@@ -28,6 +28,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi": {**TINY, "partial_rotary_factor": 0.5},  # biases, of the head too
     "gpt2": {"vocab_size": 320, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, **GPT2},  # no Linears
 }
+RECURRENT = {  # layers that keep states: no keys and values at all, or beside attention, whose positions must be given
+    "mamba": {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.2},
+    "bamba": {
+        **TINY, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,
+        "attn_layer_indices": [1],
+    },
+}  # fmt: skip
 CONTEXT = 48
 DAMAGED: list[dict[str, Any]] = [
     {"hidden_size": "64"}, {"num_attention_heads": 3}, {"layer_types": ["odd"] * 3}, {"num_hidden_layers": "3"},
@@ -40,7 +47,7 @@ def make(root: Path) -> None:
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for kind, sizes in KINDS.items():
+    for kind, sizes in {**KINDS, **RECURRENT}.items():
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
         for name, value in model.named_parameters():
@@ -58,7 +65,7 @@ def logits(root: Path) -> dict[str, float]:
     from armature.parallel import initialization
 
     ids, found = torch.randint(0, 320, (2, CONTEXT), generator=torch.Generator().manual_seed(3)), {}
-    for kind in KINDS:
+    for kind in (*KINDS, *RECURRENT):
         with torch.device("meta"):
             model = CausalLM(pretrained=str(root / kind), context=CONTEXT)
         initialization.materialize(model, device=torch.device("cpu"))
@@ -68,17 +75,31 @@ def logits(root: Path) -> dict[str, float]:
             expected = theirs(ids).logits
             found[kind] = float((model.eval()(ids) - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
-            pieces = torch.cat([model(piece, cache=cache) for piece in ids.split([17, 1, 1, 9, 1, 19], dim=1)], dim=1)
+            parts = [17, *[1] * 31] if kind in RECURRENT else [17, 1, 1, 9, 1, 19]  # states continue by one token
+            pieces = torch.cat([model(piece, cache=cache) for piece in ids.split(parts, dim=1)], dim=1)
             found[f"{kind} with a cache"] = float((pieces - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
             cache.newest_only = True
             newest = model(ids, cache=cache)
             assert newest.shape[1] == 1
             found[f"{kind}, the newest alone"] = float((newest - expected[:, -1:]).abs().max())
+            if kind in RECURRENT:
+                assert packing_problems(model)
+                continue
             documents = (torch.arange(CONTEXT) >= 20).long().expand(2, -1)
             alone = torch.cat([theirs(part).logits for part in ids.split([20, 28], dim=1)], dim=1)
             found[f"{kind} packed"] = float((model(ids, documents=documents) - alone).abs().max())
+            assert not packing_problems(model)
     return found
+
+
+def packing_problems(model: Any) -> list[str]:
+    from omegaconf import OmegaConf
+
+    from armature.finetune import built, others
+
+    cfg = OmegaConf.create({"model": {"_target_": others.CAUSAL}, "data": {"source": {"packing": True}}})
+    return built._packing_problems(model.to("meta"), cfg)
 
 
 def damaged(root: Path) -> list[list[str]]:

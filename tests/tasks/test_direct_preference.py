@@ -10,11 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from armature.errors import ConfigError
+from armature.finetune.lora import Lora
 from armature.models.adapters import is_adapter
 from armature.models.loss import IGNORED
+from armature.models.wrapped import WrappedModel
 from armature.parallel.initialization import initialize_by_name, materialize
+from armature.tasks.direct_preference import DirectPreference
 from benchmarks.parity.harness import difference
 from tests.data.chat_parts import folder
 from tests.tasks.preference_runs import Job, data_of, fit, task_of, write_pairs
@@ -247,3 +251,28 @@ def test_cached_and_adapter_free_references_and_any_accumulation_give_the_same_l
     first = run(**job)
     for other in (run(**KINDS["adapters, cached"]), run(**job, micro="auto"), run(**job, data={"multiple": None})):
         assert max(difference(other, first).values()) <= 1e-5
+
+
+class Dropping(WrappedModel):
+    """A model of another library, whose dropout is of its config.json: in a module, and as a rate."""
+
+    def __init__(self):
+        super().__init__("folder", nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)]), "drop": nn.Dropout(0.5)}))
+        self.inner.attention_dropout = 0.5
+
+    def forward(self, x):
+        x = self.inner.drop(self.inner.blocks[0](x))
+        return nn.functional.dropout(x, self.inner.attention_dropout, self.training)
+
+
+def test_dropout_of_a_folders_config_is_off_as_in_the_reference(caplog):
+    task = DirectPreference(Dropping, optimizer=torch.optim.SGD, adapter=Lora(rank=2, dropout=0.25))
+    with caplog.at_level("INFO"):
+        task.configure_model()
+    model, x = task.model.train().float(), torch.ones(64, 4)
+    materialize(model, device=torch.device("cpu"))
+    initialize_by_name(model, seed=0)
+    assert torch.equal(model(x), model(x))
+    assert model.inner.blocks[0].dropout == 0.25
+    assert "The model's dropout, of its config.json, is off" in caplog.text
+    assert not model.disable_dropout()

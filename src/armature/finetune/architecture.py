@@ -24,19 +24,21 @@ SIZES = {  # ours → theirs
 OTHER_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 # what would change the model's result and the decoder does not have
 FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
+_ORIGINAL = "original_max_position_embeddings"
 ROPE = {  # kind → their name of each of our numbers
     "llama3": {
         "factor": "factor", "low_frequency": "low_freq_factor", "high_frequency": "high_freq_factor",
-        "original_context": "original_max_position_embeddings",
+        "original_context": _ORIGINAL,
     },
     "yarn": {
-        "factor": "factor", "original_context": "original_max_position_embeddings", "beta_fast": "beta_fast",
+        "factor": "factor", "original_context": _ORIGINAL, "beta_fast": "beta_fast",
         "beta_slow": "beta_slow", "attention_factor": "attention_factor",
     },
     "linear": {"factor": "factor"},
 }  # fmt: skip
 _OWN_KEYS = {"rope_type", "type", "rope_theta"}
-_INERT = {"linear": ("original_max_position_embeddings",), "default": ("factor", "original_max_position_embeddings")}
+_STRETCHED = tuple(kind for kind, names in ROPE.items() if "original_context" in names)
+_INERT = {"linear": (_ORIGINAL,), "default": ("factor", _ORIGINAL)}
 
 
 MIXTURE_SIZES = {  # ours → theirs
@@ -157,15 +159,23 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any
         problems.append(f"rope_type={kind} is not in the decoder (only {', '.join(['default', *ROPE])}). {OTHERS}")
         return None, theta
     numbers = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
+    if kind in _STRETCHED and (original := _original_context(config, rope)) is not None:
+        numbers["original_context"] = original
     if wrong := [f"{names[ours]}={value!r}" for ours, value in numbers.items() if not _is_number(value)]:
         problems.append(f"rope_type={kind} with {', '.join(wrong)}: no numbers above 0")
-    if kind in ("llama3", "yarn"):
+    if kind in _STRETCHED:
         numbers.setdefault("original_context", config.get("max_position_embeddings"))
     known = {*names.values(), *_OWN_KEYS, *_INERT.get(kind, ())}
     usual = {"partial_rotary_factor": 1.0, "truncate": True}
     if unknown := sorted(k for k, v in rope.items() if k not in known and v is not None and v != usual.get(k)):
         problems.append(f"rope_type={kind} with {some(unknown)}, which the decoder does not have")
     return (None if kind == "default" else {"kind": kind, **numbers}), theta
+
+
+def _original_context(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
+    """Return the context before it was stretched, or None: as in transformers, that beside the rope comes first."""
+    beside = config.get(_ORIGINAL)
+    return rope.get(_ORIGINAL) if beside is None else beside
 
 
 def _plain_rope(rope: Any, config: Mapping[str, Any]) -> Any:
@@ -182,8 +192,10 @@ def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if config["model_type"] == "mistral":
         window, kinds = config.get("sliding_window", 4096), ["sliding_attention"] * layers  # transformers' default
+    elif config["model_type"] == "llama":
+        return None
     else:
-        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
         first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
         kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if window is None or "sliding_attention" not in kinds:
@@ -192,10 +204,15 @@ def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """Return the most positions that a folder's model is made for, stretched ones included; None: it does not say."""
+    """Return the most positions that a folder's model is made for, stretched ones included; None: it does not say.
+
+    A llama3 rope's factor says how much slower its low frequencies turn, not how much longer the context became.
+    """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
-    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings")
+    factor, trained = rope.get("factor"), _original_context(config, rope)
+    if (rope.get("rope_type") or rope.get("type")) == "llama3":
+        trained = None
     stretched = int((factor if _is_number(factor) else 1.0) * trained) if _is_number(trained) else 0
     longest = config.get("max_position_embeddings")
     return max(int(longest) if _is_number(longest) else 0, stretched) or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -74,8 +75,19 @@ def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:
         found += _frozen_problems(model, new, cfg)
     if wrong := [f"{own} is {there}, not {here}" for own, (there, here) in shapes.items() if there != here]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
+    found += _tied_problems(model, path, weights, names.found)
     numbers = [own for own in names.found if held[own].is_floating_point()]
     return found + check.type_problems(path, {names.found[n]: weights.tensors[names.found[n]].dtype for n in numbers})
+
+
+def _tied_problems(model: Any, path: Path, weights: folder.Weights, names: Mapping[str, str]) -> list[str]:
+    """Return a problem for each parameter that the files hold under several names, with different values."""
+    held: dict[int, set[str]] = {}
+    for own, param in model.inner.named_parameters(remove_duplicate=False):
+        if own in names:
+            held.setdefault(id(param), set()).add(names[own])
+    found = [folder.tied_problem(path, weights, tied) for tied in held.values() if len(tied) > 1]
+    return [f"{problem}." for problem in found if problem]
 
 
 def _head_problems(path: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
@@ -149,7 +161,8 @@ def _kernel_problems(cfg: DictConfig) -> list[str]:
 def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
     """Return whether conversations that are packed into rows would see each other in this architecture.
 
-    transformers keeps them apart by their positions, in a function that only newer code of a model calls.
+    transformers keeps them apart by their positions, in a function that only newer code of a model calls, and only in
+    layers of attention: convolutions and recurrent layers read across.
     """
     if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
         return []
@@ -158,7 +171,9 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
         try:
             model(ids, documents=ids)
         except _Reached:
-            return []
+            if not (mixing := model.other_layers):
+                return []
+            reason = f" (it has layers of {', '.join(mixing)}, which know no conversations)"
         except Exception as error:  # an architecture that takes no positions, or cannot run without values
             reason = f" ({type(error).__name__})"
         else:

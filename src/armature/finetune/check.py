@@ -24,7 +24,7 @@ KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
 OURS = {DECODER: architecture.arguments, MIXTURE: architecture.mixture_arguments}
 READ = {**OURS, **dict.fromkeys(others.TARGETS, others.arguments), others.IMAGES: others.image_arguments}
-_TIED = {names.theirs(names.HEAD): names.theirs(names.EMBEDDING)}
+_TIED = {str(names.theirs(names.HEAD)): str(names.theirs(names.EMBEDDING))}
 
 
 def fill(cfg: DictConfig) -> DictConfig:
@@ -50,7 +50,8 @@ def fill(cfg: DictConfig) -> DictConfig:
     except ConfigError as error:
         problems += error.problems
     if run_dir is None:
-        problems += weight_problems(path, args) if target in OURS else folder.weights(path).problems
+        apart = cfg.model.get("tied") is False
+        problems += weight_problems(path, args, apart=apart) if target in OURS else folder.weights(path).problems
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -198,6 +199,23 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
     return bool(given == value)
 
 
+def class_problems(cfg: DictConfig, data: Any) -> list[str]:
+    """Return a problem if the head of the folder that training begins with numbers the data's classes otherwise."""
+    if OmegaConf.select(cfg, "model._target_") != others.CLASSIFIER or cfg.model.get("new_head"):
+        return []
+    name, classes = cfg.model.pretrained, getattr(data, "classes", None)
+    names = others.class_names(folder.config(Path(name)))
+    if names is None or not isinstance(classes, list):
+        return []
+    if [each.casefold() for each in classes] == [each.casefold() for each in names[: len(classes)]]:
+        return []
+    return [
+        f"model.new_head=false: the head of {KEY}={name} numbers the classes {folder.some(names, 5)} (id2label in "
+        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data, or type "
+        "model.new_head=true for a head that begins at random."
+    ]
+
+
 def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> list[str]:
     own, found = path / folder.TOKENIZER, []
     if not own.is_file() or vocab_size is None:
@@ -207,6 +225,8 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
             "do not belong together: download the folder again."
         )
+    if problem := folder.tokens_problem(own):
+        found.append(problem)
     key, source = "data.source.tokenizer", OmegaConf.select(cfg, "data.source")
     if "tokenizer" in cfg.data:
         key, source = "data.tokenizer", cfg.data
@@ -225,8 +245,12 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     return found
 
 
-def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a folder's weights for the decoder of these arguments: files, names and shapes."""
+def weight_problems(path: Path, args: Mapping[str, Any], *, apart: bool = False) -> list[str]:
+    """Return what is wrong with a folder's weights for the decoder of these arguments: files, names and shapes.
+
+    Args:
+        apart: the head is not tied in this run, so the files may hold other values of it than of the embedding.
+    """
     weights = folder.weights(path)
     if weights.problems:
         return list(weights.problems)
@@ -248,6 +272,9 @@ def weight_problems(path: Path, args: Mapping[str, Any]) -> list[str]:
     shapes = {name: (weights.tensors[name].shape, needed[name]) for name in needed if name in weights.tensors}
     if wrong := [f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
+    both = [name for pair in _TIED.items() for name in pair if name in weights.tensors]
+    if args["tied"] and not apart and len(both) == 2 and (problem := folder.tied_problem(path, weights, both)):
+        found.append(f"{problem}, or type model.tied=false where you train.")
     kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
     return found + type_problems(path, kinds)
 

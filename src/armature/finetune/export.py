@@ -288,25 +288,27 @@ def write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
     """Write the tokenizer and chat template of a run, which started from the folder of which `kept` is its copy."""
     if kept is not None:
         for name in folder.SMALL_FILES:
-            if name != folder.CONFIG and (kept / name).is_file():
-                shutil.copyfile(kept / name, target / name)
+            if name != folder.CONFIG:
+                folder.copy(kept / name, target / name)
     elif (run_dir / folder.TOKENIZER).is_file():
         shutil.copyfile(run_dir / folder.TOKENIZER, target / folder.TOKENIZER)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         files.replace(target / folder.TOKENIZER_CONFIG, json.dumps(settings, indent=2) + "\n")
     if (run_dir / folder.CHAT_TEMPLATE).is_file():
-        _write_chat_template(run_dir, target)
+        _write_chat_template(kept, run_dir, target)
 
 
-def _write_chat_template(run_dir: Path, target: Path) -> None:
+def _write_chat_template(kept: Path | None, run_dir: Path, target: Path) -> None:
     """Write the template that the run was trained with, and let generation stop where its turns end."""
     shutil.copyfile(run_dir / folder.CHAT_TEMPLATE, target / folder.CHAT_TEMPLATE)
+    shutil.rmtree((target / folder.TOOL_TEMPLATE).parent, ignore_errors=True)  # the run's has it, or is another
     file = target / folder.TOKENIZER_CONFIG
     settings = folder.special_tokens(run_dir) | (folder.read_json(file) if file.is_file() else {})
     settings.pop("chat_template", None)
     files.replace(file, json.dumps(settings, indent=2) + "\n")
     mark = template.load(run_dir, template=None).end_of_turn
-    end, ends = folder.token_ids(run_dir / folder.TOKENIZER).get(mark or ""), folder.end_tokens(target)
+    end = folder.token_ids(run_dir / folder.TOKENIZER).get(mark or "")
+    ends = folder.end_tokens(target if kept is None else kept)  # an adapter's folder has no config.json
     if end is not None and end not in ends:
         file = target / "generation_config.json"
         made = folder.read_json(file) if file.is_file() else {}

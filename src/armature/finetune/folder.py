@@ -13,7 +13,7 @@ import math
 import operator
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,18 @@ log = logging.getLogger(__name__)
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 DESCRIPTIONS = (CONFIG, "adapter_config.json")  # one of them says what a folder's weights are
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"  # older
 # what a model folder has besides its weights; a run keeps a copy
 SMALL_FILES = (
-    CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json",
+    CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, TOOL_TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS,
     "generation_config.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 KEPT = "pretrained"  # in a run directory: the small files of the folder that it started from
 FINGERPRINT = "fingerprint.txt"  # beside them
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_COMPARED_AT_ONCE = 1 << 24  # bytes
 _LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 
@@ -91,7 +94,8 @@ def _download(name: str) -> Path:
     disable_progress_bars()
     patterns = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "*/*"]))
+        ignored = ["consolidated*", "*/*.json", "*/*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
     except Exception as error:  # the hub's client raises its own errors, those of its HTTP library, and OSError
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -124,28 +128,39 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the folder's Jinja template of a chat, or None: a file of its own, or in tokenizer_config.json (older)."""
-    if (folder / CHAT_TEMPLATE).is_file():
-        return _read_text(folder / CHAT_TEMPLATE)
-    if not (file := folder / TOKENIZER_CONFIG).is_file():
-        return None
-    found = read_json(file).get("chat_template")
-    if isinstance(found, list):  # several, with names
-        named = (each for each in found if isinstance(each, dict))
-        found = next((each.get("template") for each in named if each.get("name") == "default"), None)
-    if found is not None and not isinstance(found, str):
-        raise ConfigError(f"{file}: chat_template must be a text. Got a {type(found).__name__}.")
-    return found
+    """Return the folder's Jinja template of a chat, or None: a file of its own, or in tokenizer_config.json (older).
+
+    If the folder has another one for conversations with tools, both are in what is returned.
+    """
+    plain, tools = (
+        _read_text(folder / name) if (folder / name).is_file() else None for name in (CHAT_TEMPLATE, TOOL_TEMPLATE)
+    )
+    if plain is None and (file := folder / TOKENIZER_CONFIG).is_file():
+        found = read_json(file).get("chat_template")
+        if isinstance(found, list):  # several, with names
+            named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+            plain, tools = named.get("default"), named.get("tool_use", tools)
+        else:
+            plain = found
+        if odd := [each for each in (plain, tools) if each is not None and not isinstance(each, str)]:
+            raise ConfigError(f"{file}: chat_template must be a text. Got a {type(odd[0]).__name__}.")
+    if plain is None or tools is None:
+        return plain
+    plain, tools = (text.removesuffix("\n") for text in (plain, tools))  # as Jinja2 does; + keeps spaces beside the tag
+    return f"{{% if tools is not none +%}}{tools}{{%+ else +%}}{plain}{{%+ endif %}}"
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the texts of bos_token, eos_token, pad_token and unk_token, as far as the tokenizer's settings name them.
 
-    A chat template refers to them by these names.
+    A chat template refers to them by these names. As in transformers, special_tokens_map.json comes first, unless
+    tokenizer_config.json lists all added tokens.
     """
-    settings: dict[str, Any] = {}
-    for file in (folder / "special_tokens_map.json", folder / TOKENIZER_CONFIG):
-        settings |= read_json(file) if file.is_file() else {}
+    settings, older = (
+        read_json(folder / name) if (folder / name).is_file() else {} for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS)
+    )
+    if "added_tokens_decoder" not in settings:
+        settings |= older
     named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -166,6 +181,31 @@ def end_tokens(folder: Path) -> list[int]:
                 )
             return ends
     return []
+
+
+def tokens_problem(tokenizer_file: Path) -> str | None:
+    """Return a problem if the files beside a tokenizer.json add tokens that it lacks: they would be read as characters.
+
+    transformers adds them whenever it loads the folder.
+    """
+    folder = tokenizer_file.parent
+    settings, older = (
+        read_json(folder / name) if (folder / name).is_file() else {} for name in (TOKENIZER_CONFIG, ADDED_TOKENS)
+    )
+    listed = settings.get("added_tokens_decoder")
+    source, added = ADDED_TOKENS, list(older)
+    if isinstance(listed, dict):
+        source, added = TOKENIZER_CONFIG, [each.get("content") for each in listed.values() if isinstance(each, dict)]
+    if not added:
+        return None
+    there = read_json(tokenizer_file).get("added_tokens") or []
+    known = {each.get("content") for each in there if isinstance(each, dict)}
+    if not (lacking := [token for token in added if isinstance(token, str) and token not in known]):
+        return None
+    return (
+        f"{tokenizer_file} lacks tokens that {source} adds: {some(lacking)}. They would be read as characters. Write "
+        f"it anew, in Python: transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')."
+    )
 
 
 def token_ids(tokenizer_file: Path) -> dict[str, int]:
@@ -282,6 +322,32 @@ def _span(offsets: list[int], data: int) -> tuple[int, int]:
     return data + begin, data + end
 
 
+def tied_problem(folder: Path, found: Weights, names: Collection[str]) -> str | None:
+    """Return a problem if tensors that a model shares (tied ones) differ in the files; None: they are equal."""
+    first, *others = sorted(names)
+    if odd := [name for name in others if not _equal(folder, found.tensors[first], found.tensors[name])]:
+        return (
+            f"{folder}: config.json ties {odd[0]} to {first} (tie_word_embeddings), but its files hold other values of "
+            "it, which transformers would use. Set tie_word_embeddings to false in config.json"
+        )
+    return None
+
+
+def _equal(folder: Path, first: SavedTensor, second: SavedTensor) -> bool:
+    """Return whether two tensors have the same type, shape and bytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    with (folder / first.file).open("rb") as one, (folder / second.file).open("rb") as other:
+        left = one.seek(first.span[0]) - first.span[1]
+        other.seek(second.span[0])
+        while left < 0:
+            size = min(-left, _COMPARED_AT_ONCE)
+            if one.read(size) != other.read(size):
+                return False
+            left += size
+    return True
+
+
 def some(names: list[str], most: int = 3) -> str:
     """Return the first names, and how many more there are."""
     more = len(names) - most
@@ -311,9 +377,15 @@ def keep(folder: Path, run_dir: Path, *, anew: bool = False) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in SMALL_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+        copy(folder / name, target / name)
     (target / FINGERPRINT).write_text(fingerprint(folder) + "\n", encoding="utf-8")  # last: the copy is whole
+
+
+def copy(file: Path, target: Path) -> None:
+    """Copy one of the small files if it is there."""
+    if file.is_file():
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def kept_in(run_dir: Path) -> Path | None:

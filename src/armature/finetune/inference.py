@@ -79,7 +79,8 @@ def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
     own = next((each for each in (path, whole) if (each / folder.TOKENIZER).is_file()), None)
     if own is None:
         raise ConfigError(f"{path}: there is no {folder.TOKENIZER}. Copy that of the model into it.")
-    return Loaded.of(model, own, folder.end_tokens(whole))
+    ends = [*folder.end_tokens(whole), *(folder.end_tokens(path) if is_adapter else [])]
+    return Loaded.of(model, own, [*dict.fromkeys(ends)])
 
 
 def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: ChatTemplate, **options: Any) -> list[str]:
@@ -96,6 +97,8 @@ def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: Cha
 
 
 def _tokenizer(file: Path) -> Tokenizer:
+    if file.is_file() and (problem := folder.tokens_problem(file)):
+        raise ConfigError(problem)
     try:
         return tokens.read(file)
     except ConfigError as error:

@@ -157,7 +157,9 @@ class Lora:
     def add_to(self, model: nn.Module) -> None:
         """Freeze all but adapters and what `train` names. Raises ConfigError for a pattern without a match."""
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        targets = self._chosen(linears)
+        past = set(getattr(model, "read_directly", ()))  # last parts of names: adapters would do nothing, 4 bits fail
+        past = {name for name in linears if name.rpartition(".")[2] in past}
+        targets = self._chosen(model, linears, past)
         extra = self._trained(model)
         tied = [name for name, param in model.named_parameters(remove_duplicate=False) if name in extra]
         if hooked := [name for name in targets if linears[name]._forward_hooks or linears[name]._forward_pre_hooks]:
@@ -177,7 +179,8 @@ class Lora:
                 "adapter would not reach. Leave it out of task.adapter.targets."
             )
         if self.quantize is not None:
-            linears |= self._in_4_bits({name: linears[name] for name in _inside(linears)}, extra)
+            inside = {name: linears[name] for name in _inside(linears) if name not in past}
+            linears |= self._in_4_bits(inside, extra)
         model.requires_grad_(False)
         for name in tied:
             model.get_parameter(name).requires_grad_(True)
@@ -194,17 +197,29 @@ class Lora:
         if (own := getattr(model, "initialize_parameter", None)) is not None:
             model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
-    def _chosen(self, linears: dict[str, nn.Linear]) -> list[str]:
+    def _chosen(self, model: nn.Module, linears: dict[str, nn.Linear], past: set[str]) -> list[str]:
         if self.targets is None:
-            if not (chosen := _inside(linears)):
+            if not (chosen := [name for name in _inside(linears) if name not in past]):
                 raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
+            if not _is_repeated(chosen[0]) and (kind := _kind_in_blocks(model)):
+                raise ConfigError(
+                    f"task.adapter.targets=null: adapters are for every torch.nn.Linear inside the model's blocks, and "
+                    f"these have none: their matrices are of {kind}. Train the whole model, or name one of those "
+                    f"outside in task.adapter.targets: {', '.join(chosen)}."
+                )
             return chosen
         if missing := [each for each in self.targets if not any(_matches(name, each) for name in linears)]:
             raise ConfigError(
                 f"task.adapter.targets={self.targets}: {', '.join(missing)} matches no Linear. There are: "
                 f"{_kinds(linears)}."
             )
-        return [name for name in linears if any(_matches(name, each) for each in self.targets)]
+        chosen = [name for name in linears if any(_matches(name, each) for each in self.targets)]
+        if odd := [name for name in chosen if name in past]:
+            raise ConfigError(
+                f"task.adapter.targets={self.targets}: the weights of {_kinds(odd)} are read past their Linears, so "
+                "that an adapter would do nothing. Leave them out."
+            )
+        return chosen
 
     def _in_4_bits(self, linears: dict[str, nn.Linear], trained: set[str]) -> dict[str, nn.Linear]:
         """Return these Linears in 4 bits, without those that have hooks or a weight that is trained as a whole."""
@@ -299,6 +314,15 @@ def _inside(linears: dict[str, nn.Linear]) -> list[str]:
     """Return the plain Linears inside the model's blocks; without such, all plain Linears."""
     plain = [name for name, module in linears.items() if type(module) is nn.Linear]
     return [name for name in plain if _is_repeated(name)] or plain
+
+
+def _kind_in_blocks(model: nn.Module) -> str | None:
+    """Return the class of a module in the model's blocks that has a matrix and is no Linear and no embedding."""
+    for name, module in model.named_modules():
+        is_matrix = any(param.ndim > 1 for param in module.parameters(recurse=False))
+        if is_matrix and _is_repeated(name) and not isinstance(module, nn.Linear | nn.Embedding):
+            return type(module).__name__
+    return None
 
 
 def _is_repeated(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +72,11 @@ def _copy_small_files(adapter: Path, whole: Path, part: Path) -> None:
     """Copy what a model's folder has besides its weights. The adapter's tokenizer and chat template come first."""
     for name in (*folder.SMALL_FILES, folder.INDEX):
         places = (whole,) if name in (folder.CONFIG, folder.INDEX) else (adapter, whole)
-        if name == folder.CHAT_TEMPLATE and folder.chat_template(adapter) is not None:
+        if name in (folder.CHAT_TEMPLATE, folder.TOOL_TEMPLATE) and folder.chat_template(adapter) is not None:
             places = (adapter,)  # which may have it in its tokenizer_config.json
         found = next((each for each in places if (each / name).is_file()), None)
         if found is not None:
-            shutil.copyfile(found / name, part / name)
+            folder.copy(found / name, part / name)
 
 
 @torch.no_grad()

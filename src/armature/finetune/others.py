@@ -64,6 +64,17 @@ def normalization(config: Mapping[str, Any]) -> dict[str, list[float]]:
     return {key: list(made[key]) for key in ("mean", "std") if isinstance(made.get(key), list)}
 
 
+def class_names(config: Mapping[str, Any]) -> list[str] | None:
+    """Return a classifier's classes in the order of their numbers; None: it has no head, or no names of them."""
+    classes, named = config.get("architectures"), config.get("id2label")
+    if not any(str(each).endswith("ForSequenceClassification") for each in classes or []):
+        return None
+    if not isinstance(named, Mapping) or {*map(str, named)} != {*map(str, range(len(named)))}:
+        return None
+    names = [str(named[key]) for key in sorted(named, key=int)]
+    return None if names == [f"LABEL_{i}" for i in range(len(names))] else names
+
+
 def vocab_size(config: Mapping[str, Any]) -> int | None:
     """Return the number of tokens that a model knows; None if config.json leaves it to transformers."""
     parts = [config, *(config.get(key) or {} for key in _TEXT)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from armature import files
 from armature.errors import ConfigError
-from armature.finetune import base, folder
+from armature.finetune import base, folder, others
 from armature.finetune.export import Source, adapter_of, form_of, write_tokenizer
 from armature.finetune.lora import Lora, merged
 from armature.models.decoder.names import theirs
@@ -59,7 +59,7 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
         if adapter.dora:
             tensors[f"{module}.{_NORMS}"] = source.read_norms(name)
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
+        "peft_type": "LORA", "task_type": task_type(cfg), "inference_mode": True, "bias": "none",
         "base_model_name_or_path": base.name_of(cfg, checkpoint), "target_modules": targets(source),
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
@@ -76,6 +76,11 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
     size = sum(value.numel() for value in tensors.values())
     line = f"{target}: {len(source.adapters)} adapters of rank {adapter.rank}, {size:,} parameters"
     return line if changes else f"{line}. All of B is 0: the model answers as its base does"
+
+
+def task_type(cfg: DictConfig) -> str | None:
+    """Return peft's word for what the model does. With that for classifiers it would look for a head in the folder."""
+    return None if cfg.model._target_ == others.CLASSIFIER else "CAUSAL_LM"
 
 
 def targets(source: Source) -> list[str]:

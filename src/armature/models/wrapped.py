@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from typing_extensions import override
 
+from armature.models.adapters import is_adapter
+
 
 @dataclass(frozen=True)
 class Match:
@@ -60,6 +62,22 @@ class WrappedModel(nn.Module):
             if now.dtype != before.dtype:
                 setattr(module, name, before.to(now.device))
         return self
+
+    def disable_dropout(self) -> bool:
+        """Let the model compute in training what it does in evaluation, adapters apart. Return whether it had dropout.
+
+        Some models have a rate in place of a module.
+        """
+        found = False
+        for module in self.inner.modules():
+            if any(is_adapter(name) for name, _ in module.named_parameters(recurse=False)):
+                continue
+            for key, value in list(vars(module).items()):
+                is_rate = "dropout" in key or "pdrop" in key or (key == "p" and isinstance(module, nn.Dropout))
+                if is_rate and isinstance(value, float) and value > 0:
+                    setattr(module, key, 0.0)
+                    found = True
+        return found
 
     def match(self, saved: Collection[str]) -> Match:
         """Return how tensors of these names fit the model."""

@@ -21,6 +21,7 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.finetune.lora import Lora, without_adapters
 from armature.models.loss import IGNORED, token_losses
+from armature.models.wrapped import WrappedModel
 from armature.tasks.base import Batch, inputs_and_targets, mean_metric
 from armature.tasks.language_modeling import LanguageModeling
 from armature.training.step_log import StepLog
@@ -87,6 +88,12 @@ class DirectPreference(LanguageModeling):
             "adapters_off": "reference: the model without its adapters, in each step",
             "cached": "reference: log-probabilities that were computed once, before training",
         }[self.reference]
+
+    @override
+    def configure_model(self) -> None:
+        super().configure_model()
+        if isinstance(self.model, WrappedModel) and self.model.disable_dropout():
+            log.info("The model's dropout, of its config.json, is off: the reference has none.")
 
     # ------------------------------------------------------------ the loss
     def log_probabilities(self, batch: Batch) -> Tensor:

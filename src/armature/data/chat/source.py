@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
 _VERSION = 3  # layout of the cache
+_RENDERING = 2  # what a template is given of a message; rows that it does not change keep their fingerprint
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -195,8 +196,8 @@ class Conversations:
 
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
-            _VERSION, self.template.source, dict(self.template.special), self.context, self.packing, self.too_long,
-            self.val_fraction, self.test_fraction,
+            _VERSION, _RENDERING, self.template.source, dict(self.template.special), self.context, self.packing,
+            self.too_long, self.val_fraction, self.test_fraction,
         ]  # fmt: skip
         key = hashlib.sha256(json.dumps(settings).encode())
         key.update(self.tokenizer_file.read_bytes())

@@ -33,7 +33,8 @@ BUILT_IN = {
 # Templates that write the date get this one: with the day's, the same data would be other tokens tomorrow
 DATE = date(2024, 7, 26)
 _MARK, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2"  # no characters, by Unicode: for a program's own use
-_ALSO_WRITTEN = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # by the model, beside the content
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the first that is there
+_ALSO_WRITTEN = ("tool_calls", *_THOUGHTS)  # by the model, beside the content
 _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)  # usual names of the last token of a text
 _RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}  # what rendering passes itself
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
@@ -73,9 +74,10 @@ class ChatTemplate:
         return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, tools, add_generation_prompt))
 
     def _render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        given = [_with_thoughts(message) for message in messages]
         try:
             return self._compiled.render(
-                messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **self.special
+                messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **self.special
             )
         except ConfigError:
             raise
@@ -93,6 +95,8 @@ class ChatTemplate:
         or by the template's own {% generation %} tags. Raises NotRenderable.
         """
         marked = self._render(messages, tools)
+        if tools and self._ignores_tools(messages, marked):
+            raise NotRenderable("the chat template does not write the tools")
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = self._by_marks(text, messages, turns, tools)
@@ -109,6 +113,12 @@ class ChatTemplate:
                 if str(function.get("name", "")) not in text[start:end]:
                     raise NotRenderable(f"the chat template does not write the tool call of message {i + 1}")
         return text, {i: self._with_end(text, span) for i, span in found.items()}
+
+    def _ignores_tools(self, messages: Sequence[Message], written: str) -> bool:
+        try:
+            return self._render(messages, None) == written
+        except NotRenderable:
+            return False
 
     @staticmethod
     def is_whole(message: Message, written: str) -> bool:
@@ -218,6 +228,13 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def _with_thoughts(message: Message) -> Message:
+    """Return a message with its thoughts under the names that templates read, as transformers does."""
+    found = (message.get(key) for key in _THOUGHTS)
+    thoughts = next((each for each in found if each is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
@@ -322,9 +339,12 @@ def _literal(value: Any) -> str:
 def load_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a folder for conversations, whose templates write special tokens as text."""
     try:
-        return tokens.read(file)
+        tokenizer = tokens.read(file)
     except ConfigError as error:
         raise ConfigError(f"data.source.tokenizer={error} Name a folder with another.") from error
+    if problem := model_folder.tokens_problem(file):
+        raise ConfigError(f"data.source.tokenizer={problem}")
+    return tokenizer
 
 
 def _typed(template: str) -> str:

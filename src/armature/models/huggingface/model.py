@@ -27,8 +27,19 @@ from armature.models.wrapped import WrappedModel, weights_on
 NOT_DAMAGE = ImportError, MemoryError, torch.OutOfMemoryError  # a kernel's package, and memory: not the folder's fault
 
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers, in transformers' words
+
+# whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on CPUs as well
+STATE_SPACES = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2",
+}  # fmt: skip
+
+
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
+
+    Args:
+        config: of a model of transformers; None: it keeps no keys and values, so its tokens are kept and read again.
 
     Attributes:
         newest_only: whether the model returns the newest position's logits alone (B, 1, V), if it can.
@@ -42,7 +53,8 @@ class Cache:
 
     def clear(self) -> None:
         """Forget all positions."""
-        self.length, self.values = 0, _transformers().DynamicCache(config=self._config)
+        self.length = 0
+        self.values: Any = None if self._config is None else _transformers().DynamicCache(config=self._config)
 
 
 @contextmanager
@@ -118,6 +130,19 @@ class PretrainedModel(WrappedModel):
         """How this model may be sharded; None: as one unit."""
         return sharding.plan_of(self.inner, prefix="inner")
 
+    @cached_property
+    def other_layers(self) -> list[str]:
+        """What reads other positions besides attention: kinds of layers, in transformers' words, or a convolution."""
+        kinds = {*(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
+        convolutions = any(isinstance(module, nn.Conv1d) for module in self.inner.modules())
+        return sorted(kinds) or ["convolution"] * convolutions
+
+    @property
+    def read_directly(self) -> tuple[str, ...]:
+        """Last parts of the names of Linears whose weights are read past their forward: adapters would do nothing."""
+        is_read = self.inner.config.get_text_config().model_type in STATE_SPACES
+        return ("dt_proj", "out_proj", "x_proj") if is_read else ()
+
     @override
     def match(self, saved: Collection[str]) -> names.Match:
         return names.match(self.inner, saved)
@@ -156,13 +181,22 @@ class CausalLM(PretrainedModel):
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each.
         """
         if cache is not None:
-            kept = {"logits_to_keep": 1} if cache.newest_only and self._can_keep_newest else {}
-            outputs = self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept)
-            cache.length += inputs.shape[1]
+            logits = self._continue(inputs, cache)
         else:
             places = {} if documents is None else {"position_ids": positions_within(documents)}
-            outputs = self.inner(input_ids=inputs, use_cache=False, **places)
-        return outputs.logits if targets is None else self.loss(outputs.logits, targets)
+            logits = self.inner(input_ids=inputs, use_cache=False, **places).logits
+        return logits if targets is None else self.loss(logits, targets)
+
+    def _continue(self, inputs: Tensor, cache: Cache) -> Tensor:
+        """Return the logits of these positions after those in the cache, or of the newest alone."""
+        kept: dict[str, Any] = {"logits_to_keep": 1} if cache.newest_only and "logits_to_keep" in self._accepted else {}
+        begin, cache.length = cache.length, cache.length + inputs.shape[1]
+        if self._has_cache:
+            if self.other_layers and "position_ids" in self._accepted:  # Bamba would begin at 0 again
+                kept["position_ids"] = torch.arange(begin, cache.length, device=inputs.device)[None]
+            return self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept).logits
+        cache.values = inputs if cache.values is None else torch.cat([cache.values, inputs], dim=1)
+        return self.inner(input_ids=cache.values, use_cache=False, **kept).logits[:, -inputs.shape[1] :]
 
     @staticmethod
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -170,11 +204,16 @@ class CausalLM(PretrainedModel):
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     @cached_property
-    def _can_keep_newest(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.inner.forward).parameters
+    def _accepted(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.inner.forward).parameters)
+
+    @property
+    def _has_cache(self) -> bool:
+        """Whether the model keeps keys and values: recurrent ones, such as Mamba, keep states of their own."""
+        return "past_key_values" in self._accepted
 
     def make_cache(self, *, positions: int | None = None) -> Cache:
-        return Cache(self.inner.config, positions=positions)
+        return Cache(self.inner.config if self._has_cache else None, positions=positions)
 
 
 class SequenceClassifier(PretrainedModel):
