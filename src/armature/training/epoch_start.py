@@ -63,7 +63,7 @@ def repeat(trainer: Any, saved: Saved) -> None:
     """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds."""
     if not (hooks := users_hooks(trainer, HOOK)):
         return
-    with _undone(trainer), _kept(saved):
+    with undone(trainer), _kept(saved):
         for owner, hook in hooks:
             try:
                 hook()
@@ -76,7 +76,7 @@ def repeat(trainer: Any, saved: Saved) -> None:
 
 
 @contextmanager
-def _undone(trainer: Any) -> Iterator[None]:
+def undone(trainer: Any) -> Iterator[None]:
     """Undo changes of optimizers, schedules, flags and the random state, and log nothing."""
     module, loggers = trainer.lightning_module, trainer.loggers
     flags, random_state = state.flags(module), randomness.capture()

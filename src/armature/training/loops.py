@@ -27,7 +27,8 @@ from armature.data.prefetch import TRANSFER_HOOKS
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
-from armature.training import epoch_start
+from armature.training import epoch_start, stopped_validation
+from armature.training.stop import StoppedBySignal
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -313,7 +314,11 @@ class EpochLoop(_TrainingEpochLoop):
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
         self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
-        self.val_loop.run()
+        try:
+            self.val_loop.run()
+        except StoppedBySignal:
+            stopped_validation.end(trainer)
+            raise
         self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter

@@ -1,0 +1,115 @@
+"""A stop within a validation: what was replaced for it is put back before the checkpoint of the stop is saved."""
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric
+
+from armature.training.stop import StoppedBySignal
+from armature.training.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.best, self.history = nn.Linear(4, 1), MaxMetric(), []
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def on_validation_epoch_start(self):
+        self.losses: list[Any] = []
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(self.net(batch).square().mean())
+        self.log("val/loss", self.losses[-1])
+
+    def on_validation_epoch_end(self):
+        self.best(torch.stack(self.losses).mean())
+        self.history.append(len(self.losses))
+        self.log("val/best", self.best.compute())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Swaps(L.Callback):
+    """An average of one's own, in another place and with other hooks than Lightning's."""
+
+    def on_validation_start(self, trainer, pl_module):
+        self.kept = [weight.detach().clone() for weight in pl_module.parameters()]
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.zero_()
+
+    def on_validation_end(self, trainer, pl_module):
+        with torch.no_grad():
+            for weight, kept in zip(pl_module.parameters(), self.kept, strict=True):
+                weight.copy_(kept)
+
+
+class Fails(L.Callback):
+    validations = 0
+
+    def on_validation_start(self, trainer, pl_module):
+        self.validations += 1
+
+    def on_validation_end(self, trainer, pl_module):
+        if self.validations == 2:
+            raise KeyError("lost")
+
+
+class Watch(L.Callback):
+    """Notes the weights before a validation, and stops in the second one."""
+
+    validations = 0
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        self.known = (list(pl_module.history), pl_module.best.compute() if pl_module.history else None)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.validations += batch_idx == 0
+        if self.validations == 2:
+            raise StoppedBySignal("SIGTERM")
+
+
+def stopped(*callbacks: Any) -> tuple[Module, Watch]:
+    torch.manual_seed(0)
+    module, watch, data = Module(), Watch(), DataLoader(torch.randn(16, 4), batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, logger=False, max_epochs=2,
+        enable_checkpointing=False, num_sanity_val_steps=0, callbacks=[*callbacks, watch],
+    )  # fmt: skip
+    with pytest.raises(StoppedBySignal):
+        trainer.fit(module, data, data)
+    return module, watch
+
+
+@pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.5), Swaps], ids=["Lightning's", "a user's"])
+def test_weights_are_put_back(make):
+    module, watch = stopped(make())
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, watch.weights[name], rtol=0, atol=0)
+
+
+def test_values_of_whole_validations_are_not_touched():
+    early = EarlyStopping("val/best", patience=5, mode="max")
+    module, watch = stopped(early)
+    assert (module.history, module.best.compute()) == watch.known
+    assert module.history == [4]
+    assert early.wait_count == 0
+
+
+def test_a_hook_that_fails_is_named(caplog):
+    stopped(Fails())
+    assert (
+        "Fails.on_validation_end failed when the run was stopped within a validation (KeyError: 'lost')" in caplog.text
+    )
