@@ -5,7 +5,10 @@ is composed. Groups with a `_target_` (model, task, data, optimizer, ...) have t
 are `Any` here; `validation.signatures` checks them against the constructor's signature.
 """
 
+import re
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,15 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from armature.errors import ConfigError, error_line
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
+OPENED = ("checkpoint", "data", "model", "task")  # groups with paths that the scripts open which use a run
 LARGEST = 1_000_000  # bytes of a config.yaml
+_WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
     "armature.callbacks.tensorboard.TensorBoard": "armature.loggers.tensorboard.TensorBoard",
@@ -182,6 +188,73 @@ def is_of_a_run(file: Path) -> bool:
         return file.is_file() and not _lacking(read_raw(file))
     except ConfigError:
         return False
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Resolve references to the environment to themselves."""
+    OmegaConf.register_new_resolver("oc.env", _env_reference, replace=True)
+    OmegaConf.register_new_resolver("oc.decode", _decode_reference, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+
+
+def _env_reference(name: str, *default: Any) -> str:
+    return f"${{oc.env:{','.join([name, *('null' if d is None else str(d) for d in default)])}}}"
+
+
+def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
+    """Keep an environment reference unresolved; decode anything else."""
+    return f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value, _parent_, _node_)
+
+
+def without_secrets(cfg: DictConfig) -> dict[str, Any]:
+    """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is written to a file."""
+    untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    with _environment_kept():
+        return OmegaConf.to_container(untyped, resolve=True)  # pyright: ignore[reportReturnType]
+
+
+def require_plain_addresses(
+    cfg: DictConfig, file: Path, *, groups: Sequence[str] = OPENED, typed: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError if a run's configuration puts values of the environment into an address that would be opened.
+
+    The file may be a stranger's, whose server would get the values, such as keys. A reference that is the whole
+    address (`${oc.env:MY_STORE}`) names a place of the user's own.
+
+    Args:
+        groups: what this command opens.
+        typed: keys that the user of this command has typed.
+    """
+    untyped: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    with _environment_kept():
+        kept = [(name, _resolved(untyped, name)) for name in groups]
+    for key, value in (leaf for name, group in kept for leaf in _leaves(group, name)):
+        if "${" not in value or _WHOLE.fullmatch(value) or any(f"{key}.".startswith(f"{each}.") for each in typed):
+            continue
+        with suppress(OmegaConfBaseException):  # a variable that is not set: nothing to send
+            if "://" in str(OmegaConf.create({"value": value}).value):
+                raise ConfigError(
+                    f"{file}: {key}={value} would send a value of this environment to the address in it. If the run is "
+                    f"yours, write the whole address into the file, or {key}=${{oc.env:NAME}} alone."
+                )
+
+
+def _resolved(cfg: Any, name: str) -> Any:
+    node = OmegaConf.select(cfg, name, throw_on_missing=False)
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{key}.{name}")
+    elif isinstance(value, str):
+        yield key, value
 
 
 def _lacking(cfg: DictConfig) -> list[str]:

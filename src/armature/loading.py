@@ -58,7 +58,9 @@ def open_run(
     config.require_groups(cfg, run_path / "config.yaml")
     OmegaConf.set_struct(cfg, True)
     apply_overrides(cfg, overrides or [], run_dir=run_path)
-    typed = any(each.startswith(f"{pretrained.KEY}=") for each in overrides or [])
+    typed_keys = [each.partition("=")[0].lstrip("+") for each in overrides or []]
+    config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
+    typed = pretrained.KEY in typed_keys
     OmegaConf.update(cfg, "run.dir", str(run_path))
     targets.check(cfg, overrides=overrides or [], packages=packages)
     if typed and pretrained.named_by(cfg) is not None:

@@ -27,10 +27,10 @@ from typing import Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.resolvers import oc
 
 from armature import config, files
 from armature.checkpoint import directory, resume
+from armature.config import without_secrets
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.finetune import folder as folders
@@ -174,27 +174,6 @@ def read(run_dir: Path) -> DictConfig:
     if not file.is_file():
         raise ConfigError(f"{run_dir}: not a run directory (it holds no config.yaml). Type outputs/<run.name>.")
     return config.load(file)
-
-
-def without_secrets(cfg: DictConfig) -> dict[str, Any]:
-    """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is written to a file."""
-    untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
-    try:
-        OmegaConf.register_new_resolver("oc.env", _env_reference, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", _decode_reference, replace=True)
-        return OmegaConf.to_container(untyped, resolve=True)  # pyright: ignore[reportReturnType]
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
-
-
-def _env_reference(name: str, *default: Any) -> str:
-    return f"${{oc.env:{','.join([name, *('null' if d is None else str(d) for d in default)])}}}"
-
-
-def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
-    """Keep an environment reference unresolved; decode anything else."""
-    return f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value, _parent_, _node_)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

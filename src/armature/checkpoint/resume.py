@@ -23,9 +23,14 @@ def continued(cfg: DictConfig) -> DictConfig:
 
 
 def folder(run_dir: Path, cfg: Any = None) -> Path:
-    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its configuration."""
-    if cfg is None and (run_dir / "config.yaml").is_file():
-        cfg = config.load(run_dir / "config.yaml")
+    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its configuration.
+
+    Args:
+        cfg: the run's configuration, if it is trusted or checked; None: its config.yaml, which may be a stranger's.
+    """
+    if cfg is None and (file := run_dir / "config.yaml").is_file():
+        cfg = config.load(file)
+        config.require_plain_addresses(cfg, file, groups=["checkpoint"])
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
     return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else directory.folder_of(run_dir)  # pyright: ignore[reportArgumentType]
 

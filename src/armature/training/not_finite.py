@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 from omegaconf import DictConfig
 
-from armature import files
+from armature import config, files
 from armature.checkpoint import resume
 from armature.checkpoint.state import needs_closure
 from armature.errors import ConfigError, NotFinite
@@ -136,7 +136,8 @@ class NotFiniteGuard(L.Callback):
             files.replace(self.run_dir / FILE, json.dumps({"events": self.events}, indent=1) + "\n")
 
     def _before(self) -> str:
-        checkpoint = resume.last_checkpoint(self.run_dir)
+        file = self.run_dir / "config.yaml"
+        checkpoint = resume.last_checkpoint(self.run_dir, config.load(file) if file.is_file() else None)
         return str(checkpoint) if checkpoint is not None else "the start, since there is no checkpoint yet,"
 
     def _remedy(self) -> str:

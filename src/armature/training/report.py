@@ -135,7 +135,7 @@ def finish(
         display.print(line)
     display.print(
         f"{reason} at step {summary['global_step']} after {seconds:.0f} s; "
-        f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir))}"
+        f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir), cfg)}"
     )
     if guard.skipped or guard.rollbacks:
         display.print(guard.summary())
