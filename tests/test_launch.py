@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -13,7 +14,8 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from armature import cli, config
+from armature import cli, config, launch, run_dir
+from armature.errors import ConfigError
 from armature.launcher import supervise
 from tests import running
 
@@ -165,6 +167,24 @@ def test_a_stopped_sweep_is_told_to_go_on_by_its_own_name(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="143"):
         cli.report_errors(trial)(cfg)
     assert "The same command with run.name=a/b resumes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mode", "seed"), [(RunMode.MULTIRUN, 1), (RunMode.MULTIRUN, 0), (RunMode.RUN, 1)])
+def test_a_trial_that_was_begun_with_other_values_is_refused(mode, seed, monkeypatch, tmp_path):
+    hydra = SimpleNamespace(initialized=lambda: True, get=lambda: SimpleNamespace(mode=mode))
+    monkeypatch.setattr(launch, "HydraConfig", hydra)
+    monkeypatch.setattr(launch.supervise, "run", lambda cfg: None)
+    trial = cli.compose([f"seed={seed}", "optimizer.lr=0.1", "trainer.accelerator=cpu"])
+    trial = run_dir.decide(trial, label="x", trial=f"{tmp_path}/sweep/0")
+    before = trial.copy()
+    before.seed = 0
+    run_dir.write(before, [])
+    if mode == RunMode.RUN or seed == 0:
+        launch._run(trial, [], alone=False)
+        return
+    with pytest.raises(ConfigError, match=r"holds a trial that was begun with other settings: .*seed=0 there, 1 here"):
+        launch._run(trial, [], alone=False)
+    assert run_dir.read(Path(trial.run.dir)).seed == 0
 
 
 def test_a_finished_run_says_so_and_stops(single, corpus):

@@ -12,6 +12,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from armature import run_dir
@@ -77,6 +79,8 @@ def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
     if several:
         lock.check(cfg)
     with nullcontext() if several else lock.hold(cfg):
+        if _is_begun_trial(cfg):
+            _require_same_settings(cfg, "holds a trial that was begun")
         run_dir.write(cfg, overrides)
         if alone:
             from armature import worker
@@ -163,11 +167,7 @@ def _finished_message(cfg: DictConfig) -> str | None:
         return None
     if _limits_were_raised(cfg, summary):
         return None
-    if other := _other_settings(cfg):
-        raise ConfigError(
-            f"{cfg.run.dir} is finished, and was trained with other settings: {'; '.join(other[:3])}"
-            f"{f'; and {len(other) - 3} more' if len(other) > 3 else ''}. Type another run.name."
-        )
+    _require_same_settings(cfg, "is finished, and was trained")
     limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
     return (
         f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise trainer.{limit}; "
@@ -182,6 +182,20 @@ def _limits_were_raised(cfg: DictConfig, summary: dict[str, Any]) -> bool:
     samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
     limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
     return limits.global_batches > summary["planned_steps"]
+
+
+def _require_same_settings(cfg: DictConfig, state: str) -> None:
+    if other := _other_settings(cfg):
+        more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
+        raise ConfigError(
+            f"{cfg.run.dir} {state} with other settings: {'; '.join(other[:3])}{more}. Type another run.name."
+        )
+
+
+def _is_begun_trial(cfg: DictConfig) -> bool:
+    """Return whether a sweep of this name has begun this trial. Its values are what the sweep compares."""
+    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    return sweep and (Path(cfg.run.dir) / "config.yaml").is_file()
 
 
 def _other_settings(cfg: DictConfig) -> list[str]:
