@@ -93,6 +93,37 @@ def test_never_refuses_a_directory_that_holds_a_run(tmp_path):
         run_dir.write(cfg, [])
 
 
+def test_never_refuses_checkpoints_under_another_root(tmp_path):
+    cfg = config(tmp_path, checkpoint={"root": str(tmp_path / "elsewhere")})
+    cfg.run.name, cfg.resume = "mine", "never"
+    cfg = run_dir.decide(cfg, label="x")
+    run_dir.write(cfg, [])
+    (tmp_path / "elsewhere" / "mine" / "step=000002").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="elsewhere/mine holds a run already"):
+        run_dir.write(cfg, [])
+
+
+def test_ranks_that_torchrun_restarts_resume_though_never_was_typed(tmp_path, monkeypatch):
+    cfg = config(tmp_path)
+    cfg.run.name, cfg.resume = "mine", "never"
+    cfg = run_dir.decide(cfg, label="x")
+    (run_dir.write(cfg, []) / "checkpoints").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run_dir.write(cfg, [])
+
+
+def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = run_dir.decide(config("outputs", checkpoint={"root": "elsewhere"}), label="x", trial="mine")
+    assert resume.folder(Path("outputs/mine"), cfg) == tmp_path / "elsewhere" / "mine"
+    monkeypatch.setenv("MARKER", "s3cr3t")
+    cfg = run_dir.decide(config("outputs", checkpoint={"root": "${oc.env:MARKER}/runs"}), label="x", trial="mine")
+    assert OmegaConf.to_container(cfg)["checkpoint"] == {"root": f"{tmp_path}/${{oc.env:MARKER}}/runs"}  # not resolved
+    for root in ("s3://bucket/runs", "/scratch/runs", None):
+        cfg = config("outputs", checkpoint={"root": root})
+        assert run_dir.decide(cfg, label="x", trial="mine").checkpoint.root == root
+
+
 def test_the_pointer_names_the_checkpoint(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "step=000002").mkdir(parents=True)

@@ -70,6 +70,10 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         while not _claim(root / name):
             name, number = f"{taken}-{number}", number + 1
     cfg.run.name, cfg.run.dir = name, str(root / name)
+    checkpoints = OmegaConf.select(cfg, "checkpoint.root")
+    if checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
+        raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
+        cfg.checkpoint.root = os.path.join(os.getcwd(), raw["root"])  # the run may be loaded from another folder
     if trial is not None and cfg.run.group is None:
         cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg
@@ -110,9 +114,11 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         )
     if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
         raise ConfigError(problems)
-    if cfg.resume == "never" and directory.folder_of(run_dir).exists():
+    own, checkpoints = directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg)  # may be elsewhere
+    held = run_dir if own else checkpoints
+    if cfg.resume == "never" and not environment.is_restarted() and (own or directory.checkpoints_in(checkpoints)):
         raise ConfigError(
-            f"resume=never: {run_dir} holds a run already. Type another run.name, or resume=auto to resume it."
+            f"resume=never: {held} holds a run already. Type another run.name, or resume=auto to resume it."
         )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
