@@ -130,14 +130,16 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
     if optimizer.state:
         return
     # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements
-    rates = [group["lr"] for group in optimizer.param_groups]
+    before = [{key: group[key] for key in ("lr", "eps") if key in group} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
+        if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
+            group["eps"] = 1e-8
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, values in zip(optimizer.param_groups, before, strict=True):
+        group.update(values)
     optimizer.zero_grad(set_to_none=True)
 
 

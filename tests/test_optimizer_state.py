@@ -1,0 +1,16 @@
+"""The state that is made to load an optimizer's into."""
+
+import pytest
+import torch
+
+from armature.checkpoint import state
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_weights_stay_as_they_are_also_with_eps_0(make):
+    weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))]
+    optimizer = make([{"params": weights[:1], "eps": 0}, {"params": weights[1:], "eps": 1e-6}], lr=0.1)
+    state.create_state(optimizer)
+    assert all(torch.equal(weight, torch.ones(2)) for weight in weights)
+    assert optimizer.state[weights[0]]
+    assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [(0.1, 0), (0.1, 1e-6)]
