@@ -111,6 +111,8 @@ def usage(path: Path) -> tuple[float, int]:
 def settings(path: Path) -> dict[str, Any]:
     """Return the group `checkpoint` of config.yaml."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if not (path / "config.yaml").is_file():  # reading a pipe might never end
+        return {}
     try:
         found = yaml.load((path / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
         return dict(found["checkpoint"])
@@ -122,6 +124,8 @@ def metrics(file: Path, monitor: str, mode: str) -> tuple[int | None, float | No
     """Return the last step of metrics.csv, and the best value in the column `monitor`."""
     step, best = None, None
     better = max if mode == "max" else min
+    if not file.is_file():
+        return step, best
     try:
         with file.open(encoding="utf-8", errors="replace") as rows:
             columns = next(rows, "").rstrip("\n").split(",")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from armature.launcher import lock
+from armature.launcher import lock, run_state
+from armature.pages import history
 from scripts import runs
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,17 @@ def test_sizes_and_times_have_few_digits():
         "50.0 TB",
     ]
     assert [runs.duration(seconds) for seconds in (-1, 59, 7200, 2e5)] == ["0 s", "59 s", "2 h", "2 d"]
+
+
+def test_pipes_in_a_run_directory_block_nothing(tmp_path):
+    names = ("metrics.csv", "summary.json", "config.yaml", "report.jsonl", lock.NAME)
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    assert run_state.state(tmp_path, run_state.read_summary(tmp_path)) == "failed"
+    assert runs.metrics(tmp_path / "metrics.csv", "val/loss", "min") == (None, None)
+    assert runs.settings(tmp_path) == {}
+    found = history.read(tmp_path)
+    assert (found.metrics, found.events, found.config) == ({}, [], {})
 
 
 def test_it_prints_json_without_importing_torch(make, tmp_path):

@@ -163,6 +163,8 @@ def load(file: Path) -> DictConfig:
 def read_raw(file: Path) -> DictConfig:
     """Return a config.yaml as it is. Raises ConfigError as `load` does."""
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no file")
         if file.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} bytes")
         text = file.read_bytes().decode("utf-8")

@@ -12,6 +12,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
     file, typed = path / "summary.json", path / "overrides.txt"
     try:
+        if not file.is_file():  # reading a pipe might never end
+            return {}
         if typed.exists() and file.stat().st_mtime < typed.stat().st_mtime:
             return {}
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -32,6 +34,8 @@ def state(path: Path, summary: dict[str, Any]) -> str:
 
 def is_held(file: Path) -> bool:
     """Return whether the process that wrote a lock lives; of one on another machine, whether it touched it lately."""
+    if not file.is_file():
+        return False
     try:
         text, silent = file.read_text(encoding="utf-8", errors="replace"), time.time() - file.stat().st_mtime
     except OSError:

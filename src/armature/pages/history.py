@@ -100,6 +100,8 @@ def not_runs(paths: Iterable[Path]) -> list[str]:
 def read_table(file: Path) -> Table:
     """Return the columns of a file of numbers. A line that is being written, or damaged, is skipped."""
     columns: dict[str, list[Any]] = {}
+    if not file.is_file():  # reading a pipe might never end
+        return columns
     with suppress(OSError, ValueError, csv.Error), file.open(newline="", encoding="utf-8", errors="replace") as stream:
         rows = csv.reader(stream)
         names = next(rows, [])
@@ -134,6 +136,8 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.is_file():
+        return
     with suppress(OSError), file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
             with suppress(ValueError, RecursionError):
