@@ -21,11 +21,13 @@ signature: whoever can change the files can change the manifest too.
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from armature import files
+from armature.errors import ConfigError, error_line
 
 MANIFEST = "manifest.json"
 META = "meta.pt"
@@ -54,6 +56,7 @@ def step_of(path: Path) -> int | None:
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return the directories that are named as checkpoints by step, complete or not, from the oldest to the newest."""
+    forget_listing(folder)
     if not folder.is_dir():
         return {}
     found = {step: path for path in folder.glob(f"{_STEP}*") if (step := step_of(path)) is not None and path.is_dir()}
@@ -78,6 +81,25 @@ def is_file(path: Path) -> bool:
 def is_local(path: Path) -> bool:
     """Return whether a path is in this machine's file systems rather than in an object store."""
     return getattr(path, "protocol", "") in ("", "file", "local")
+
+
+def forget_listing(path: Path) -> None:
+    """Let an object store be asked again: fsspec keeps listings, while a run that trains saves and removes."""
+    if not is_local(path):
+        path.fs.invalidate_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def errors_of_store(path: Path) -> Iterator[None]:
+    """Raise what an object store's client raises as OSError, whatever its classes are. Others' errors stay."""
+    try:
+        yield
+    except (OSError, ConfigError):
+        raise
+    except Exception as error:
+        if is_local(path):
+            raise
+        raise OSError(f"{path}: {error_line(error)}") from error
 
 
 def read_last(folder: Path) -> str | None:

@@ -48,7 +48,8 @@ def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
         write_plain(part / directory.META, meta)
         read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
 
-    process_group.on_rank_0(create)
+    with directory.errors_of_store(checkpoint):
+        process_group.on_rank_0(create)
     return part
 
 
@@ -143,6 +144,7 @@ def reading_beside_training(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ConfigError) as error:
+        directory.forget_listing(checkpoint)
         if checkpoint.exists():
             raise
         raise removed(checkpoint.name) from error

@@ -93,7 +93,8 @@ class Checkpointing(Checkpoint):
         return {"scores": dict(self.scores), "owes_validation": self._owes_validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scores = {step: score for step, score in state_dict["scores"].items() if self._path(step).exists()}
+        saved = state_dict["scores"]  # a file server may show the ranks different files, but all decide on saves alike
+        self.scores = process_group.on_rank_0(lambda: {k: v for k, v in saved.items() if self._path(k).exists()})
         self._owes_validation = state_dict["owes_validation"]
 
     @property
