@@ -17,7 +17,9 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.strategies.single import SingleDevice
+from armature.training import checkpointing
 from armature.training.checkpointing import Checkpointing
+from armature.training.stop import StoppedBySignal
 from benchmarks.parity.harness import on_ranks
 from benchmarks.volume import CollectiveCounter
 from tests.running import train, write_corpus
@@ -124,6 +126,84 @@ def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, mo
     callback._save(trainer)
     callback.on_exception(trainer, log, ValueError("the rank's own"))
     assert "The last checkpoint could not be saved: [Errno 28] No space left" in caplog.text
+
+
+def in_the_background(folder: Path, monkeypatch, *, failures: int, on_failure: str = "continue") -> tuple[Any, Any]:
+    """Return a callback whose save of step 1 has begun in the background, and fails, and its trainer."""
+    write, left = directory.write_manifest, [failures]
+
+    def full_disk(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)
+
+    monkeypatch.setattr(directory, "write_manifest", full_disk)
+    log: Any = Quiet()
+    trainer: Any = Trainer(set())
+    trainer.global_step, trainer.should_stop, trainer.state = 1, False, SimpleNamespace(fn="fit")
+    trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
+    monkeypatch.setattr(checkpointing, "OurTrainer", Trainer)
+    callback = Checkpointing(folder, log, **{**POLICY, "background": True, "keep_best": 1}, on_failure=on_failure)
+    callback._save(trainer, 0.5)
+    return callback, trainer
+
+
+@pytest.mark.parametrize("how", ["stopped", "ended"])
+def test_a_save_in_the_background_that_failed_is_made_again_at_the_end(tmp_path, monkeypatch, caplog, how):
+    callback, trainer = in_the_background(tmp_path, monkeypatch, failures=1)
+    if how == "stopped":
+        callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
+    else:
+        callback.on_train_end(trainer, trainer)
+    assert directory.problem(tmp_path / "step=000001") is None
+    assert "The checkpoint of step 1 could not be saved" in caplog.text
+    assert callback.scores == {1: 0.5}
+
+
+def test_a_save_that_fails_at_a_stop_leaves_the_stop_as_it_is(tmp_path, monkeypatch, caplog):
+    callback, trainer = in_the_background(tmp_path, monkeypatch, failures=9)
+    callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
+    assert caplog.text.count("could not be saved") == 2
+    callback, trainer = in_the_background(tmp_path, monkeypatch, failures=9)
+    with pytest.raises(OSError, match="No space left"):
+        callback.on_train_end(trainer, trainer)
+    callback, trainer = in_the_background(tmp_path, monkeypatch, failures=9, on_failure="stop")
+    with pytest.raises(OSError, match="No space left"):
+        callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
+
+
+class StoreError(Exception):
+    """Of an object store's client, whose classes are no OSError."""
+
+
+def test_an_object_store_that_is_away_fails_the_save_and_no_more(monkeypatch, caplog):
+    folder = pytest.importorskip("upath").UPath("memory://away/run")
+
+    def away(*_: Any, **__: Any) -> None:
+        raise StoreError("Could not connect")
+
+    for name in ("mkdir", "is_dir", "is_file"):
+        monkeypatch.setattr(type(folder), name, away)
+    log: Any = Quiet()
+    trainer: Any = Trainer(set())
+    trainer.global_step = 1
+    callback = Checkpointing(folder, log, **POLICY, on_failure="continue")
+    callback._save(trainer)
+    assert (
+        "The checkpoint of step 1 could not be saved: memory://away/run/step=000001: StoreError: Could" in caplog.text
+    )
+    assert "(last: unknown)" in caplog.text
+
+
+def test_scores_are_those_of_the_checkpoints_that_rank_0_sees(tmp_path, monkeypatch):
+    made: Any = Checkpointing(tmp_path, Quiet(), **POLICY, on_failure="stop")  # pyright: ignore[reportArgumentType]
+    (tmp_path / "step=000002").mkdir()
+    made.load_state_dict({"scores": {2: 0.5, 4: 0.4}, "owes_validation": False})
+    assert made.scores == {2: 0.5}
+    monkeypatch.setattr(process_group, "on_rank_0", lambda work: {2: 0.5, 4: 0.4})  # on another machine
+    made.load_state_dict({"scores": {2: 0.5, 4: 0.4}, "owes_validation": False})
+    assert made.scores == {2: 0.5, 4: 0.4}
 
 
 def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:

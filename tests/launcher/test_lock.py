@@ -230,6 +230,45 @@ def test_an_object_store_is_locked_by_what_it_holds_after_a_while(fast, monkeypa
     acquire(folder)  # nothing changes it
 
 
+class StoreError(Exception):
+    """Of an object store's client, whose classes are no OSError."""
+
+
+def test_a_store_that_cannot_be_reached_is_named(run_dir, monkeypatch):
+    upath = pytest.importorskip("upath")
+
+    def away(*_, **__) -> None:
+        raise StoreError("Unable to locate credentials")
+
+    monkeypatch.setattr(type(upath.UPath("memory://x")), "read_text", away)
+    with (
+        pytest.raises(ConfigError, match=r"checkpoint.root=memory://x: .*Unable to locate credentials.*Type another"),
+        lock.hold(config(run_dir, root="memory://x")),
+    ):
+        pass
+
+
+def test_a_lock_is_kept_after_a_store_was_away(run_dir, fast, monkeypatch):
+    upath = pytest.importorskip("upath")
+    for name, seconds in {"settle": 0.0, "interval": 0.05}.items():
+        monkeypatch.setattr(lock._InObjects, name, seconds)
+    kind, tries = type(upath.UPath("memory://y")), []
+
+    def away(*_, **__) -> None:
+        tries.append(1)
+        raise StoreError("Could not connect")
+
+    with lock.hold(config(run_dir, root="memory://y")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "write_text", away)
+            running.wait_for(lambda: len(tries) > 2, seconds=10, what="touches that fail")
+        before = upath.UPath(f"memory://y/{run_dir.name}/{lock.NAME}").read_text()
+        running.wait_for(
+            lambda: upath.UPath(f"memory://y/{run_dir.name}/{lock.NAME}").read_text() != before,
+            seconds=10, what="a touch",
+        )  # fmt: skip
+
+
 def test_a_deleted_run_directory_is_restored_while_the_run_trains(run_dir, fast, caplog):
     with lock.hold(config(run_dir)):
         (run_dir / "config.yaml").write_text("seed: 1\n")

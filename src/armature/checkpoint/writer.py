@@ -132,9 +132,10 @@ class CheckpointWriter:
         return self._stager
 
     def _complete(self, checkpoint: Path, part: Path, entries: dict[str, Any], written: directory.FileEntries) -> None:
-        storage.complete(part, checkpoint, entries, written=written, group=self._group)
-        if self.on_saved is not None:
-            process_group.on_rank_0(partial(self.on_saved, checkpoint), group=self._group)
+        with directory.errors_of_store(checkpoint):
+            storage.complete(part, checkpoint, entries, written=written, group=self._group)
+            if self.on_saved is not None:
+                process_group.on_rank_0(partial(self.on_saved, checkpoint), group=self._group)
 
 
 def _are_on_gpu(tensors: dict[str, Any]) -> bool:

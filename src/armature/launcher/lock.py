@@ -202,7 +202,8 @@ class _InObjects:
 
     def read(self) -> tuple[str, Any] | None:
         try:
-            text, _, touches = self.file.read_text(encoding="utf-8", errors="replace").partition("\n")
+            with directory.errors_of_store(self.folder):
+                text, _, touches = self.file.read_text(encoding="utf-8", errors="replace").partition("\n")
         except FileNotFoundError:
             return None
         return f"{text}\n", (text, touches)
@@ -218,11 +219,13 @@ class _InObjects:
 
     def remove(self, text: str) -> None:
         if (found := self.read()) is not None and found[0] == text:
-            self.file.unlink()
+            with directory.errors_of_store(self.folder):
+                self.file.unlink()
 
     def touch(self, text: str) -> None:
         self.touches += 1
-        self.file.write_text(f"{text}{self.touches}\n", encoding="utf-8")
+        with directory.errors_of_store(self.folder):
+            self.file.write_text(f"{text}{self.touches}\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- taking, keeping, releasing
@@ -370,12 +373,13 @@ class _Keeper:
 
     def _run(self) -> None:
         while not self._done.wait(REFRESH_SECONDS):
-            with suppress(OSError):  # a file server may be away for a while
-                for lock in self.locks:
+            for lock in self.locks:
+                with suppress(OSError):  # a file server may be away for a while
                     if not lock.keep():
                         if lock.folder == self.run_dir:
                             self._restore()
                         lock.renew()
+            with suppress(OSError):
                 for name in FILES_TO_RESTORE - self.contents.keys():
                     with suppress(FileNotFoundError):
                         self.contents[name] = (self.run_dir / name).read_bytes()

@@ -179,8 +179,10 @@ class Checkpointing(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._time_vote.finish()
         if self.at_end or trainer.should_stop:
-            self._save(trainer, final=True)
-        self.writer.finish()
+            self._save(trainer, last=True, final=True)
+            self.writer.finish()
+        else:
+            self._finish_pending(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
@@ -189,9 +191,9 @@ class Checkpointing(Checkpoint):
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             try:
                 with suppress(RolledBack):  # the run ends, and resumes from the checkpoint before
-                    self._save(trainer)
+                    self._save(trainer, last=True)
             finally:
-                self.writer.finish()
+                self._finish_pending(trainer)
         elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
             self.writer.finish()
         else:
@@ -219,9 +221,18 @@ class Checkpointing(Checkpoint):
     def _path(self, step: int) -> Path:
         return directory.path_of(self.folder, step)
 
-    def _save(self, trainer: Trainer, score: float | None = None, *, final: bool = False) -> None:
+    def _save(self, trainer: Trainer, score: float | None = None, *, last: bool = False, final: bool = False) -> None:
+        """Save, unless this step is saved.
+
+        Args:
+            last: no other save follows: one of this step in the background that has failed is made again.
+            final: the run has ended, and fails if this save does.
+        """
         self._due = False
         step = completed_batches(trainer)
+        score = self.scores.get(step) if score is None else score
+        if last:
+            self._finish_pending(trainer)
         if score is not None:
             self.scores[step] = score
         if step == self._saved_step:
@@ -229,10 +240,7 @@ class Checkpointing(Checkpoint):
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
         self.save_begins()
-        try:
-            self.writer.finish()  # the previous save, which may have failed in the meantime
-        except OSError as error:
-            self._failed(trainer, self._saved_step, error)
+        self._finish_pending(trainer)
         try:
             trainer.save_checkpoint(self._path(step), storage_options=self.writer)
             self._saved_step = step
@@ -241,6 +249,14 @@ class Checkpointing(Checkpoint):
             if final:
                 raise
         self.step_log.restart_clock()
+
+    def _finish_pending(self, trainer: Trainer) -> None:
+        """Wait for a save in the background, which may have failed. Called by all ranks."""
+        try:
+            self.writer.finish()
+        except OSError as error:
+            failed, self._saved_step = self._saved_step, -1
+            self._failed(trainer, failed, error)
 
     def _failed(self, trainer: Trainer, step: int, error: OSError) -> None:
         """Handle a save that failed on one of the ranks. Called by all ranks."""
@@ -252,8 +268,10 @@ class Checkpointing(Checkpoint):
         free = ""
         if directory.is_local(self.folder):  # torch does not always report a full disk as such
             free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
-        directory.clear_leftovers(self.folder)  # makes room for the next save
-        last = directory.read_last(self.folder) or "none yet"
+        last = "unknown"
+        with suppress(OSError), directory.errors_of_store(self.folder):  # a store may still be away
+            directory.clear_leftovers(self.folder)  # makes room for the next save
+            last = directory.read_last(self.folder) or "none yet"
         log.error(
             "The checkpoint of step %d could not be saved: %s%s. Earlier ones are untouched (last: %s). "
             "Training continues, and the next save tries again; checkpoint.on_failure=stop ends the run instead.",
