@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from armature import run_dir
-from armature.checkpoint import resume
+from armature.checkpoint import directory, resume
 from armature.data.batching import Batches
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.finetune.folder import CHAT_TEMPLATE
@@ -133,10 +133,7 @@ def finish(
     display.show_metrics(metrics)
     for line in baselines:
         display.print(line)
-    display.print(
-        f"{reason} at step {summary['global_step']} after {seconds:.0f} s; "
-        f"checkpoint {resume.last_checkpoint(Path(cfg.run.dir), cfg)}"
-    )
+    display.print(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; checkpoint {last_checkpoint(cfg)}")
     if guard.skipped or guard.rollbacks:
         display.print(guard.summary())
     elif step_log.not_finite_since is not None:
@@ -153,3 +150,13 @@ def finish(
         display.print(f"next: python scripts/{script}.py {cfg.run.dir}{chat}")
     elif reason == "max_time":
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
+
+
+def last_checkpoint(cfg: DictConfig) -> str:
+    """Return the path of the run's last checkpoint as text, also if its object store cannot be reached."""
+    folder = resume.folder(Path(cfg.run.dir), cfg)
+    try:
+        with directory.errors_of_store(folder):
+            return str(resume.last_checkpoint(Path(cfg.run.dir), cfg))
+    except OSError as error:
+        return f"unknown ({error})"
