@@ -296,17 +296,8 @@ def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     """Return the first intact checkpoint to resume from, or None; damaged ones are named and skipped."""
-
-    def find() -> list[Path] | ConfigError:
-        try:
-            if resume.checkpoint_for(cfg, directory) is None:
-                return []
-            own = resume.candidates(resume.folder(directory, cfg))
-            return own or resume.checkpoints_at(resume.to_path(cfg.resume))
-        except ConfigError as error:
-            return error
-
-    found = process_group.on_rank_0(find)  # a file server may show another machine older files
+    # rank 0's view for all: a file server may show another machine older files
+    found = process_group.on_rank_0(partial(resume.checkpoints_to_resume, cfg, directory))
     if isinstance(found, ConfigError):
         raise found
     return storage.first_intact(found, trust=cfg.checkpoint.trust)

@@ -159,3 +159,13 @@ def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
         remedy = "None of the run's checkpoints is complete. Restore one, or type another run.name to start at step 0."
         raise ConfigError([*(f"{path}: {directory.problem(path)}." for path in incomplete), remedy])
     return own or (last_checkpoint(to_path(cfg.resume)) if cfg.resume not in MODES else None)
+
+
+def checkpoints_to_resume(cfg: DictConfig, run_dir: Path) -> list[Path] | ConfigError:
+    """Return the checkpoints of which this start resumes from the first intact one; an error to raise on all ranks."""
+    try:
+        if checkpoint_for(cfg, run_dir) is None:
+            return []
+        return candidates(folder(run_dir, cfg)) or checkpoints_at(to_path(cfg.resume))
+    except ConfigError as error:
+        return error
