@@ -80,6 +80,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{LOOPS}.training_epoch_loop:RestartStage", "RESTARTED_ON_TRAIN_BATCH_END", None, "training/loops.py"),
     (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs"), "training/fit_loop.py"),
     (FIT, "setup_data", ("self",), "training/fit_loop.py"),
+    (FIT, "_iteration_based_training", ("self",), "training/fit_loop.py"),
     (FIT, "on_advance_start", ("self",), "training/fit_loop.py"),
     (FIT, "epoch_loop", None, "training/fit_loop.py"),
     (FIT, "epoch_progress", None, "training/fit_loop.py"),
