@@ -59,11 +59,22 @@ def _is_users(hook: Any) -> bool:
     return not f"{getattr(hook, '__module__', '')}.".startswith(_NOT_USERS)
 
 
-def repeat(trainer: Any, saved: Saved) -> None:
-    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds."""
+def random_state(trainer: Any) -> dict[str, Any] | None:
+    """Return this rank's random state if a user's hook may draw from it at an epoch's start."""
+    return randomness.capture() if users_hooks(trainer, HOOK) else None
+
+
+def repeat(trainer: Any, saved: Saved, drawn_from: dict[str, Any] | None = None) -> None:
+    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds.
+
+    Args:
+        drawn_from: the random state when the hook was called first; None: the current one.
+    """
     if not (hooks := users_hooks(trainer, HOOK)):
         return
     with _undone(trainer), _kept(saved):
+        if drawn_from is not None:
+            randomness.restore(drawn_from)
         for owner, hook in hooks:
             try:
                 hook()
@@ -79,7 +90,7 @@ def repeat(trainer: Any, saved: Saved) -> None:
 def _undone(trainer: Any) -> Iterator[None]:
     """Undo changes of optimizers, schedules, flags and the random state, and log nothing."""
     module, loggers = trainer.lightning_module, trainer.loggers
-    flags, random_state = state.flags(module), randomness.capture()
+    flags, drawn = state.flags(module), randomness.capture()
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
     before = [([dict(group) for group in o.param_groups], {p: dict(s) for p, s in o.state.items()}) for o in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -106,7 +117,7 @@ def _undone(trainer: Any) -> Iterator[None]:
         for scheduler, schedule in zip(schedulers, schedules, strict=True):
             scheduler.load_state_dict(schedule)
         state.set_flags(module, flags)
-        randomness.restore(random_state)
+        randomness.restore(drawn)
 
 
 # ---------------------------------------------------------------- weights
