@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
+from armature.errors import ConfigError
 from armature.training.trainer import Trainer
 
 SIZE, BATCH = 12, 4
@@ -194,3 +195,14 @@ def test_workers_stay_for_the_next_reader():
     del last
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert loader._iterator is workers
+
+
+class Wraps(Ours):
+    def train_dataloader(self):
+        loader: Any = super().train_dataloader()
+        return DataLoader(loader.dataset, batch_size=BATCH)
+
+
+def test_a_training_loader_that_ours_does_not_make_is_refused():
+    with pytest.raises(ConfigError, match=r"Wraps.train_dataloader returns a DataLoader of its own"):
+        fit(Looks(), Wraps(global_batch_size=BATCH))

@@ -103,3 +103,20 @@ def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
     with open_dict(cfg):
         cfg.task.optimizer.lr = "${optimizer.lr}"  # then what is typed reaches it
     assert lightning_parts.unused_problems(cfg, ["optimizer.lr=0.2"]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("LoadsItself", "(train_dataloader, val_dataloader)"), ("LoadsAsWell", "(train_dataloader, val_dataloader)"),
+        ("AddsToOurs", None),
+    ],
+)  # fmt: skip
+def test_a_data_module_of_ours_with_loaders_of_its_own_is_refused(name, own):
+    found = checks._loader_problems(composed(f"data._target_={USERS}.{name}"))
+    if own is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert f"{name} has loaders of its own {own}" in problem
+        assert "derive the class from LightningDataModule" in problem

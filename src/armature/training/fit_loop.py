@@ -68,6 +68,9 @@ class FitLoop(_FitLoop):
     def setup_data(self) -> None:
         with self.asking_for_data():
             super().setup_data()
+        check = getattr(self._data_source.instance, "check_train_loader", None)
+        if check is not None:  # a data module of ours
+            check(self.trainer.train_dataloader)
 
     @contextmanager
     def asking_for_data(self) -> Iterator[None]:
