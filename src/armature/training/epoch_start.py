@@ -29,6 +29,7 @@ from armature.checkpoint import plain, state
 from armature.errors import error_line
 from armature.parallel import randomness
 from armature.training import epoch_metrics
+from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class SavedAttributes:
 
 def _owners_that_load(trainer: Any) -> list[Any]:
     """Return the module, callbacks and data module that load state of their own."""
-    data = getattr(trainer, "datamodule", None)
+    data = data_of(trainer)
     behind = getattr(data, "module", None)  # a PlainData's
     owners = [
         trainer.lightning_module,
@@ -198,7 +199,7 @@ def _owners_that_load(trainer: Any) -> list[Any]:
 def _entries(trainer: Any, owner: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that an object may have put into a checkpoint, by name; also from dicts among them."""
     if isinstance(owner, L.LightningDataModule):
-        found = [checkpoint.get(type(trainer.datamodule).__qualname__)]
+        found = [checkpoint.get(type(data_of(trainer)).__qualname__)]
     else:
         found = [{key: value for key, value in checkpoint.items() if key not in _NOT_OF_HOOKS}]
         if isinstance(owner, L.Callback):

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
 
 
@@ -111,7 +111,7 @@ class RestoreProgress(Callback):
         if not step:
             return
         assert isinstance(trainer, OurTrainer)
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
         if data.global_batch_size > data.train_size:  # a step is an epoch to Lightning
             epoch, position = step, 0
