@@ -44,7 +44,7 @@ from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters, mask_secrets
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import not_finite, report, run_report
+from armature.training import not_finite, report, run_report, stock_callbacks
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -168,10 +168,11 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
-    progress, errors, page = RestoreProgress(), RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
+    progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
+    errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[errors, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display, page],
+        callbacks=[errors, checks, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display, page],
         logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,

@@ -1,5 +1,6 @@
 """What hooks get that ask for data, or change them, while the loop trains."""
 
+import copy
 from typing import Any
 
 import lightning.pytorch as L
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
+from armature.errors import ConfigError
 from armature.training.trainer import Trainer
 
 SIZE, BATCH = 12, 4
@@ -194,3 +196,67 @@ def test_workers_stay_for_the_next_reader():
     del last
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert loader._iterator is workers
+
+
+class Wraps(Ours):
+    def train_dataloader(self):
+        loader: Any = super().train_dataloader()
+        return DataLoader(loader.dataset, batch_size=BATCH)
+
+
+def test_a_training_loader_that_ours_does_not_make_is_refused():
+    with pytest.raises(ConfigError, match=r"Wraps.train_dataloader returns a DataLoader of its own"):
+        fit(Looks(), Wraps(global_batch_size=BATCH))
+
+
+class OfOurNames(Plain):
+    """Its attributes have names that our wrapper has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed, self.class_names, self.train_size, self.num_workers = 123, ["a", "b"], 0.75, "many"
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.dataset = self.train
+
+    def collate_fn(self, samples):
+        return "mine"
+
+
+def test_the_users_data_module_is_what_hooks_see():
+    seen: dict[str, Any] = {}
+
+    class Reads(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module):
+            seen["data"] = trainer.datamodule
+            seen["found"] = [
+                getattr(trainer.datamodule, n) for n in ("seed", "class_names", "train_size", "num_workers")
+            ]
+            trainer.datamodule.seed = 5
+            trainer.datamodule.global_batch_size_of_mine = 6
+
+    own = OfOurNames()
+    wrapper = PlainData(own, seed=1)
+    trainer: Any = fit(Looks(), wrapper, Reads(), epochs=2)
+
+    data = seen["data"]
+    assert data is trainer.datamodule
+    assert trainer.run_data is wrapper
+    assert seen["found"] == [123, ["a", "b"], 0.75, "many"]
+    assert (own.seed, wrapper.seed, own.global_batch_size_of_mine) == (5, 1, 6)  # pyright: ignore
+    assert (data.collate_fn([]), data.dataset) == ("mine", own.train)
+    assert isinstance(data, OfOurNames)
+    assert not isinstance(data, DataModule)
+    assert data.global_batch_size == BATCH  # only the wrapper has it
+    with pytest.raises(AttributeError, match="'OfOurNames' object has no attribute 'nothing'"):
+        data.nothing  # noqa: B018
+    assert copy.deepcopy(data).class_names == ["a", "b"]
+
+
+def test_the_position_is_saved_under_one_name_whatever_the_users_class_is_called(tmp_path):
+    trainer = fit(Looks(), PlainData(OfOurNames()))
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=False)
+    assert saved["PlainData"]["samples_seen"] == SIZE
+    assert "OfOurNames" not in saved

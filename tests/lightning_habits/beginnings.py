@@ -91,3 +91,14 @@ class Bank(Regressor):
         bank = torch.cat([x for x, _ in loader])
         assert len(bank) == len(self.trainer.datamodule.train)
         self.log("val/bank", bank.double().mean().float())
+
+
+class DrawsPerEpoch(Regressor):
+    """Draws a mask for the whole epoch when the epoch begins."""
+
+    def on_train_epoch_start(self):
+        self.mask = (torch.rand(8) > 0.5).float()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x * self.mask, y), batch_idx)

@@ -259,6 +259,7 @@ RECIPES = [
 ]  # fmt: skip
 BEGINNINGS = [
     regression("by_epoch", "beginnings.ByEpoch", "data.num_workers=1", data="beginnings.Weighted", sample=SINGLE),
+    regression("draws_per_epoch", "beginnings.DrawsPerEpoch", random=True, sample=SINGLE),
     regression("teacher_at_start", "beginnings.TeacherAtStart", sample=SINGLE),
     regression("bank", "beginnings.Bank", "data.num_workers=1", "trainer.val_every_n_steps=4", data="plain.Vectors"),
 ]

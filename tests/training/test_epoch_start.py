@@ -1,5 +1,6 @@
 """What `on_train_epoch_start` may change when it is called again after a resume inside an epoch."""
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,35 @@ def test_attributes_are_set_again_and_what_the_checkpoint_holds_stays():
     assert module.logged == ["alpha"]
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [*module.parameters()]})
+
+
+class Draws(L.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.drawn = random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_the_same_is_drawn_again_and_training_draws_what_it_would_have_drawn():
+    callback = Draws()
+    trainer: Any = Stub(Hooked(), callback)
+    at_start = epoch_start.random_state(trainer)
+    callback.on_train_epoch_start(trainer, None)
+    first = callback.drawn
+    torch.rand(5)
+    later = torch.get_rng_state()
+
+    epoch_start.repeat(trainer, [], at_start)
+
+    assert callback.drawn == first
+    assert torch.equal(torch.get_rng_state(), later)
+
+
+def test_nothing_is_kept_of_a_run_without_such_hooks():
+    class Plain(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 2)
+
+    assert epoch_start.random_state(Stub(Plain())) is None
 
 
 def test_a_hook_that_cannot_be_called_again_is_named(caplog):

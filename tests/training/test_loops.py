@@ -341,6 +341,79 @@ def test_loggers_receive_metrics_by_name():
     assert all("epoch" in names for names, _ in logger.received)  # though a DummyLogger answers to `write_rows`
 
 
+class Scheduled(Module):
+    """Its rate depends on how often its schedule steps."""
+
+    def __init__(self, into, kind: str, frequency: int) -> None:
+        super().__init__(into)
+        self.kind, self.frequency = kind, frequency
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("followed", 1.0)  # never better
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        if self.kind == "plateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        else:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        interval = "epoch" if self.kind == "epoch" else "step"
+        entry = {"scheduler": schedule, "interval": interval, "frequency": self.frequency, "monitor": "followed"}
+        return [optimizer], [entry]
+
+
+@pytest.mark.parametrize(
+    ("kind", "frequency", "rate"), [("step", 2, 0.5**4), ("plateau", 2, 0.5**3), ("epoch", 2, 0.5)]
+)
+def test_a_schedule_s_frequency_counts_global_batches_of_any_accumulation(kind, frequency, rate):
+    """Two epochs of four global batches; Lightning counts the batches of each epoch from 1."""
+    rates = {}
+    for accumulate in (1, 2, 4):
+        data = torch.randn(16, 4)
+        trainer = make(
+            OURS, accumulate_grad_batches=accumulate, max_epochs=2, max_global_batches=8, limit_val_batches=0
+        )
+        loader = DataLoader(data, batch_size=4 // accumulate)
+        trainer.fit(Scheduled([], kind, frequency), loader, loader)
+        rates[accumulate] = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rates == {1: rate, 2: rate, 4: rate}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_without_a_limit_of_global_batches_frequency_is_lightnings(accumulate):
+    rates = []
+    for trainer in (OURS, LIGHTNINGS):
+        made = make(trainer, max_epochs=2, accumulate_grad_batches=accumulate, limit_val_batches=0)
+        made.fit(Scheduled([], "step", 2), *loaders())
+        rates.append(made.optimizers[0].param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+
+
+class ReadsLimits(Module):
+    """Manual optimization, with a schedule over the whole run."""
+
+    def __init__(self, into):
+        super().__init__(into)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.into.append("step")
+
+    def configure_optimizers(self):
+        self.limits = self.trainer.max_steps, self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(("limit", "limits"), [(3, (3, 3)), (None, (-1, 8))])
+def test_a_manual_module_reads_the_limit_of_global_batches(limit, limits):
+    module = ReadsLimits([])
+    make(OURS, max_epochs=2, max_global_batches=limit, limit_val_batches=0).fit(module, *loaders())
+    assert module.limits == limits
+    assert module.into == ["step"] * limits[1]
+
+
 class TakesIterator(Module):
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)

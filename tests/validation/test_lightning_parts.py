@@ -118,3 +118,20 @@ def test_values_of_the_task_that_an_experiment_sets_in_an_unused_group_are_refus
     with open_dict(cfg):
         del cfg.model.optimizer, cfg.model.net  # what is left, dropout, is gpt_nano's own as well
     assert lightning_parts.misplaced_problems(cfg) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("LoadsItself", "(train_dataloader, val_dataloader)"), ("LoadsAsWell", "(train_dataloader, val_dataloader)"),
+        ("AddsToOurs", None),
+    ],
+)  # fmt: skip
+def test_a_data_module_of_ours_with_loaders_of_its_own_is_refused(name, own):
+    found = checks._loader_problems(composed(f"data._target_={USERS}.{name}"))
+    if own is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert f"{name} has loaders of its own {own}" in problem
+        assert "derive the class from LightningDataModule" in problem

@@ -4,6 +4,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
+from armature.data.base import DataModule
+
 
 class FineTuneLearningRateFinder(LearningRateFinder):
     """The example of Lightning's documentation."""
@@ -52,3 +54,23 @@ class ReadsAll(Ignores):
 
 class Bare(L.LightningModule):
     pass
+
+
+class LoadsItself(DataModule):
+    """Ours, with loaders as Lightning's data modules have them."""
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(16, 2), batch_size=4)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(16, 2), batch_size=4)
+
+
+class LoadsAsWell(LoadsItself):
+    def test_dataloader(self):
+        return [super().test_dataloader(), super().val_dataloader()]
+
+
+class AddsToOurs(DataModule):
+    def val_dataloader(self):
+        return [super().val_dataloader(), super().test_dataloader()]

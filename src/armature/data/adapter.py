@@ -27,6 +27,7 @@ from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import seeded
 from armature.data.stream import Stream
+from armature.data.users_view import UsersView
 from armature.errors import ConfigError
 
 
@@ -52,7 +53,7 @@ def build(cfg: DictConfig) -> DataModule:
 
 
 class PlainData(DataModule):
-    """Wraps a LightningDataModule that knows nothing of this project. Other attributes are the module's own.
+    """Wraps a LightningDataModule that knows nothing of this project.
 
     Its hooks are called as in one process (`trainer.world_size` is 1), once per stage, with seeded generators, so a
     `random_split` is the same on every rank and after a resume. Its loaders are read (data/loaders.py) and replaced.
@@ -91,6 +92,10 @@ class PlainData(DataModule):
                 self.__dict__[name] = getattr(module, name)
 
     # ------------------------------------------------------------ the module behind
+    def users_view(self) -> UsersView:
+        """Return what users get as `trainer.datamodule`."""
+        return UsersView(self)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

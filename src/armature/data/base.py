@@ -198,6 +198,16 @@ class DataModule(L.LightningDataModule):
             )
         return self._loader("train", self._dataset("train"), self._train_sampler(), training=True)
 
+    def check_train_loader(self, loader: Any) -> None:
+        """Raise ConfigError for a training loader that this class has not made."""
+        if not isinstance(loader, TrainLoader | PrefetchLoader):
+            raise ConfigError(
+                f"data: {type(self).__name__}.train_dataloader returns a {type(loader).__name__} of its own, which "
+                "knows neither the ranks nor the position of a resume. Return samples from dataset(split) and batches "
+                "from collate_fn(samples) instead, or derive the class from LightningDataModule, whose loaders are "
+                "adapted (docs/data.md)."
+            )
+
     def _asked_by_loop(self) -> bool:
         """Return whether the training loop asks for data; True without our Trainer."""
         return getattr(getattr(self.trainer, "fit_loop", None), "asks_for_data", True)

@@ -29,6 +29,7 @@ from armature.checkpoint import plain, state
 from armature.errors import error_line
 from armature.parallel import randomness
 from armature.training import epoch_metrics
+from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,22 @@ def _is_users(hook: Any) -> bool:
     return not f"{getattr(hook, '__module__', '')}.".startswith(_NOT_USERS)
 
 
-def repeat(trainer: Any, saved: Saved) -> None:
-    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds."""
+def random_state(trainer: Any) -> dict[str, Any] | None:
+    """Return this rank's random state if a user's hook may draw from it at an epoch's start."""
+    return randomness.capture() if users_hooks(trainer, HOOK) else None
+
+
+def repeat(trainer: Any, saved: Saved, drawn_from: dict[str, Any] | None = None) -> None:
+    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds.
+
+    Args:
+        drawn_from: the random state when the hook was called first; None: the current one.
+    """
     if not (hooks := users_hooks(trainer, HOOK)):
         return
     with undone(trainer), _kept(saved):
+        if drawn_from is not None:
+            randomness.restore(drawn_from)
         for owner, hook in hooks:
             try:
                 hook()
@@ -79,7 +91,7 @@ def repeat(trainer: Any, saved: Saved) -> None:
 def undone(trainer: Any) -> Iterator[None]:
     """Undo changes of optimizers, schedules, flags and the random state, and log nothing."""
     module, loggers = trainer.lightning_module, trainer.loggers
-    flags, random_state = state.flags(module), randomness.capture()
+    flags, drawn = state.flags(module), randomness.capture()
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
     before = [([dict(group) for group in o.param_groups], {p: dict(s) for p, s in o.state.items()}) for o in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -106,7 +118,7 @@ def undone(trainer: Any) -> Iterator[None]:
         for scheduler, schedule in zip(schedulers, schedules, strict=True):
             scheduler.load_state_dict(schedule)
         state.set_flags(module, flags)
-        randomness.restore(random_state)
+        randomness.restore(drawn)
 
 
 # ---------------------------------------------------------------- weights
@@ -169,7 +181,7 @@ class SavedAttributes:
 
 def _owners_that_load(trainer: Any) -> list[Any]:
     """Return the module, callbacks and data module that load state of their own."""
-    data = getattr(trainer, "datamodule", None)
+    data = data_of(trainer)
     behind = getattr(data, "module", None)  # a PlainData's
     owners = [
         trainer.lightning_module,
@@ -187,7 +199,7 @@ def _owners_that_load(trainer: Any) -> list[Any]:
 def _entries(trainer: Any, owner: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that an object may have put into a checkpoint, by name; also from dicts among them."""
     if isinstance(owner, L.LightningDataModule):
-        found = [checkpoint.get(type(trainer.datamodule).__qualname__)]
+        found = [checkpoint.get(type(data_of(trainer)).__qualname__)]
     else:
         found = [{key: value for key, value in checkpoint.items() if key not in _NOT_OF_HOOKS}]
         if isinstance(owner, L.Callback):

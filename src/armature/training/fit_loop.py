@@ -38,6 +38,7 @@ class FitLoop(_FitLoop):
 
     @override
     def run(self) -> None:
+        self._count_frequencies_in_global_batches()
         functions, self._before_training = self._before_training, []
         if functions:
             self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
@@ -49,10 +50,27 @@ class FitLoop(_FitLoop):
             progress.current.processed = 0
         super().run()
 
+    def _count_frequencies_in_global_batches(self) -> None:
+        """Let the `frequency` of a step schedule count global batches if these limit the run, as `max_steps` does.
+
+        Lightning counts micro-batches, so that the learning rate would depend on how a global batch is divided.
+        """
+        trainer = self.trainer
+        for config in trainer.lr_scheduler_configs if self.epoch_loop.max_global_batches is not None else ():
+            if config.interval == "step":
+                config.frequency *= trainer.accumulate_grad_batches
+
+    @override
+    def _iteration_based_training(self) -> bool:
+        return self.max_steps != -1  # not `trainer.max_steps`, which also reports the limit of global batches
+
     @override
     def setup_data(self) -> None:
         with self.asking_for_data():
             super().setup_data()
+        check = getattr(self._data_source.instance, "check_train_loader", None)
+        if check is not None:  # a data module of ours
+            check(self.trainer.train_dataloader)
 
     @contextmanager
     def asking_for_data(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
 from armature.training import epoch_start, stopped_validation
+from armature.training.progress import data_of
 from armature.training.stop import StoppedBySignal
 from armature.training.timings import DataWait
 
@@ -115,7 +116,7 @@ class EpochLoop(_TrainingEpochLoop):
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skips_epoch:
-            skip_epoch = getattr(getattr(trainer, "datamodule", None), "skip_epoch", None)
+            skip_epoch = getattr(data_of(trainer), "skip_epoch", None)
             if skip_epoch is not None:  # ours, which knows the position in the data
                 skip_epoch()
             raise StopIteration
@@ -199,7 +200,7 @@ class EpochLoop(_TrainingEpochLoop):
     # ------------------------------------------------------------ batches
     def move_to_device(self, batch: Any) -> Any:
         trainer, module = self.trainer, self.trainer.lightning_module
-        strategy, datamodule = trainer.strategy, getattr(trainer, "datamodule", None)
+        strategy, datamodule = trainer.strategy, data_of(trainer)
         batch = trainer.precision_plugin.convert_input(batch)
         if type(batch) is dict and all(type(v) is Tensor and v.device == strategy.root_device for v in batch.values()):
             owners = [(module, L.LightningModule)] + (

@@ -22,7 +22,7 @@ from armature.launcher import environment
 from armature.parallel import process_group
 from armature.training import memory
 from armature.training.loops import EpochLoop
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, data_of
 from armature.validation import micro_batch
 from armature.validation.memory import overrides
 
@@ -46,7 +46,7 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
     fits = trainer.state.fn == TrainerFn.FITTING and in_step
     if not (micro_batch.is_auto(cfg) and fits and memory.is_missing(error) and module.automatic_optimization):
         return None
-    batches = trainer.datamodule.batches  # pyright: ignore[reportAttributeAccessIssue]
+    batches = data_of(trainer).batches
     size = micro_batch.smaller(cfg, batches)
     if size is None:
         return None

@@ -21,6 +21,7 @@ from armature.checkpoint.state import needs_closure
 from armature.errors import ConfigError, NotFinite
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
+from armature.training.progress import data_of
 from armature.training.replay import Replay, replay, weight_not_finite
 from armature.training.trainer import Trainer
 
@@ -198,4 +199,4 @@ def _not_finite(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict
 
 
 def _data(trainer: Trainer) -> Any:
-    return trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    return data_of(trainer)

@@ -29,6 +29,7 @@ from armature import files
 from armature.data import extras
 from armature.data.base import DataModule
 from armature.errors import ConfigError
+from armature.training.progress import data_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 _ROWS_PER_GROUP = 10_000  # of a Parquet file, in memory at once
@@ -113,7 +114,7 @@ class RowWriter(L.Callback):
             self._batches[dataloader_idx] = list(loader.batch_sampler)
             self._describe[dataloader_idx] = loader.dataset.describe
         indices = self._batches[dataloader_idx][batch_idx]
-        names = trainer.datamodule.class_names  # pyright: ignore[reportAttributeAccessIssue]
+        names = data_of(trainer).class_names
         describe = self._describe[dataloader_idx]
         for index, row in zip(indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True):
             own = {"loader": dataloader_idx, "index": index} if several and len(loaders) > 1 else {"index": index}

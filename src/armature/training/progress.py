@@ -1,5 +1,7 @@
 """The progress of a run, for callbacks and data modules that also work under Lightning's own Trainer."""
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 
 
@@ -10,3 +12,9 @@ def completed_batches(trainer: Trainer) -> int:
     """
     completed = getattr(trainer, "completed_batches", None)
     return trainer.global_step if completed is None else completed
+
+
+def data_of(trainer: Trainer) -> Any:
+    """Return the data module that trains, or None. `trainer.datamodule` is the user's if that is a plain one."""
+    own = getattr(trainer, "run_data", None)
+    return getattr(trainer, "datamodule", None) if own is None else own

@@ -20,6 +20,7 @@ from armature.strategies.base import StrategyMixin
 from armature.strategies.update_mask import buffers_of
 from armature.training import epoch_metrics
 from armature.training.finite import Finding, FiniteWatch, kind_of
+from armature.training.progress import data_of
 from armature.training.trainer import Trainer
 
 SHOWN = 8  # samples in a message
@@ -49,7 +50,7 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
         return Replay(f"The step cannot be replayed: {name} has made its update already.")
     if not module.automatic_optimization:
         return Replay("The step cannot be replayed: the module optimizes manually, and has made its updates already.")
-    if trainer.datamodule.reads_from_start:  # pyright: ignore[reportAttributeAccessIssue]
+    if data_of(trainer).reads_from_start:
         return Replay("The step is not replayed: an IterableDataset would be read from its start.")
     if (lost := weight_not_finite(strategy)) is not None:
         return Replay(
@@ -97,7 +98,7 @@ def _named(samples: list[int]) -> str:
 
 def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[int, Finding]:
     """Return the finding of each rank that has one, in the first micro-batch in which any has."""
-    module, loop, data = trainer.lightning_module, trainer.fit_loop.epoch_loop, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    module, loop, data = trainer.lightning_module, trainer.fit_loop.epoch_loop, data_of(trainer)
     rank, pipe = process_group.rank(), strategy.sizes.get("pipe", 1)
     stage = rank // max(1, trainer.world_size // pipe)
     for i, (indices, raw) in enumerate(_read(data, position=position)):

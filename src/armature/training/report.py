@@ -19,7 +19,7 @@ from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
 from armature.training.limits import Limits
 from armature.training.not_finite import NotFiniteGuard
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, data_of
 from armature.training.run_report import RunReport
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
@@ -56,7 +56,7 @@ def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
 
 
 def _batch_note(trainer: Trainer) -> str:
-    return getattr(trainer.datamodule, "batch_note", "")  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(data_of(trainer), "batch_note", "")
 
 
 def summarize(

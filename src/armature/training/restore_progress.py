@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
 
 
@@ -36,6 +36,7 @@ class RestoreProgress(Callback):
         self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
+        self._random: dict[str, Any] | None = None  # of this rank, when its epoch began; None: no hook can draw
         self._attributes: epoch_start.SavedAttributes | None = None
         self._saved_attributes: epoch_start.Saved = []
         self._trainer: OurTrainer | None = None
@@ -59,8 +60,9 @@ class RestoreProgress(Callback):
             epoch_metrics.metric_states(module),
             _data_rank(trainer),
             trainer.fit_loop.epoch_loop.modules_in_eval,
+            self._random,
         )
-        logged, states, data_ranks, in_eval = zip(*process_group.all_gather_object(own), strict=True)
+        logged, states, data_ranks, in_eval, random = zip(*process_group.all_gather_object(own), strict=True)
         return {
             "epoch": trainer.current_epoch,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -69,6 +71,7 @@ class RestoreProgress(Callback):
             "logged": list(logged),
             "states": list(states),
             "in_eval": sorted({name for names in in_eval for name in names}),
+            "random": {"layout": _layout(trainer), "ranks": list(random)},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -77,6 +80,10 @@ class RestoreProgress(Callback):
         self._step_values = state_dict.get("step_values", [])
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
         self._in_eval = state_dict.get("in_eval")
+        random, trainer = state_dict.get("random"), self._trainer
+        # under another layout ranks draw other numbers anyway
+        if random and len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
+            self._random = random["ranks"][process_group.rank()]
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
@@ -104,7 +111,7 @@ class RestoreProgress(Callback):
         if not step:
             return
         assert isinstance(trainer, OurTrainer)
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
         if data.global_batch_size > data.train_size:  # a step is an epoch to Lightning
             epoch, position = step, 0
@@ -135,7 +142,8 @@ class RestoreProgress(Callback):
         def replace_logged() -> None:
             """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
             if mid_epoch or closing:
-                epoch_start.repeat(trainer, self._saved_attributes)
+                self._random = self._random or epoch_start.random_state(trainer)
+                epoch_start.repeat(trainer, self._saved_attributes, self._random)
             epoch_start.put_back(module, weights)
             if self._in_eval is not None:
                 epoch_start.set_modes(module, self._in_eval)
@@ -175,6 +183,12 @@ class RestoreProgress(Callback):
         assert isinstance(trainer, OurTrainer)
         epoch_metrics.clear(trainer.fit_loop.epoch_loop._results, self._restored)
         self._restored = {}
+        self._random = epoch_start.random_state(trainer)
+
+
+def _layout(trainer: Trainer | None) -> str | None:
+    strategy = None if trainer is None else StrategyMixin.find(trainer)
+    return None if strategy is None else strategy.layout
 
 
 def _data_rank(trainer: Trainer) -> int:

@@ -35,7 +35,7 @@ from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import memory
 from armature.training.limits import Limits
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, data_of
 from armature.training.step_log import StepLog
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class RunReport(L.Callback):
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             predicted = _alone(lambda: module.predict_step(few, 0))
         if trainer.is_global_zero and isinstance(predicted, dict) and "class" in predicted:
-            names = getattr(getattr(trainer, "datamodule", None), "class_names", None)
+            names = getattr(data_of(trainer), "class_names", None)
             shown = image_rows(few["inputs"], few.get("targets"), predicted["class"], names)
             self._write_event("images", trainer, images=shown)
 

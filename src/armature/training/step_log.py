@@ -24,7 +24,7 @@ from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.progress import completed_batches
+from armature.training.progress import completed_batches, data_of
 from armature.training.stragglers import LEAST_STEPS, StragglerWatch
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
 from armature.training.trainer import Trainer as OurTrainer
@@ -333,7 +333,7 @@ class StepLog(Callback):
 
 def _samples_seen(trainer: Trainer) -> int:
     """Position in the stream of training samples, which the data module owns."""
-    return trainer.datamodule.samples_seen  # pyright: ignore[reportAttributeAccessIssue]
+    return data_of(trainer).samples_seen
 
 
 def _first_rate(optimizers: list[Optimizer]) -> float:

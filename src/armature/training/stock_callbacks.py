@@ -2,11 +2,31 @@
 
 from functools import partial
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from omegaconf import DictConfig
 
 from armature.errors import ConfigError
+from armature.layout import Layout
 from armature.training.trainer import Trainer as OurTrainer
+from armature.validation import lightning_callbacks
+
+
+class CheckCallbacks(Callback):
+    """Hold callbacks from a module's `configure_callbacks`, or from a function, to what holds for those of a config."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._cfg = cfg
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raise ConfigError for callbacks that cannot be right, before any of them begins."""
+        if stage != "fit":
+            return
+        layout, callbacks = Layout.of(self._cfg), trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = dict.fromkeys(type(each) for each in callbacks)
+        found = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
+        if problems := [each for each in found if each is not None]:
+            raise ConfigError(problems)
 
 
 def prepare(trainer: OurTrainer) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from armature import hardware
 from armature.training.metrics_csv import MetricsCSV
+from armature.training.progress import data_of
 
 MAX_DATA_WAIT = 0.05  # share of the time; a longer wait for data is reported
 UNAVOIDABLE_SECONDS = 1e-3  # per batch: receiving one from another process takes as long
@@ -184,7 +185,7 @@ def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
         wait, work: seconds per batch.
     """
     cpus = hardware.cpu_count() // max(1, trainer.num_devices)
-    datamodule: Any = getattr(trainer, "datamodule", None)
+    datamodule = data_of(trainer)
     loader: Any = datamodule if hasattr(datamodule, "num_workers") else trainer.train_dataloader
     key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
     workers = getattr(loader, "num_workers", 0)

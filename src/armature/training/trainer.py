@@ -127,6 +127,23 @@ class Trainer(L.Trainer):
     training = property(_is_training, L.Trainer.training.fset)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
+    def datamodule(self) -> Any:
+        """The user's data module, or what stands for it. `run_data` is the one that trains."""
+        return self._users_data
+
+    @datamodule.setter
+    def datamodule(self, data: Any) -> None:
+        self.run_data = data
+        self._users_data = data if not hasattr(type(data), "users_view") else data.users_view()
+
+    @property
+    @override
+    def max_steps(self) -> int:
+        """Lightning's limit; without one `max_global_batches`, which ends a run with manual optimization."""
+        limit = self.fit_loop.epoch_loop.max_global_batches
+        return self.fit_loop.max_steps if limit is None or self.fit_loop.max_steps != -1 else limit
+
+    @property
     def completed_batches(self) -> int:
         """Global batches trained on so far, over all resumes: see `EpochLoop.completed_batches`."""
         return self.fit_loop.epoch_loop.completed_batches

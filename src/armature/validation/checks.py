@@ -221,13 +221,20 @@ def _device_problems(cfg: DictConfig) -> list[str]:
 
 
 def _loader_problems(cfg: DictConfig) -> list[str]:
-    task, loaders = cfg.task._target_, [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
-    if not (own := [method for method in loaders if signatures.defines(task, method)]):
-        return []
-    return [
-        f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={cfg.data._target_} "
-        "would replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
-    ]
+    task, data, found = cfg.task._target_, cfg.data._target_, []
+    loaders = [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
+    if own := [method for method in loaders if signatures.defines(task, method)]:
+        found.append(
+            f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={data} would "
+            "replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
+        )
+    if signatures.derives_from(data, signatures.OUR_DATA) and (own := signatures.replaced(data, loaders)):
+        found.append(
+            f"data._target_={data} has loaders of its own ({', '.join(own)}), which know neither the ranks nor the "
+            "position of a resume. Return samples from dataset(split) and batches from collate_fn(samples) instead, or "
+            "derive the class from LightningDataModule, whose loaders are adapted (docs/data.md)."
+        )
+    return found
 
 
 def _model_problems(cfg: DictConfig) -> list[str]:

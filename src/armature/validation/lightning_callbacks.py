@@ -10,6 +10,7 @@ from typing import Any
 
 from armature.layout import Layout
 from armature.validation import signatures
+from armature.validation.lightning_parts import REFUSED_CALLBACKS
 
 _CALLBACKS = "lightning.pytorch.callbacks"
 AVERAGING = f"{_CALLBACKS}.weight_averaging.WeightAveraging"
@@ -27,6 +28,17 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         if reason := _reason(signatures.ancestors(target), cfg, layout):
             found.append(f"{key}={target.rpartition('.')[2]} {reason}.")
     return found
+
+
+def problem_of_object(kind: type, cfg: Mapping[str, Any], layout: Layout) -> str | None:
+    """Return what is wrong with a callback that the configuration does not name, by its class."""
+    classes = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+    reason = _reason(classes, cfg, layout)
+    for name, why in REFUSED_CALLBACKS.items():
+        if any(each.startswith(_CALLBACKS) and each.endswith(f".{name}") for each in classes):
+            reason = f"does not work here: {why}"
+    task = cfg["task"]["_target_"]
+    return reason and f"callbacks: {kind.__name__}, from configure_callbacks of {task} or from a function, {reason}."
 
 
 def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str | None:

@@ -316,6 +316,18 @@ def methods_of(definition: Definition | None, names: Collection[str]) -> Iterato
         yield from (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name in names)
 
 
+def replaced(target: str, names: Collection[str]) -> list[str]:
+    """Return those of the methods that a class, or a base of it that is not ours, replaces without calling super()."""
+    found = [
+        item
+        for module, node in lineage(find_definition(target))
+        if module.split(".")[0] != "armature"
+        for item in node.body
+        if isinstance(item, ast.FunctionDef) and item.name in names
+    ]
+    return list(dict.fromkeys(item.name for item in found if "super()" not in ast.unparse(item)))
+
+
 def defaults_of(target: str) -> dict[str, Any]:
     """Return the defaults of the constructor that `target` names, as far as they are literals."""
     definition = find_definition(target)

@@ -1,0 +1,47 @@
+"""What users see as `trainer.datamodule` if their data module is a plain LightningDataModule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Lightning reads these of `trainer.datamodule`, and must get the wrapper's
+_OF_WRAPPER = frozenset({
+    "prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict", "train_dataloader",
+    "val_dataloader", "test_dataloader", "predict_dataloader", "_log_hyperparams",
+})  # fmt: skip
+
+
+class UsersView:
+    """Stands for the user's data module: its attributes go before those of the wrapper, `PlainData`, of the same name.
+
+    Only what Lightning calls is the wrapper's. It is an instance of the user's class for `isinstance`.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        vars(self)["_wrapper"] = wrapper
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wrapper, own = vars(self)["_wrapper"], vars(self)
+        if "_kind" not in own:
+            # Lightning saves the position in the data under this name: the user may call the class otherwise later
+            own["_kind"] = type(type(wrapper).__qualname__, (type(wrapper.module),), {})
+        return own["_kind"]
+
+    def __getattr__(self, name: str) -> Any:
+        wrapper = vars(self)["_wrapper"]
+        if name not in _OF_WRAPPER:
+            try:
+                return getattr(wrapper.module, name)
+            except AttributeError:
+                if not hasattr(type(wrapper), name) and name not in vars(wrapper):
+                    raise
+        return getattr(wrapper, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        wrapper = vars(self)["_wrapper"]
+        only_ours = hasattr(wrapper, name) and not hasattr(wrapper.module, name)
+        setattr(wrapper if only_ours else wrapper.module, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UsersView, (vars(self)["_wrapper"],)
