@@ -102,6 +102,35 @@ def test_images_with_folders_of_splits(tmp_path):
         build("image_folder", path=str(tmp_path / "val" / "cow"), num_workers=0).dataset("train")
 
 
+def image_of(tmp_path, image, name="cat/1.png", **options):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    image.save(tmp_path / name, **options)
+    data = build("image_folder", path=str(tmp_path), size=8, mean=[0, 0, 0], std=[1, 1, 1], num_workers=0)
+    return data.dataset("predict")[0]["inputs"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_grey_images_of_16_bits_keep_their_values(tmp_path, suffix):
+    image = Image.fromarray(np.full((8, 8), 30000, np.uint16))
+    found = image_of(tmp_path, image, name=f"cat/1.{suffix}")
+    assert torch.equal(found, torch.full((3, 8, 8), (30000 // 257) / 255))
+
+
+@pytest.mark.parametrize("pixels", [np.full((8, 8), 30000, np.int32), np.full((8, 8), 0.5, np.float32)])
+def test_images_of_32_bits_are_refused(tmp_path, pixels):
+    with pytest.raises(ConfigError, match=r"1\.tif has pixels of 32 bits .*Convert it to 8 bits"):
+        image_of(tmp_path, Image.fromarray(pixels), name="cat/1.tif")
+
+
+def test_images_are_turned_as_the_camera_says(tmp_path):
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[:4] = 255  # above
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    found = image_of(tmp_path, Image.fromarray(pixels), exif=exif)
+    assert found[0].tolist() == [[0] * 4 + [1] * 4] * 8
+
+
 def test_nanogpts_token_files(tmp_path):
     for split, size in (("train", 400), ("val", 90)):
         (np.arange(size) % 300).astype("<u2").tofile(tmp_path / f"{split}.bin")
