@@ -71,6 +71,52 @@ def test_a_table_that_cannot_be_used_is_named(text, changes, message, tmp_path):
         build("table", path=str(tmp_path / "t.csv"), **changes).dataset("train")
 
 
+def write_parquet(file, **columns):
+    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.table(columns), file)
+    return str(file)
+
+
+def test_an_empty_cell_of_a_category_is_no_class(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    kinds = pyarrow.array(["a", None, "b", "a"]).dictionary_encode()
+    path = write_parquet(tmp_path / "t.parquet", x=[1.0, 2.0, 3.0, 4.0], kind=kinds)
+    with pytest.raises(ConfigError, match="column kind is empty in data row 2"):
+        build("table", path=path, target="kind").names()
+    path = write_parquet(tmp_path / "t.parquet", x=pyarrow.array([5.0, None]).dictionary_encode(), kind=["a", "b"])
+    with pytest.raises(ConfigError, match="column x holds nan in data row 2"):
+        build("table", path=path, target="kind").names()
+
+
+def test_times_are_no_numbers(tmp_path):
+    import datetime
+
+    path = write_parquet(tmp_path / "t.parquet", t=[datetime.datetime(2024, 1, 1), None], kind=["a", "b"])
+    with pytest.raises(ConfigError, match=r"data.features: column t holds times \(datetime64"):
+        build("table", path=path, target="kind").names()
+
+
+@pytest.mark.parametrize("name", ["", "__index_level_0__"])
+def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
+    caplog.set_level("INFO", logger="armature")
+    (tmp_path / "t.csv").write_text(f"{name},x,kind\n0,5,a\n1,6,b\n")
+    data = build("table", path=str(tmp_path / "t.csv"), target="kind")
+    assert data.names()["features"] == ["x"]
+    assert f"column {name!r} holds row numbers of pandas, and is left out" in caplog.text
+    assert build("table", path=data.path, target="kind", features=[name]).names()["features"] == [name]
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_predictions_need_no_targets_in_the_column(tmp_path, classes):
+    (tmp_path / "t.csv").write_text("x,height\n5,\n6,\n")
+    data = build("table", path=str(tmp_path / "t.csv"), target="height", classes=classes)
+    assert data.dataset("predict")[1]["inputs"].tolist() == [6.0]
+    with pytest.raises(ConfigError, match="column height is empty in data row 1. Fill it in"):
+        data.dataset("train")
+
+
 def write_images(folder, count=10):
     for number, name in enumerate(("cat", "dog")):
         (folder / name).mkdir(parents=True)
