@@ -113,7 +113,7 @@ def test_predictions_need_no_targets_in_the_column(tmp_path, classes):
     (tmp_path / "t.csv").write_text("x,height\n5,\n6,\n")
     data = build("table", path=str(tmp_path / "t.csv"), target="height", classes=classes)
     assert data.dataset("predict")[1]["inputs"].tolist() == [6.0]
-    with pytest.raises(ConfigError, match="column height is empty in data row 1. Fill it in"):
+    with pytest.raises(ConfigError, match=r"column height is empty in data row 1. Fill it in"):
         data.dataset("train")
 
 
@@ -216,6 +216,10 @@ def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     assert np.array_equal(data._draw(1), second)
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 16)
+    limited = build("mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300, train_limit=8)
+    draws = [limited._draw(epoch) for epoch in range(3)]
+    assert [sorted(draw) for draw in draws] == [sorted(draws[0])] * 3
+    assert not np.array_equal(draws[0], draws[1])
     with pytest.raises(ConfigError, match=r"data.weights names a, and data.paths a, b"):
         build("mixture", paths=paths, weights={"a": 1})
 
