@@ -187,6 +187,23 @@ def test_nanogpts_token_files(tmp_path):
     assert list(data.test_dataloader()) == []
     with pytest.raises(ConfigError, match=r"data.source.vocab_size=256, but .* holds the token 299"):
         build("tokens", path=str(tmp_path), context=8, source__vocab_size=256)
+    np.full(90, 300, "<u2").tofile(tmp_path / "val.bin")
+    with pytest.raises(ConfigError, match=r"data.source.vocab_size=300, .* holds the token 300 \(val split\)"):
+        build("tokens", path=str(tmp_path), context=8, source__vocab_size=300)
+
+
+@pytest.mark.parametrize("token", [-100, -1, 300])
+def test_tokens_beyond_the_first_ones_are_checked_in_batches(tmp_path, monkeypatch, token):
+    monkeypatch.setattr("armature.data.token_files._CHECKED_FIRST", 100)
+    for split, size in (("train", 400), ("val", 98)):
+        tokens = np.arange(size, dtype="<i4") % 300
+        tokens[200:201] = token
+        tokens.tofile(tmp_path / f"{split}.bin")
+    data = build("tokens", path=str(tmp_path), context=8, source__vocab_size=300, source__dtype="int32")
+    with pytest.raises(ConfigError, match=rf"holds the token {token} \(train split\)"):
+        list(data.train_dataloader())
+    held_out = torch.cat([batch["targets"].flatten() for batch in data.val_dataloader()])
+    assert held_out[held_out != -100].tolist() == list(range(1, 98))
 
 
 def test_megatrons_token_files(tmp_path):
@@ -196,9 +213,10 @@ def test_megatrons_token_files(tmp_path):
     data = build("tokens", path=str(tmp_path / "corpus_text_document"), context=8, source__val_fraction=0.1)
     assert data.source.tokens("train").tolist() == list(range(890))
     assert data.source.tokens("val")[0] == 890
-    (tmp_path / "corpus_text_document.idx").write_bytes(b"something else entirely")
-    with pytest.raises(ConfigError, match="is not an index of Megatron's"):
-        build("tokens", path=str(tmp_path / "corpus_text_document"), context=8)
+    for head in (b"something else entirely", MEGATRON + b"\1"):
+        (tmp_path / "corpus_text_document.idx").write_bytes(head)
+        with pytest.raises(ConfigError, match="is not an index of Megatron's, or is cut short"):
+            build("tokens", path=str(tmp_path / "corpus_text_document"), context=8)
 
 
 def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
