@@ -263,6 +263,56 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         build("hf", **{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
 
 
+@pytest.fixture
+def hf(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return lambda **changes: build("hf", targets="y", splits={"train": "train"}, global_batch_size=2, **changes)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_palette_images_of_hugging_face_are_refused_or_converted(hf, tmp_path, streaming):
+    from datasets import Dataset, Features, Value
+    from datasets import Image as Column
+
+    colors = [(200, 10, 30), (10, 200, 30)]
+    images = [Image.new("RGB", (4, 4), color).convert("P", palette=Image.Palette.ADAPTIVE) for color in colors]
+    rows = Dataset.from_dict({"x": images, "y": [0, 1]}, features=Features({"x": Column(), "y": Value("int64")}))
+    rows.to_parquet(tmp_path / "p.parquet")
+    changes = {"path": "parquet", "data_files": str(tmp_path / "p.parquet"), "inputs": "x", "streaming": streaming}
+    with pytest.raises(ConfigError, match=r"has Pillow's mode P, .*Type data.image_mode=RGB"):
+        hf(**changes).dataset("train")
+    found = [sample["inputs"] for sample in hf(image_mode="RGB", **changes).dataset("train")]
+    assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [list(color) for color in colors]
+
+
+def test_images_of_16_bits_of_hugging_face_are_refused(hf, tmp_path):
+    for kind in ("cat", "dog"):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        Image.fromarray(np.full((8, 8), 30000, np.uint16)).save(tmp_path / "images" / kind / "1.png")
+    data = hf(path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image", image_mode="RGB")
+    data.targets = "label"
+    with pytest.raises(ConfigError, match="more than 8 bits"):
+        data.dataset("train")
+
+
+def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"x": Value("float32"), "y": ClassLabel(names=["no", "yes"])})
+    files = {"train": [0, 1], "test": [-1, -1]}
+    for name, labels in files.items():
+        Dataset.from_dict({"x": [1.0, 2.0], "y": labels}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    data = hf(path="parquet", data_files={name: str(tmp_path / f"{name}.parquet") for name in files}, inputs="x")
+    data.splits = {"train": "train", "val": "test", "test": "test"}
+    caplog.set_level("INFO", logger="armature")
+    assert list(data.test_dataloader()) == []
+    assert "split test: column y holds -1, which is no class: the run does not test" in caplog.text
+    with pytest.raises(ConfigError, match=r"column y holds -1, .*data.splits.val=…"):
+        data.dataset("val")
+    assert len(data.dataset("predict")) == 2
+
+
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"data=hf needs the package datasets .* make setup EXTRAS=data"):

@@ -32,6 +32,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.stage": (1, 2, 3),
+    "data.image_mode": (None, "L", "RGB", "RGBA"),
     "data.source.dtype": ("uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"),
     "strategy.sequence_parallel": ("auto", True, False),
 }
