@@ -122,6 +122,14 @@ def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     assert_refused(problems_of(*typed), typed[-1])
 
 
+def test_only_tokenizers_that_are_trained_need_all_bytes(tmp_path):
+    found = problems_of("data=tokens", f"data.path={tmp_path}", "data.source.vocab_size=65")
+    assert not any("data.source.vocab_size=65: must be" in problem for problem in found)
+    (problem,) = [each for each in problems_of("data.source.vocab_size=65") if "data.source.vocab_size" in each]
+    assert "must be a whole number" in problem
+    assert "257" in problem
+
+
 @pytest.mark.parametrize("key", ["run.name", "run.root", "checkpoint.root"])
 def test_a_folder_that_cannot_be_printed_is_refused(key, default):
     for name in ("a\0b", "a\nb\x1b[31m"):

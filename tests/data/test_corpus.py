@@ -269,6 +269,24 @@ def test_the_environment_names_the_cache(files, tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ bad input
 
 
+@pytest.mark.parametrize("name", ["run[1]", "what?", "a*b"])
+def test_a_folder_may_have_a_pattern_as_its_name(tmp_path, name):
+    folder = tmp_path / name / "below"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_text("text")
+    assert [file.name for file in sources.find(str(tmp_path / name))] == ["below/a.txt"]
+
+
+def test_names_of_files_need_not_be_utf8(corpus, tmp_path):
+    folder = tmp_path / "caf\udce9"  # Latin-1, as Python reads it
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"\udce9{i}.txt").write_text(some_text(i))
+    made = corpus(str(folder))
+    made.prepare()
+    assert len(made.tokens("train")) > 100
+
+
 def test_a_path_that_does_not_exist_names_the_nearest(files, corpus):
     with pytest.raises(ConfigError, match=r"data\.path=.*/corpse: no such file or folder\. Did you mean .*/corpus\?"):
         corpus(f"{files.parent}/corpse").prepare()

@@ -96,3 +96,37 @@ def test_one_class_is_refused_at_the_start(make):
 
 def test_numbers_as_labels_are_names(make):
     assert make([("hello", 10), ("world", 2)] * 9).names() == {"classes": ["10", "2"]}
+
+
+def test_predictions_need_no_labels_in_the_column(make, tmp_path):
+    make().save_assets(tmp_path)
+    blank = make([("hello", ""), ("world", "b")], name="blank.csv")
+    blank.load_assets(tmp_path)
+    assert blank.dataset("predict").targets is None
+    with pytest.raises(ConfigError, match="data row 1: column 'label' holds '', which names no class"):
+        blank.dataset("train")
+
+
+def test_columns_of_parquet(make, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    import pyarrow.parquet as parquet
+
+    data = make()
+    data.path = str(tmp_path / "t.parquet")
+    parquet.write_table(pyarrow.table({"text": ["x", "y"], "label": [True, False]}), data.path)
+    assert data.names() == {"classes": ["False", "True"]}
+    labels = pyarrow.array(["p", None, "q"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": ["x", "y", "z"], "label": labels}), data.path)
+    del data._content  # read anew
+    with pytest.raises(ConfigError, match="data row 2: column 'label' holds None, which names no class"):
+        data.names()
+
+
+def test_cells_of_any_length(make):
+    assert make([("a " * 70_000, "p"), ("b", "q")], name="long.csv").names() == {"classes": ["p", "q"]}
+
+
+@pytest.mark.parametrize("row", [("\ud83d x", "a"), ("x", "\ud83d")])
+def test_half_a_surrogate_pair_is_refused(make, row):
+    with pytest.raises(ConfigError, match="line 2: half a surrogate pair, which is not text"):
+        make([("x", "b"), row]).names()

@@ -71,6 +71,52 @@ def test_a_table_that_cannot_be_used_is_named(text, changes, message, tmp_path):
         build("table", path=str(tmp_path / "t.csv"), **changes).dataset("train")
 
 
+def write_parquet(file, **columns):
+    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(pyarrow.table(columns), file)
+    return str(file)
+
+
+def test_an_empty_cell_of_a_category_is_no_class(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
+    kinds = pyarrow.array(["a", None, "b", "a"]).dictionary_encode()
+    path = write_parquet(tmp_path / "t.parquet", x=[1.0, 2.0, 3.0, 4.0], kind=kinds)
+    with pytest.raises(ConfigError, match="column kind is empty in data row 2"):
+        build("table", path=path, target="kind").names()
+    path = write_parquet(tmp_path / "t.parquet", x=pyarrow.array([5.0, None]).dictionary_encode(), kind=["a", "b"])
+    with pytest.raises(ConfigError, match="column x holds nan in data row 2"):
+        build("table", path=path, target="kind").names()
+
+
+def test_times_are_no_numbers(tmp_path):
+    import datetime
+
+    path = write_parquet(tmp_path / "t.parquet", t=[datetime.datetime(2024, 1, 1), None], kind=["a", "b"])
+    with pytest.raises(ConfigError, match=r"data.features: column t holds times \(datetime64"):
+        build("table", path=path, target="kind").names()
+
+
+@pytest.mark.parametrize("name", ["", "__index_level_0__"])
+def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
+    caplog.set_level("INFO", logger="armature")
+    (tmp_path / "t.csv").write_text(f"{name},x,kind\n0,5,a\n1,6,b\n")
+    data = build("table", path=str(tmp_path / "t.csv"), target="kind")
+    assert data.names()["features"] == ["x"]
+    assert f"column {name!r} holds row numbers of pandas, and is left out" in caplog.text
+    assert build("table", path=data.path, target="kind", features=[name]).names()["features"] == [name]
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_predictions_need_no_targets_in_the_column(tmp_path, classes):
+    (tmp_path / "t.csv").write_text("x,height\n5,\n6,\n")
+    data = build("table", path=str(tmp_path / "t.csv"), target="height", classes=classes)
+    assert data.dataset("predict")[1]["inputs"].tolist() == [6.0]
+    with pytest.raises(ConfigError, match=r"column height is empty in data row 1. Fill it in"):
+        data.dataset("train")
+
+
 def write_images(folder, count=10):
     for number, name in enumerate(("cat", "dog")):
         (folder / name).mkdir(parents=True)
@@ -102,6 +148,35 @@ def test_images_with_folders_of_splits(tmp_path):
         build("image_folder", path=str(tmp_path / "val" / "cow"), num_workers=0).dataset("train")
 
 
+def image_of(tmp_path, image, name="cat/1.png", **options):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    image.save(tmp_path / name, **options)
+    data = build("image_folder", path=str(tmp_path), size=8, mean=[0, 0, 0], std=[1, 1, 1], num_workers=0)
+    return data.dataset("predict")[0]["inputs"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_grey_images_of_16_bits_keep_their_values(tmp_path, suffix):
+    image = Image.fromarray(np.full((8, 8), 30000, np.uint16))
+    found = image_of(tmp_path, image, name=f"cat/1.{suffix}")
+    assert torch.equal(found, torch.full((3, 8, 8), (30000 // 257) / 255))
+
+
+@pytest.mark.parametrize("pixels", [np.full((8, 8), 30000, np.int32), np.full((8, 8), 0.5, np.float32)])
+def test_images_of_32_bits_are_refused(tmp_path, pixels):
+    with pytest.raises(ConfigError, match=r"1\.tif has pixels of 32 bits .*Convert it to 8 bits"):
+        image_of(tmp_path, Image.fromarray(pixels), name="cat/1.tif")
+
+
+def test_images_are_turned_as_the_camera_says(tmp_path):
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[:4] = 255  # above
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    found = image_of(tmp_path, Image.fromarray(pixels), exif=exif)
+    assert found[0].tolist() == [[0] * 4 + [1] * 4] * 8
+
+
 def test_nanogpts_token_files(tmp_path):
     for split, size in (("train", 400), ("val", 90)):
         (np.arange(size) % 300).astype("<u2").tofile(tmp_path / f"{split}.bin")
@@ -112,6 +187,23 @@ def test_nanogpts_token_files(tmp_path):
     assert list(data.test_dataloader()) == []
     with pytest.raises(ConfigError, match=r"data.source.vocab_size=256, but .* holds the token 299"):
         build("tokens", path=str(tmp_path), context=8, source__vocab_size=256)
+    np.full(90, 300, "<u2").tofile(tmp_path / "val.bin")
+    with pytest.raises(ConfigError, match=r"data.source.vocab_size=300, .* holds the token 300 \(val split\)"):
+        build("tokens", path=str(tmp_path), context=8, source__vocab_size=300)
+
+
+@pytest.mark.parametrize("token", [-100, -1, 300])
+def test_tokens_beyond_the_first_ones_are_checked_in_batches(tmp_path, monkeypatch, token):
+    monkeypatch.setattr("armature.data.token_files._CHECKED_FIRST", 100)
+    for split, size in (("train", 400), ("val", 98)):
+        tokens = np.arange(size, dtype="<i4") % 300
+        tokens[200:201] = token
+        tokens.tofile(tmp_path / f"{split}.bin")
+    data = build("tokens", path=str(tmp_path), context=8, source__vocab_size=300, source__dtype="int32")
+    with pytest.raises(ConfigError, match=rf"holds the token {token} \(train split\)"):
+        list(data.train_dataloader())
+    held_out = torch.cat([batch["targets"].flatten() for batch in data.val_dataloader()])
+    assert held_out[held_out != -100].tolist() == list(range(1, 98))
 
 
 def test_megatrons_token_files(tmp_path):
@@ -121,9 +213,10 @@ def test_megatrons_token_files(tmp_path):
     data = build("tokens", path=str(tmp_path / "corpus_text_document"), context=8, source__val_fraction=0.1)
     assert data.source.tokens("train").tolist() == list(range(890))
     assert data.source.tokens("val")[0] == 890
-    (tmp_path / "corpus_text_document.idx").write_bytes(b"something else entirely")
-    with pytest.raises(ConfigError, match="is not an index of Megatron's"):
-        build("tokens", path=str(tmp_path / "corpus_text_document"), context=8)
+    for head in (b"something else entirely", MEGATRON + b"\1"):
+        (tmp_path / "corpus_text_document.idx").write_bytes(head)
+        with pytest.raises(ConfigError, match="is not an index of Megatron's, or is cut short"):
+            build("tokens", path=str(tmp_path / "corpus_text_document"), context=8)
 
 
 def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
@@ -141,6 +234,10 @@ def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     assert np.array_equal(data._draw(1), second)
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 16)
+    limited = build("mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300, train_limit=8)
+    draws = [limited._draw(epoch) for epoch in range(3)]
+    assert [sorted(draw) for draw in draws] == [sorted(draws[0])] * 3
+    assert not np.array_equal(draws[0], draws[1])
     with pytest.raises(ConfigError, match=r"data.weights names a, and data.paths a, b"):
         build("mixture", paths=paths, weights={"a": 1})
 
@@ -164,6 +261,56 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
     assert next(iter(several.train_dataloader()))["inputs"].shape == (8, 2)
     with pytest.raises(ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"):
         build("hf", **{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
+
+
+@pytest.fixture
+def hf(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return lambda **changes: build("hf", targets="y", splits={"train": "train"}, global_batch_size=2, **changes)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_palette_images_of_hugging_face_are_refused_or_converted(hf, tmp_path, streaming):
+    from datasets import Dataset, Features, Value
+    from datasets import Image as Column
+
+    colors = [(200, 10, 30), (10, 200, 30)]
+    images = [Image.new("RGB", (4, 4), color).convert("P", palette=Image.Palette.ADAPTIVE) for color in colors]
+    rows = Dataset.from_dict({"x": images, "y": [0, 1]}, features=Features({"x": Column(), "y": Value("int64")}))
+    rows.to_parquet(tmp_path / "p.parquet")
+    changes = {"path": "parquet", "data_files": str(tmp_path / "p.parquet"), "inputs": "x", "streaming": streaming}
+    with pytest.raises(ConfigError, match=r"has Pillow's mode P, .*Type data.image_mode=RGB"):
+        hf(**changes).dataset("train")
+    found = [sample["inputs"] for sample in hf(image_mode="RGB", **changes).dataset("train")]
+    assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [list(color) for color in colors]
+
+
+def test_images_of_16_bits_of_hugging_face_are_refused(hf, tmp_path):
+    for kind in ("cat", "dog"):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        Image.fromarray(np.full((8, 8), 30000, np.uint16)).save(tmp_path / "images" / kind / "1.png")
+    data = hf(path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image", image_mode="RGB")
+    data.targets = "label"
+    with pytest.raises(ConfigError, match="more than 8 bits"):
+        data.dataset("train")
+
+
+def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"x": Value("float32"), "y": ClassLabel(names=["no", "yes"])})
+    files = {"train": [0, 1], "test": [-1, -1]}
+    for name, labels in files.items():
+        Dataset.from_dict({"x": [1.0, 2.0], "y": labels}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    data = hf(path="parquet", data_files={name: str(tmp_path / f"{name}.parquet") for name in files}, inputs="x")
+    data.splits = {"train": "train", "val": "test", "test": "test"}
+    caplog.set_level("INFO", logger="armature")
+    assert list(data.test_dataloader()) == []
+    assert "split test: column y holds -1, which is no class: the run does not test" in caplog.text
+    with pytest.raises(ConfigError, match=r"column y holds -1, .*data.splits.val=…"):
+        data.dataset("val")
+    assert len(data.dataset("predict")) == 2
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from torch import nn
 
 from armature.models.decoder import loss
 from armature.models.decoder.model import Decoder
-from armature.models.loss import IGNORED, token_losses
+from armature.models.loss import IGNORED, VocabularyShard, token_losses
 
 
 def small(**changes) -> Decoder:
@@ -96,3 +96,17 @@ def test_sums_are_in_fp32_where_new_tensors_have_16_bits(bf16_by_default):
     assert (each.dtype, mean.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mean, expected.mean(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_a_target_that_is_no_word_is_not_learned_as_another(wrong, per_token):
+    x, weight, targets = torch.randn(8, 16), torch.randn(97, 16), torch.arange(8)
+    targets[2], targets[5] = IGNORED, 96
+    part = VocabularyShard(start=0, size=97, all_max=lambda _: None, all_sum=lambda _: None)
+    sharded, whole = (loss.chunked_loss(x, weight, targets, each, per_token=per_token) for each in (part, None))
+    torch.testing.assert_close(sharded, whole)
+    targets[3] = wrong
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        loss.chunked_loss(x, weight, targets, per_token=per_token)
+    assert loss.chunked_loss(x, weight, targets, part, per_token=per_token).isnan().sum() == 1

@@ -91,6 +91,31 @@ def test_image_metrics_are_exact_for_any_batch_size(batch_size):
     assert val["val/loss"] == pytest.approx(task.model.loss(outputs, data.targets[:8]).item(), rel=1e-6)
 
 
+def test_bits_per_byte_of_a_part_of_the_batches_are_said_to_be_approximate(caplog):
+    caplog.set_level("INFO", logger="armature")
+    data = Data(images=False, batch_size=3)
+    for limits in ({}, {"limit_val_batches": 1}):
+        task = ready(LanguageModeling(DECODER, **FACTORIES))
+        for _ in range(2):
+            (values,) = trainer(**limits).validate(task, datamodule=data, verbose=False)
+        assert "val/bits_per_byte" in values
+        assert caplog.text.count("limit_val_batches=1: val/bits_per_byte is approximate") == bool(limits)
+
+
+class Distance(nn.Module):
+    def forward(self, inputs, targets):
+        return (inputs - targets).square().mean()
+
+
+def test_a_number_to_predict_may_be_minus_100():
+    task = Task(nn.Identity, **FACTORIES)
+    task.model = Distance()
+    metrics = {"loss": mean_metric()}
+    for targets in (torch.tensor([0.0, -100.0]), torch.tensor([1.0, 1.0]), torch.tensor([-100.0])):  # the last: padding
+        task.update(metrics, {"inputs": torch.zeros(len(targets)), "targets": targets})
+    assert metrics["loss"].compute() == (10_000 / 2 + 1) / 2
+
+
 def test_a_weighted_mean_equals_torchmetrics_bit_for_bit():
     ours, theirs = mean_metric(), MeanMetric(nan_strategy=float("nan"))
     for seed in range(5):

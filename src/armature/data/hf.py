@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from armature.data.base import Split
 from armature.data.labels import LabeledData
 from armature.errors import ConfigError, error_line
 
+log = logging.getLogger(__name__)
+
+PIXELS = ("L", "RGB", "RGBA")  # Pillow's modes whose numbers are brightness in 8 bits
 Of = dict[str, str | list[str]]  # columns by name in a sample
 
 
@@ -31,6 +35,7 @@ class HFData(LabeledData):
         targets: a column.
         streaming: read the samples one after the other, without downloading all of them first.
         classes: whether texts as targets are names of classes; else they stay texts.
+        image_mode: turn images into this mode of Pillow's: L, RGB or RGBA. None: they have it already.
         loader: batch sizes and the other arguments of DataModule.
     """
 
@@ -39,10 +44,10 @@ class HFData(LabeledData):
     def __init__(
         self, *, path: str, name: str | None = None, data_files: Any = None, data_dir: str | None = None,
         splits: dict[str, str | None] | None = None, inputs: str | Sequence[str] = "inputs", targets: str = "targets",
-        streaming: bool = False, classes: bool = True, **loader: Any,
+        streaming: bool = False, classes: bool = True, image_mode: str | None = None, **loader: Any,
     ) -> None:  # fmt: skip
         super().__init__(**loader)
-        self.path, self.texts_are_classes = path, classes
+        self.path, self.texts_are_classes, self.image_mode = path, classes, image_mode
         files = data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
         self.source = {"path": path, "name": name, "data_files": files, "data_dir": data_dir, "streaming": streaming}
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
@@ -61,7 +66,10 @@ class HFData(LabeledData):
         if split == "predict" and known is not None and self.targets not in known:
             del columns["targets"]
         self._check(rows, _flat(columns))
+        rows = self._with_pixels(rows)
         names = self._class_names(rows) if "targets" in columns else None
+        if names is not None and split != "predict" and self._has_unlabeled(rows, split):
+            return None
         numbers = None
         if names is not None and split == "predict" and not self.knows(names):
             del columns["targets"]  # they are not needed, and have no numbers
@@ -92,6 +100,33 @@ class HFData(LabeledData):
             )
         self._check(rows, [column])
         return sorted(rows.unique(column))
+
+    def _has_unlabeled(self, rows: Any, split: Split) -> bool:
+        """Return whether a class of the test split is -1, as public tests have it. Raises ConfigError for others."""
+        if self.source["streaming"] or _is_text(rows, self.targets) or -1 not in rows.unique(self.targets):
+            return False
+        where = f"data.path={self.path}, split {self.splits[split]}: column {self.targets} holds -1, which is no class"
+        if split != "test":
+            raise ConfigError(f"{where}. Leave out these rows, or name another split: data.splits.{split}=…")
+        log.info("%s: the run does not test (data.splits.test=null).", where)
+        return True
+
+    def _with_pixels(self, rows: Any) -> Any:
+        """Return the rows with images of `image_mode`. Raises ConfigError if numbers of the first are no brightness."""
+        datasets = extras.load("datasets", needed_by="data=hf")
+        for column in _flat(Of(inputs=self.inputs)):
+            if not isinstance((rows.features or {}).get(column), datasets.Image):
+                continue
+            first = next(iter(rows.select_columns([column])), {column: None})[column]
+            mode = getattr(first, "mode", "RGB")
+            where = f"data.path={self.path}: the first image of column {column} has Pillow's mode {mode}"
+            if mode.startswith(("I", "F")):
+                raise ConfigError(f"{where}, whose pixels have more than 8 bits. Convert the images to 8 bits.")
+            if self.image_mode is not None:
+                rows = rows.cast_column(column, datasets.Image(mode=self.image_mode))
+            elif mode not in PIXELS:
+                raise ConfigError(f"{where}, whose numbers are not brightness. Type data.image_mode=RGB (or L: grey).")
+        return rows
 
     def _check(self, rows: Any, columns: list[str]) -> None:
         known = rows.column_names

@@ -45,14 +45,15 @@ class ImageFiles(Dataset[Batch]):
     @override
     def __getitem__(self, index: int) -> Batch:
         """Return the image with its shorter side scaled to the size and the margin, cropped to a square there."""
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         path, target = self.files[index]
         try:
             with Image.open(path) as opened:
-                image = opened.convert("RGB")
+                upright = ImageOps.exif_transpose(opened)  # cameras store how to turn the picture
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # as Pillow's formats raise
             raise ConfigError(f"data.path: {path} cannot be read as an image ({error}). Remove it.") from error
+        image = _rgb(upright, path)
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
         width, height = (max(side, round(length * scale)) for length in image.size)
@@ -169,6 +170,20 @@ def _classes(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, except hidden ones."""
     below = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     return sorted(each.name for each in below)
+
+
+def _rgb(image: Any, path: Path) -> Any:
+    """Return the image with three channels of 8 bits. Pillow would clip grey values of more bits."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ConfigError(
+            f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is not known. Convert "
+            "it to 8 bits."
+        )
+    return image.convert("RGB")
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,16 +24,17 @@ from armature.finetune.folder import TOKENIZER
 from armature.models.loss import IGNORED
 
 log = logging.getLogger(__name__)
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Content:
-    """What the files hold: texts, where each is (for messages), their labels if there are any, and the names there."""
+    """What the files hold: texts, where each is (for messages), and labels, or why they cannot be learned from."""
 
     texts: list[str]
     places: list[str]
-    labels: list[str] | None
-    columns: list[str]
+    labels: list[str]
+    problem: str | None
 
 
 class Texts(Dataset[Batch]):
@@ -105,7 +107,7 @@ class LabeledTextData(LabeledData):
     def dataset(self, split: Split) -> Texts:
         content = self._content
         indices = split_indices(len(content.texts), **self.fractions)[split].tolist()
-        is_needed = split != "predict" or (content.labels is not None and self.knows(content.labels))
+        is_needed = split != "predict" or (content.problem is None and self.knows(content.labels))
         targets = np.array(self.numbers(self._labels(), where=self._where), np.int64)[indices] if is_needed else None
         ids = self._ids
         return Texts(
@@ -122,8 +124,8 @@ class LabeledTextData(LabeledData):
         return f"data.path={self.path}, column {self.target},"
 
     def _labels(self) -> list[str]:
-        if self._content.labels is None:
-            raise ConfigError(self._lacks("target", self._content.columns))
+        if self._content.problem is not None:
+            raise ConfigError(self._content.problem)
         return self._content.labels
 
     def _lacks(self, key: str, columns: list[str]) -> str:
@@ -159,7 +161,8 @@ class LabeledTextData(LabeledData):
 
     @cached_property
     def _content(self) -> Content:
-        texts, places, labels, columns = list[str](), list[str](), list[str | None](), dict[str, None]()
+        texts, places, labels, columns = list[str](), list[str](), list[str](), dict[str, None]()
+        problem: str | None = None
         for where, row in self._rows():
             columns |= dict.fromkeys(row)
             if self.text not in row:
@@ -168,24 +171,25 @@ class LabeledTextData(LabeledData):
                 raise ConfigError(
                     f"{where}: column {self.text!r} holds {text!r}, which is no text. Fill it in, or remove the row."
                 )
+            if any(map(_SURROGATES.search, (text, str(row.get(self.target))))):
+                raise ConfigError(f"{where}: half a surrogate pair, which is not text. Remove it.")
             texts.append(str(text))
             places.append(where)
-            labels.append(self._label(row[self.target], where) if self.target in row else None)
+            label = _label(row.get(self.target))
+            if label is not None:
+                labels.append(label)
+            elif problem is None:
+                problem = f"{where}: no column {self.target!r}, which other rows have. Add it, or remove the row."
+                if self.target in row:
+                    problem = (
+                        f"{where}: column {self.target!r} holds {row[self.target]!r}, which names no class. Fill it "
+                        "in, or remove the row."
+                    )
         if not texts:
             raise ConfigError(f"data.path={self.path}: the files have no rows.")
-        known = [label for label in labels if label is not None]
-        if known and len(known) < len(labels):
-            where = places[labels.index(None)]
-            raise ConfigError(f"{where}: no column {self.target!r}, which other rows have. Add it, or remove the row.")
-        return Content(texts, places, known or None, [*columns])
-
-    def _label(self, value: Any, where: str) -> str:
-        found = str(value).strip() if isinstance(value, str | int | np.integer) else ""
-        if not found:
-            raise ConfigError(
-                f"{where}: column {self.target!r} holds {value!r}, which names no class. Fill it in, or remove the row."
-            )
-        return found
+        if self.target not in columns:
+            problem = self._lacks("target", [*columns])
+        return Content(texts, places, labels, problem)
 
     def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield where each row is, for messages, and its values by column."""
@@ -202,3 +206,8 @@ class LabeledTextData(LabeledData):
                     yield f"data.path: {file.path}, data row {number}", dict(zip(columns, values, strict=True))
             else:
                 raise ConfigError(f"data.path={file.path}: name .csv, .jsonl or .parquet files.")
+
+
+def _label(value: Any) -> str | None:
+    """Return the name of a class, or None if the value is empty or no name."""
+    return (str(value).strip() or None) if isinstance(value, str | int | np.integer | np.bool_) else None

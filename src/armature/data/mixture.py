@@ -80,7 +80,8 @@ class MixtureData(TokenData):
     """Windows of several corpora. An epoch has as many samples as all corpora together.
 
     A corpus goes on in its own shuffled order from epoch to epoch: a heavy one comes again and again before a light one
-    is through, and no window comes a second time before all others of its corpus.
+    is through, and no window comes a second time before all others of its corpus. With `train_limit`, every epoch has
+    the same windows.
 
     Validation and test read all windows of all corpora.
     """
@@ -111,9 +112,10 @@ class MixtureData(TokenData):
         sizes, total = [len(part) for part in every.datasets], self.train_size  # pyright: ignore[reportArgumentType]
         weights = np.array([self.source.weights[name] for name in self.source.corpora])
         ends = np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
+        continued = 0 if self.train_limit is not None else epoch  # limited, every epoch has the same windows
         chosen, start, offset = [], 0, 0
         for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
-            rounds, places = np.divmod(epoch * (end - start) + np.arange(end - start), size)
+            rounds, places = np.divmod(continued * (end - start) + np.arange(end - start), size)
             for each in np.unique(rounds).tolist():
                 own = permuted(places[rounds == each], size=size, seed=f"{self.seed}/{number}", epoch=each)
                 chosen.append(own + offset)

@@ -66,7 +66,9 @@ def find(path: str | list[str]) -> list[SourceFile]:
             root, paths = expanded.parent, [str(expanded)]
         else:
             fixed = itertools.takewhile(lambda part: not glob.has_magic(part), expanded.parts[:-1])
-            root, matched = (expanded, expanded / "**") if expanded.is_dir() else (Path(*fixed), expanded)
+            root, matched = (
+                (expanded, Path(glob.escape(str(expanded)), "**")) if expanded.is_dir() else (Path(*fixed), expanded)
+            )
             paths = [p for p in glob.glob(str(matched), recursive=True) if os.path.isfile(p)]
         if not paths:
             problems.append(_nothing_found(pattern, expanded, root))
@@ -78,8 +80,8 @@ def find(path: str | list[str]) -> list[SourceFile]:
 
 
 def stamp(files: list[SourceFile]) -> bytes:
-    """Return every file's name, size and time, for the key of what is made of them."""
-    return "".join(f"{file.name}\0{file.size}\0{file.mtime_ns}\n" for file in files).encode()
+    """Return every file's name, which may be no UTF-8, size and time, for the key of what is made of them."""
+    return "".join(f"{file.name}\0{file.size}\0{file.mtime_ns}\n" for file in files).encode(errors="surrogatepass")
 
 
 def _source(path: Path, root: Path) -> SourceFile:

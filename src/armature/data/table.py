@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import logging
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,11 @@ from armature.data.base import Split
 from armature.data.labels import LabeledData
 from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
+
+log = logging.getLogger(__name__)
+_ROW_NUMBERS = re.compile(r"|__index_level_\d+__")  # names that pandas gives to columns of row numbers
+_EMPTY = ("None", "nan", "NaN", "<NA>", "NaT")  # missing values of NumPy, pandas and pyarrow as texts
+_LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -48,6 +55,7 @@ class Content:
     inputs: Tensor
     targets: Tensor | None = None
     classes: list[str] = field(default_factory=list)
+    problem: str | None = None  # why the column to predict cannot be learned from
 
 
 class TableData(LabeledData):
@@ -102,15 +110,16 @@ class TableData(LabeledData):
             raise ConfigError(self._lacks(missing, columns=list(table)))
         inputs = np.stack([_numbers(table[name], name, "features") for name in features], axis=1)
         content = Content(columns=list(table), features=features, inputs=torch.from_numpy(inputs))
-        if (column := table.get(self.target)) is None:
-            return content
-        if not self.classes_are_targets:
+        column = table.get(self.target)
+        if column is None:
+            content.problem = self._lacks([self.target], columns=list(table))
+        elif (empty := _first_empty(column)) is not None:
+            content.problem = f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in."
+        elif not self.classes_are_targets:
             content.targets = torch.from_numpy(_numbers(column, self.target, "target"))
-            return content
-        if (empty := _first_empty(column)) is not None:
-            raise ConfigError(f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in.")
-        values, index = np.unique(column.astype(str), return_inverse=True)
-        content.classes, content.targets = values.tolist(), torch.from_numpy(index)
+        else:
+            values, index = np.unique(column.astype(str), return_inverse=True)
+            content.classes, content.targets = values.tolist(), torch.from_numpy(index)
         return content
 
     def _read(self) -> dict[str, np.ndarray]:
@@ -135,12 +144,22 @@ class TableData(LabeledData):
             raise ConfigError(
                 f"data.features={typed}, but the model was trained with {known}. Leave data.features out."
             )
-        features = known or typed or [name for name in columns if name != self.target]
+        features = known or typed or self._all_features(columns)
         if not features:
             raise ConfigError(f"data.path={self.path} has no column but the target {self.target} to learn from.")
         if self.target in features:
             raise ConfigError(f"data.features={features} holds the target {self.target}. Leave it out.")
         return features
+
+    def _all_features(self, columns: list[str]) -> list[str]:
+        others = [name for name in columns if name != self.target]
+        numbers = [name for name in others if _ROW_NUMBERS.fullmatch(name)]
+        if numbers:
+            log.info(
+                "data.path=%s: column %s holds row numbers of pandas, and is left out. To learn from it, type "
+                "data.features=…", self.path, ", ".join(map(repr, numbers)),
+            )  # fmt: skip
+        return [name for name in others if name not in numbers]
 
     def _lacks(self, missing: list[str], *, columns: list[str]) -> str:
         key = "data.target" if missing == [self.target] else "data.features"
@@ -151,7 +170,7 @@ class TableData(LabeledData):
 
     def _require_target(self) -> Tensor:
         if self._content.targets is None:
-            raise ConfigError(self._lacks([self.target], columns=self._content.columns))
+            raise ConfigError(self._content.problem or "")
         return self._content.targets
 
     def _targets(self) -> Tensor:
@@ -171,9 +190,10 @@ def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
             table = parquet.read_table(file)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.path={file}: this is no Parquet file ({error_line(error)[:200]}).") from error
-        return {name: table[name].to_numpy() for name in table.column_names}
+        return {name: _decoded(table[name]).to_numpy() for name in table.column_names}
     if file.suffix != ".csv":
         raise ConfigError(f"data.path={file}: name .csv or .parquet files.")
+    csv.field_size_limit(_LONGEST_CELL)
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             header, *lines = [row for row in csv.reader(stream) if row] or [[]]
@@ -188,7 +208,18 @@ def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
     return {name: np.array([row[i] for row in lines], dtype=kind) for i, name in enumerate(header)}
 
 
+def _decoded(column: Any) -> Any:
+    """Return a column of pyarrow's without its dictionary: to_numpy would take an empty cell as the last category."""
+    types = extras.load("pyarrow.types", needed_by="Parquet files")
+    return column.cast(column.type.value_type) if types.is_dictionary(column.type) else column
+
+
 def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
+    if column.dtype.kind in "Mm":
+        raise ConfigError(
+            f"data.{key}: column {name} holds times ({column.dtype}), which are no numbers. Leave the column out of "
+            "data.features, or turn it into numbers first, such as days since a date."
+        )
     try:
         numbers = column.astype(np.float32)
     except (ValueError, TypeError):
@@ -205,10 +236,11 @@ def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
 
 def _first_empty(column: np.ndarray) -> int | None:
     """Return the index of the first value that is missing, or None."""
-    texts = np.char.strip(column.astype(str))
-    missing = np.isin(texts, ["", "None", "nan", "NaN", "<NA>", "NaT"])
-    if column.dtype.kind in "US":
-        missing = texts == ""
+    if column.dtype.kind in "biuf":
+        missing = np.isnan(column)
+    else:
+        texts = np.char.strip(column.astype(str))
+        missing = np.isin(texts, ["", *(() if column.dtype.kind in "US" else _EMPTY)])
     return int(np.flatnonzero(missing)[0]) if missing.any() else None
 
 

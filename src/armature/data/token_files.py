@@ -13,11 +13,13 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data import tokenizer
-from armature.data.base import Split
+from armature.data.base import Batch, Split
 from armature.data.text import TokenData, Windows
 from armature.errors import ConfigError
+from armature.models.loss import IGNORED
 
 MEGATRON = b"MMIDIDX\x00\x00"
+_CHECKED_FIRST = 1 << 20  # tokens of each split that are checked before a run
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes
 
 
@@ -47,11 +49,17 @@ class TokenFiles:
         train = self.tokens("train")
         if len(train) <= self.context:
             raise ConfigError(f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}.")
-        largest = int(train[: 1 << 20].max())
-        if largest >= self.vocab_size:
+        for split in ("train", "val", "test"):
+            if len(tokens := self.tokens(split)[:_CHECKED_FIRST]):
+                self.check_range(int(tokens.min()), int(tokens.max()), split)
+
+    def check_range(self, least: int, largest: int, split: str) -> None:
+        """Raise ConfigError if the smallest or the largest of some tokens is not in the vocabulary."""
+        if least < 0 or largest >= self.vocab_size:
             raise ConfigError(
-                f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token {largest}. Type the size "
-                "of the vocabulary that made the tokens (GPT-2: 50257), or the right data.source.dtype."
+                f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token "
+                f"{least if least < 0 else largest} ({split} split). Type the size of the vocabulary that made the "
+                "tokens (GPT-2: 50257), or the right data.source.dtype."
             )
 
     def tokens(self, split: str) -> Any:
@@ -75,8 +83,8 @@ class TokenFiles:
         if index.is_file():
             with index.open("rb") as stream:
                 head = stream.read(len(MEGATRON) + 9)
-            if not head.startswith(MEGATRON):
-                raise ConfigError(f"data.path: {index} is not an index of Megatron's.")
+            if not head.startswith(MEGATRON) or len(head) < len(MEGATRON) + 9:
+                raise ConfigError(f"data.path: {index} is not an index of Megatron's, or is cut short.")
             version, code = struct.unpack("<QB", head[len(MEGATRON) :])
             if version != 1 or code not in _DTYPES:
                 raise ConfigError(f"data.path: {index} has version {version} and type {code}, which are not known.")
@@ -105,4 +113,22 @@ class TokenFileData(TokenData):
     @override
     def dataset(self, split: Split) -> Dataset[Any] | None:
         tokens = self.source.tokens(split)
-        return Windows(tokens, context=self.context, whole=split != "train") if len(tokens) > 1 else None
+        return CheckedWindows(self.source, split, context=self.context) if len(tokens) > 1 else None
+
+
+class CheckedWindows(Windows):
+    """Windows of a split. Each batch is checked, since nobody has read all of the files before."""
+
+    def __init__(self, source: TokenFiles, split: Split, *, context: int) -> None:
+        super().__init__(source.tokens(split), context=context, whole=split != "train")
+        self.source, self.split = source, split
+
+    @override
+    def batch(self, indices: list[int]) -> Batch:
+        batch = super().batch(indices)
+        inputs, targets = batch["inputs"], batch["targets"]
+        filled = self.tail is not None and max(indices) >= len(self.windows)  # with IGNORED
+        tokens = targets[targets != IGNORED] if filled else targets
+        least, largest = min(inputs.min(), tokens.min()), max(inputs.max(), tokens.max())
+        self.source.check_range(int(least), int(largest), self.split)
+        return batch

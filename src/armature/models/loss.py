@@ -31,9 +31,11 @@ class VocabularyShard:
 
     Attributes:
         start: the first word of this rank.
+        size: words of all ranks.
         all_max, all_sum: replace a tensor by its maximum or sum over the ranks that hold the other parts.
     """
 
     start: int
+    size: int
     all_max: Callable[[Tensor], Any]
     all_sum: Callable[[Tensor], Any]

@@ -85,9 +85,10 @@ class Logits(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not hasattr(module, "vocabulary"):
             return super()._apply(module, device_mesh)
-        group, own = device_mesh.get_group(), module.weight.shape[0] // device_mesh.size()  # pyright: ignore[reportIndexIssue]
+        group, size = device_mesh.get_group(), module.weight.shape[0]  # pyright: ignore[reportIndexIssue]
         module.vocabulary = VocabularyShard(  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-            start=device_mesh.get_local_rank() * own,  # pyright: ignore[reportArgumentType]
+            start=device_mesh.get_local_rank() * (size // device_mesh.size()),  # pyright: ignore[reportArgumentType]
+            size=size,  # pyright: ignore[reportArgumentType]
             all_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group),
             all_sum=partial(dist.all_reduce, group=group),
         )

@@ -141,9 +141,11 @@ class Task(L.LightningModule):
         return {"loss": mean_metric()}
 
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
-        """Add one batch. Padding, whose targets are all -100, has no weight."""
-        loss = self.loss_of(batch)
-        metrics["loss"].update(loss, weight=(batch["targets"] != IGNORED).sum())
+        """Add one batch. A batch of padding, whose targets are all -100, has no weight."""
+        loss, counted = self.loss_of(batch), batch["targets"] != IGNORED
+        if batch["targets"].is_floating_point():  # -100.0 may be a number to predict, as in training
+            counted = counted.any().expand_as(counted)
+        metrics["loss"].update(loss, weight=counted.sum())
 
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
         """Return what is logged for `split` ("val" or "test"), given the computed metrics."""

@@ -32,6 +32,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
     "strategy.stage": (1, 2, 3),
+    "data.image_mode": (None, "L", "RGB", "RGBA"),
     "data.source.dtype": ("uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"),
     "strategy.sequence_parallel": ("auto", True, False),
 }
@@ -139,7 +140,7 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.source.path": rules.paths,
     "data.source.context": _size,
     "data.multiple": rules.number(least=1, most=2**24, whole=True, null="data.context"),
-    "data.source.vocab_size": rules.number(least=257, most=2**24, whole=True),
+    "data.source.vocab_size": _size,
     "data.source.tokenizer_bytes": _count,
     "data.source.held_out": _count,
     "data.source.block": _count,
@@ -154,6 +155,8 @@ OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's woul
     "optimizer.newton_schulz_steps": _count,
     "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
 }
+_of_bytes = rules.number(least=257, most=2**24, whole=True)
+_bytes_and_end = {"vocab_size": lambda value: None if _size(value) else _of_bytes(value)}  # one problem at a time
 ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse them in the rank
     "armature.data.image_folder.ImageFolderData": {
         "size": rules.number(least=1, most=2**16, whole=True),
@@ -161,6 +164,9 @@ ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse th
         "mean": rules.three(),
         "std": rules.three(above=0),
     },
+    "armature.data.corpus.Corpus": _bytes_and_end,
+    "armature.data.mixture.Mixture": _bytes_and_end,
+    "armature.data.streamed_text.Shards": _bytes_and_end,
     "armature.data.mixture.MixtureData": {"paths": rules.named_paths, "weights": rules.named_weights},
     "armature.callbacks.ema.EMA": {"decay": rules.number(above=0, below=1)},
     "armature.callbacks.monitors.Monitors": {
@@ -201,7 +207,9 @@ def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
 def _arguments(plain: dict[str, Any]) -> Iterator[str]:
     callbacks = plain.get("callbacks")
     nodes = {f"callbacks.{name}": node for name, node in callbacks.items()} if isinstance(callbacks, dict) else {}
-    for path, node in (nodes | {"data": plain.get("data")}).items():
+    data = plain.get("data")
+    source = data.get("source") if isinstance(data, dict) else None
+    for path, node in (nodes | {"data": data, "data.source": source}).items():
         ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
         yield from _ranges(plain, {f"{path}.{key}": rule for key, rule in ranges.items()})
 

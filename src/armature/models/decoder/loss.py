@@ -196,8 +196,9 @@ def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: Vocabulary
         place = slice(start, min(start + rows, tokens))
         x_RD, targets_R1 = x_ND[place], targets_N[place, None]
         logits_RV = torch.mm(x_RD, weight_VD.T, out=logits_all[: len(x_RD)])
-        found = softmax(logits_RV, targets_R1.clamp(min=0), out_RV=p_all[: len(x_RD)])
-        yield _Chunk(place, logits_RV, (targets_R1 != IGNORED).float(), *found)
+        ignored_R1 = targets_R1 == IGNORED
+        found = softmax(logits_RV, targets_R1.masked_fill(ignored_R1, 0), out_RV=p_all[: len(x_RD)])
+        yield _Chunk(place, logits_RV, (~ignored_R1).float(), *found)
 
 
 def _softmax(logits_RV: Tensor, target_R1: Tensor, *, out_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -213,7 +214,10 @@ def _softmax(logits_RV: Tensor, target_R1: Tensor, *, out_RV: Tensor) -> tuple[T
 def _sharded_softmax(
     logits_RV: Tensor, target_R1: Tensor, *, out_RV: Tensor, part: VocabularyShard
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `_softmax` does of the whole vocabulary, with p of this rank's part of it."""
+    """Return what `_softmax` does of the whole vocabulary, with p of this rank's part of it.
+
+    The log p of a target that is no word is NaN, since no rank has its column.
+    """
     column_R1 = target_R1 - part.start
     hit_R1 = ((column_R1 >= 0) & (column_R1 < logits_RV.shape[1])).float()
     column_R1 = column_R1.clamp(min=0, max=logits_RV.shape[1] - 1)
@@ -224,4 +228,6 @@ def _sharded_softmax(
     sums_R2 = torch.cat([p_RV.sum(dim=-1, keepdim=True), above_R1], dim=1)
     part.all_sum(sums_R2)
     sum_R1, above_R1 = sums_R2.split(1, dim=1)
-    return p_RV.div_(sum_R1), above_R1 - sum_R1.log(), column_R1, hit_R1
+    is_word_R1 = (target_R1 >= 0) & (target_R1 < part.size)
+    log_p_R1 = (above_R1 - sum_R1.log()).masked_fill(~is_word_R1, torch.nan)
+    return p_RV.div_(sum_R1), log_p_R1, column_R1, hit_R1
