@@ -319,6 +319,47 @@ def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told)
     assert caplog.text.count(f"{said} {told}.") == 1
 
 
+def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog):
+    log: Any = Quiet()
+
+    def made(**changes: Any) -> Checkpointing:
+        return Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1, **changes}, on_failure="continue")
+
+    (tmp_path / "step=000002").mkdir()
+    first = made()
+    first.scores = {2: 0.5, 4: 0.4}  # the second was removed
+    saved = first.state_dict()
+    for changes, scores in [({}, {2: 0.5}), ({"monitor": "val/accuracy"}, {}), ({"mode": "max"}, {})]:
+        resumed = made(**changes)
+        resumed.load_state_dict(saved)
+        assert resumed.scores == scores
+    assert "checkpoint.monitor=val/accuracy checkpoint.mode=min: scores by val/loss (min) do not count" in caplog.text
+    assert len(caplog.messages) == 2
+    resumed = made(mode="max")
+    resumed.load_state_dict({"scores": {2: 0.5}, "owes_validation": False})  # of an earlier version
+    assert resumed.scores == {2: 0.5}
+
+
+def test_the_best_one_stays_until_a_better_one_is_written(tmp_path, monkeypatch):
+    log: Any = Quiet()
+    trainer: Any = Trainer({3})  # the disk is full at step 3
+    policy = {**POLICY, "keep_best": 1, "keep_last": 1, "keep_every_n_steps": None, "background": True}
+    callback = Checkpointing(tmp_path, log, **policy, on_failure="continue")
+    write, finish, finishing = directory.write_manifest, callback.writer.finish, threading.Event()
+    monkeypatch.setattr(directory, "write_manifest", lambda *args: (finishing.wait(60), write(*args)))
+    callback.writer.finish = lambda: (finishing.set(), finish(), finishing.clear())  # pyright: ignore[reportAttributeAccessIssue]
+    for step, score in [(1, 0.5), (2, None), (3, 0.4)]:
+        trainer.global_step = step
+        callback._save(trainer, score)  # finishes the save before
+    callback.writer.finish()
+    assert sorted(path.name for path in tmp_path.glob("step=*")) == ["step=000001", "step=000002"]
+    assert callback.best == tmp_path / "step=000001"
+    trainer.global_step = 4
+    callback._save(trainer, 0.3)
+    callback.writer.finish()
+    assert sorted(path.name for path in tmp_path.glob("step=*")) == ["step=000004"]
+
+
 def test_a_score_that_is_no_number_is_never_best(tmp_path):
     log: Any = Quiet()
     trainer: Any = Trainer(set())

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature import config, hardware
-from armature.callbacks.monitors import Monitors, part_of
+from armature.callbacks.monitors import Monitors, Norms, part_of
 from armature.data.base import DataModule
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
+from armature.parallel import gradients
 from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
 from armature.training import flops, step_log, timings
@@ -237,6 +238,35 @@ def test_each_second_of_a_step_is_in_one_phase(tmp_path):
         assert 0 < row["memory/resident_gib"] <= row["memory/peak_gib"] * 1.1
     for name in ("backward", "optimizer", "other"):  # a busy machine may hold up some
         assert min(row[f"time/{name}"] for row in have) < 0.004
+
+
+def test_norms_are_of_all_steps_that_a_batch_makes():
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"task": Net()})
+    weights = dict(module.named_parameters())
+    common = {"ranks": 1, "sharded": False, "device": torch.device("cpu")}
+    access = SimpleNamespace(
+        weights=lambda: weights, names_of_all_ranks=lambda names: sorted({*names}), can_read_weights=True,
+        can_read_gradients=True, norms=lambda own, groups, count: gradients.norms(
+            [(each.detach(), 1) for each in own], groups, count=count, **common),
+        gradient_norms=lambda own, groups, count: gradients.norms(
+            [(each.grad, 1) for each in own], groups, count=count, **common),
+    )  # fmt: skip
+    norms = Norms(2, by_part=True, update_ratio=True)
+    norms.begin(access, module)  # pyright: ignore[reportArgumentType]
+    before = [weight.detach().clone() for weight in weights.values()]
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in module["task"].children())
+    for optimizer, size in ((first, 1.0), (first, 2.0), (second, 3.0)):
+        for weight in weights.values():
+            weight.grad = torch.full_like(weight, size)
+        norms.before_step(2, optimizer)
+        optimizer.step()
+    columns = norms.after_step(2)
+    up, down = (sum(p.numel() for p in part.parameters()) ** 0.5 for part in module["task"].children())
+    assert float(columns["train/grad_norm/up"]) == pytest.approx(2 * up)  # of its last step
+    assert float(columns["train/grad_norm/down"]) == pytest.approx(3 * down)
+    change = torch.cat([(w.detach() - b).flatten() for w, b in zip(weights.values(), before, strict=True)]).norm()
+    assert float(columns["train/update_ratio"]) == pytest.approx(float(change / columns["train/weight_norm"]))
 
 
 def test_norms_are_those_of_the_weights(tmp_path):

@@ -36,8 +36,9 @@ def test_shapes():
 
 
 @pytest.mark.parametrize(("name", "final"), [("cosine", 0.1), ("linear", 0.2), ("wsd", 0.3)])
-def test_last_step_has_the_final_rate(name, final):
+def test_the_final_rate_is_reached_after_the_last_step(name, final):
     assert rates(name, warmup=0.1, final=final)[-1] == pytest.approx(2.0 * final)
+    assert rates(name, warmup=0.1, final=final)[-2] > 2.0 * final, "the last step's"
 
 
 def test_state_is_the_step_and_resumes_under_other_groups_and_rates():
@@ -54,6 +55,29 @@ def test_state_is_the_step_and_resumes_under_other_groups_and_rates():
     resumed.load_state_dict(schedule.state_dict())
     assert set(schedule.state_dict()) == {"last_epoch", "_step_count"}
     assert [group["lr"] for group in resumed_optimizer.param_groups] == [2 * optimizer.param_groups[0]["lr"]] * 2
+
+
+def test_a_group_that_is_added_later_keeps_its_share_of_the_rate():
+    def make():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return optimizer, schedules.linear(optimizer, 10, warmup=0)
+
+    def steps(optimizer, schedule, count):
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    optimizer, schedule = make()
+    assert steps(optimizer, schedule, 5) == pytest.approx([0.5])
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.05})
+    assert steps(optimizer, schedule, 1) == pytest.approx([0.4, 0.04])
+    resumed_optimizer, resumed = make()
+    added = {key: value for key, value in optimizer.param_groups[1].items() if key != "params"}
+    resumed_optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], **added})
+    resumed.load_state_dict(schedule.state_dict())
+    assert [group["lr"] for group in resumed_optimizer.param_groups] == pytest.approx([0.4, 0.04])
+    assert steps(resumed_optimizer, resumed, 2) == steps(optimizer, schedule, 2) == pytest.approx([0.2, 0.02])
 
 
 def test_warm_up_and_decay_longer_than_the_run_are_refused():

@@ -138,7 +138,7 @@ class Skipping(Halving):
         return torch.optim.SGD(self.parameters(), lr=1.0, fused=True)
 
 
-def fit_four_batches(module: Halving) -> Trainer:
+def fit_four_batches(module: L.LightningModule) -> Trainer:
     trainer = Trainer(
         accelerator="cpu", devices=1, strategy=SingleDevice(), plugins=[MixedPrecision("16-mixed", device="cpu")],
         max_steps=4, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
@@ -160,3 +160,39 @@ def test_a_skipped_step_moves_no_schedule_and_counts_as_a_batch() -> None:
     assert fit_four_batches(module).completed_batches == 4
     assert module.skipped == [False, True, False, False]
     assert module.rates == [1.0, 0.5, 0.5, 0.25]
+
+
+class Clipping(L.LightningModule):
+    """Two optimizers, whose gradients are clipped by hand before either makes its step, and dropped in batch 1."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.fused = False, fused
+        self.first, self.second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        self.norms: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward((3 * self.first + 4 * self.second).mean())
+        for optimizer, limit in zip(optimizers, (1.0, 100.0), strict=True):
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            self.norms.append(float(self.trainer.strategy.grad_norm))  # pyright: ignore[reportAttributeAccessIssue]
+        if batch_idx != 1:
+            for optimizer in optimizers:
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([w], lr=1.0, fused=self.fused) for w in (self.first, self.second)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_are_clipped_by_hand_are_unscaled_once(fused: bool) -> None:
+    module = Clipping(fused=fused)
+    fit_four_batches(module)
+    one, two = 3 / 2**0.5, 4 / 2**0.5  # norms of (1.5, 1.5) and (2, 2)
+    assert module.norms == pytest.approx([one, two] * 3)
+    assert float(module.first.detach().norm()) == pytest.approx(2 * 1.0)  # of two steps
+    assert float(module.second.detach().norm()) == pytest.approx(2 * two)

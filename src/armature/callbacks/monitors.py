@@ -101,7 +101,7 @@ class Monitors(L.Callback):
     @override
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if self.norms is not None:
-            self.norms.before_step(completed_batches(trainer) + 1)
+            self.norms.before_step(completed_batches(trainer) + 1, optimizer)
 
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:
@@ -151,7 +151,9 @@ class Norms:
         self._weights: list[Tensor] = []
         self._groups: list[int] = []  # each weight's index in `parts`
         self._columns: dict[str, Tensor] = {}
+        self._step = -1  # whose values these are:
         self._before: list[Tensor] = []  # the weights before the step
+        self._gradients: dict[int, Tensor] = {}  # norms by part, by the optimizer's id
         self._with_gradients = by_part
 
     def begin(self, strategy: StrategyAccess, module: L.LightningModule) -> None:
@@ -170,20 +172,29 @@ class Norms:
     def _is_due(self, step: int) -> bool:
         return bool(self._weights) and step % self.every_n_steps == 0
 
-    def before_step(self, step: int) -> None:
-        """Measure before clipping, when the gradients are complete."""
+    def before_step(self, step: int, optimizer: Optimizer) -> None:
+        """Measure before clipping, when the gradients are complete. Manual optimization may do so several times."""
         if not self._is_due(step):
             return
+        if step != self._step:
+            self._step, self._before, self._gradients = step, [], {}
         if self._with_gradients:
-            norms = self._strategy.gradient_norms(self._weights, self._groups, count=len(self.parts))
-            self._columns |= self._by_part("train/grad_norm", norms)
-        if self.update_ratio:
+            own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            pairs = [pair for pair in zip(self._weights, self._groups, strict=True) if id(pair[0]) in own]
+            weights, groups = [weight for weight, _ in pairs], [group for _, group in pairs]
+            norms = self._strategy.gradient_norms(weights, groups, count=len(self.parts))
+            self._gradients[id(optimizer)] = norms
+        if self.update_ratio and not self._before:
             self._before = [weight.detach().clone() for weight in self._weights]
 
     def after_step(self, step: int) -> dict[str, Tensor]:
         """Return the columns of a completed step; empty if none are due."""
         if not self._is_due(step):
             return {}
+        if self._gradients:
+            of_optimizers = torch.stack([*self._gradients.values()])
+            self._columns |= self._by_part("train/grad_norm", of_optimizers.norm(dim=0))
+            self._gradients = {}
         norms = self._norms(self._weights)
         self._columns["train/weight_norm"] = norms[-1]
         self._columns |= self._by_part("train/weight_norm", norms)

@@ -1,7 +1,7 @@
 """Learning-rate schedules: a factor of the peak rate as a function of the optimizer step.
 
 Lengths (`warmup`, `decay`) are optimizer steps if they are whole numbers, and a share of the run if below 1.0. `final`
-is the factor at the last step.
+is the factor after the last step: the last step's own is one step before it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,27 @@ class Schedule(LambdaLR):
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         super().__init__(optimizer, factor)
 
+    def get_lr(self) -> list[Any]:
+        self._include_added_groups(self.last_epoch - 1)
+        return super().get_lr()
+
+    def _include_added_groups(self, step: int) -> None:
+        """Let groups that a hook added to the optimizer (`unfreeze_and_add_param_group`) keep their share of the rate.
+
+        Args:
+            step: the step for which their rates were set.
+        """
+        factor = self.lr_lambdas[0](step) or 1.0
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            self.base_lrs.append(group.setdefault("initial_lr", group["lr"] / factor))
+            self.lr_lambdas.append(self.lr_lambdas[0])
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
+        self._include_added_groups(self.last_epoch)
         self._last_lr = [
             base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
         ]

@@ -63,6 +63,24 @@ class SharedScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     @override
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale an optimizer's gradients, once before its step: clipping them in manual optimization did."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
+            super().unscale_(optimizer)
+
+    @override
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Change the scale after an optimizer's step. Gradients of others may be unscaled already, and stay so."""
+        unscaled = self.forget_unscaled()
+        super().update(new_scale)
+        self._per_optimizer_states.update(unscaled)
+
+    def forget_unscaled(self) -> dict[int, dict[str, Any]]:
+        """Forget, and return, which gradients are unscaled: if no step was made of them, the next ones are scaled."""
+        states = self._per_optimizer_states
+        return {key: states.pop(key) for key, state in [*states.items()] if state["stage"] is OptState.UNSCALED}
+
+    @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step unless a rank has found an infinity or NaN. Reading that is the step's only host synchronization."""
         state = self._per_optimizer_states[id(optimizer)]

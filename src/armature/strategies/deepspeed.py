@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import state, storage
+from armature.checkpoint import plain, state, storage
 from armature.parallel import process_group, ties
 from armature.strategies import extension_locks
 from armature.strategies.base import StrategyMixin
@@ -56,6 +56,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         merged = OmegaConf.merge(self.config, {"zero_force_ds_cpu_optimizer": False}, config or {})
         self.config = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         self._groups: list[list[str]] = []
+        self._stepped: set[str] = set()  # the weights of which the engine has fp32 copies and the optimizer's state
         self._replaced_scale: tuple[float, float] | None = None  # the engine's own loss scale and that of this step
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -121,6 +122,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         optimizer, scheduler = super()._init_optimizers()
         names = state.parameter_names(self.module)
         self._groups = [group for group in state.group_names(optimizer, names) if group]  # the engine flattens them now
+        self._stepped = {names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         return optimizer, scheduler
 
     @override
@@ -208,14 +210,14 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         for i, (name, param) in enumerate(self.module.named_parameters()):
             if name in left_out:
                 continue
-            full = cast(Tensor, safe_get_full_fp32_param(param)) if param.requires_grad else self._gathered(param)
+            full = cast(Tensor, safe_get_full_fp32_param(param)) if name in self._stepped else self._gathered(param)
             if i % self.world_size == self.global_rank:
                 tensors[name] = full.detach().to("cpu", copy=True)
         for first, *others in ties.find(self.module):
             tensors |= {other: tensors[first] for other in others if first in tensors}
         if self.global_rank == 0:
-            buffers = dict(self.module.named_buffers())
-            tensors |= {name: value for name, value in self.module.state_dict().items() if name in buffers}
+            weights = dict(self.module.named_parameters(remove_duplicate=False))
+            tensors |= {name: value for name, value in self.module.state_dict().items() if name not in weights}
         return tensors
 
     def _gathered(self, param: nn.Parameter) -> Tensor:
@@ -233,7 +235,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         sample = inner.state.get(self._flat()[0], {})
         shaped = [k for k, v in sample.items() if isinstance(v, Tensor) and v.ndim > 0]
         tensors: dict[str, Any] = {}
-        for i, (name, param) in enumerate(p for p in self.module.named_parameters() if p[1].requires_grad):
+        for i, (name, param) in enumerate(p for p in self.module.named_parameters() if p[0] in self._stepped):
             here = i % self.world_size == self.global_rank
             prefix = f"{state.OPTIMIZER}.0.{name}."
             for key in shaped:
@@ -246,7 +248,13 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def read_weights(self, path: Path) -> dict[str, Any]:
-        return state.load_full_state_dict(path)  # whole: the engine has its own names for parts
+        # whole: the engine has its own names for parts
+        return state.load_full_state_dict(path) | self._others(path)
+
+    @staticmethod
+    def _others(path: Path) -> dict[str, Any]:
+        """Return what modules keep beside tensors."""
+        return plain.restored(storage.read_meta(path).get(state.OTHER, {}))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -258,7 +266,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         path, self._loading = self._loading, None
         saved = storage.read_metadata(path).state_dict_metadata
         changed = checkpoint.get("state_dict")  # by hooks
-        held = saved if changed is None else changed
+        others = self._others(path) if changed is None else {}
+        held = saved | others if changed is None else changed
         if strict:
             state.check_names(path, held, list(self.module.state_dict()), may_lack=self.from_base)
 
@@ -281,7 +290,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             with torch.no_grad(), gathered:
                 if not self.zero_stage_3 or self.global_rank == 0:
                     param.data.copy_(full[name])
-            if self._groups and param.requires_grad:
+            if name in self._stepped:
                 safe_set_full_fp32_param(param, full[name].to(self.root_device))
                 for key in keys:
                     safe_set_full_optimizer_state(param, full[prefix + key].to(self.root_device), key)
@@ -291,12 +300,18 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         for name, value in self.module.named_buffers():
             if name in held:
                 value.copy_(whole([name])[name])
+        tensors = {*dict(self.module.named_parameters(remove_duplicate=False)), *dict(self.module.named_buffers())}
+        own = [name for name in self.module.state_dict() if name in held and name not in tensors]
+        kept = {name: others[name] if name in others else whole([name])[name] for name in own}
+        state.load_tensors_of(path, self.module, kept, strict=False)  # of get_extra_state, and metrics
         if fitting:
             state.restore_groups(self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"])
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""
-        prefixes = [f"{state.OPTIMIZER}.0.{name}." for name, p in self.module.named_parameters() if p.requires_grad]
+        prefixes = [
+            f"{state.OPTIMIZER}.0.{name}." for name, _ in self.module.named_parameters() if name in self._stepped
+        ]
         like = next((prefix for prefix in prefixes if any(key.startswith(prefix) for key in saved)), None)
         if like is None:
             return []

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -166,6 +167,8 @@ class GradientMixin(LayoutMixin):
             weights.reset()
         if self.update_mask is not None:
             self.update_mask.step_begins()
+        if self.scaler is not None:
+            self.scaler.forget_unscaled()
         with self._step_context():
             output = super().training_step(*args, **kwargs)
         self._skips_step = output is None and self.module.automatic_optimization
@@ -286,10 +289,13 @@ class GradientMixin(LayoutMixin):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:  # fmt: skip
         """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step."""
+        if isinstance(optimizer, LightningOptimizer):  # of self.optimizers()
+            optimizer = optimizer.optimizer
         scaler = getattr(self.precision_plugin, "scaler", None)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if scaler is not None and fused and not self._skips_step:
-            scaler.unscale_(optimizer)  # Lightning leaves it to fused optimizers, whose gradients could not be clipped
+        if scaler is not None and (fused or scaler is self.scaler) and not self._skips_step:
+            # Lightning leaves it to fused optimizers, and in manual optimization to the step, which is after clipping
+            scaler.unscale_(optimizer)
         parts = gradients.local_gradients(parameters_of(optimizer))
         norm = self._norm_of(parts)  # of sharded gradients, with the numbers of targets
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True

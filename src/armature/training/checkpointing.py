@@ -90,10 +90,21 @@ class Checkpointing(Checkpoint):
         self._warned_of_monitor = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scores": dict(self.scores), "owes_validation": self._owes_validation}
+        own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
+        return own | {"monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = state_dict["scores"]  # a file server may show the ranks different files, but all decide on saves alike
+        saved, own = state_dict["scores"], (self.monitor, self.mode)
+        of = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
+        if saved and of != own:
+            saved = {}
+            if process_group.rank() == 0:
+                log.warning(
+                    "checkpoint.monitor=%s checkpoint.mode=%s: scores by %s (%s) do not count. "
+                    "The next save may remove the checkpoints that were best by it.",
+                    *own, *of,
+                )  # fmt: skip
+        # a file server may show the ranks different files, but all decide on saves alike
         self.scores = process_group.on_rank_0(lambda: {k: v for k, v in saved.items() if self._path(k).exists()})
         self._owes_validation = state_dict["owes_validation"]
 
@@ -233,14 +244,16 @@ class Checkpointing(Checkpoint):
         score = self.scores.get(step) if score is None else score
         if last:
             self._finish_pending(trainer)
-        if score is not None:
-            self.scores[step] = score
         if step == self._saved_step:
+            if score is not None:
+                self.scores[step] = score
             return
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
         self.save_begins()
         self._finish_pending(trainer)
+        if score is not None:  # not earlier: the pending save would remove the best one before this one replaces it
+            self.scores[step] = score
         try:
             trainer.save_checkpoint(self._path(step), storage_options=self.writer)
             self._saved_step = step
