@@ -31,16 +31,15 @@ def evaluate(args: argparse.Namespace) -> None:
 
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
 
-    import lightning.pytorch as L
-
     from armature import worker
+    from armature.data.users_view import UsersTrainer
     from armature.loading import load_data, load_task, set_up_with, weights_note
 
     worker.quiet()
     data = load_data(cfg)
     task = load_task(cfg, checkpoint, set_up=set_up_with(data, "validate" if args.split == "val" else "test"))
     accelerator = cli.accelerator(args.accelerator)
-    trainer = L.Trainer(
+    trainer = UsersTrainer(
         accelerator=accelerator,
         devices=1,
         logger=False,

@@ -46,6 +46,19 @@ def test_a_value_of_the_environment_is_not_sent(tmp_path, root):
         loading.open_run(folder)
 
 
+def test_a_name_behind_an_address_is_part_of_it(tmp_path):
+    folder = run(tmp_path, root="http://host")
+    file = folder / "config.yaml"
+    file.write_text(file.read_text().replace("name: a", "name: ${oc.env:SECRET}"))
+    with pytest.raises(ConfigError, match=r"run.name=http://host/.*would send a value of this environment"):
+        resume.last_checkpoint(folder)
+
+
+def test_a_broken_reference_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.yaml: .*no.such"):
+        loading.open_run(run(tmp_path, path="${no.such}"))
+
+
 def test_addresses_of_data_are_checked_also_in_lists(tmp_path):
     cfg = config.read_raw(run(tmp_path, path=["a.txt", "https://host/${oc.env:SECRET}"]) / "config.yaml")
     with pytest.raises(ConfigError, match=r"config.yaml: data.path.1=https://host/"):

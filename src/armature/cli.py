@@ -243,8 +243,7 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
         raise ConfigError(
             "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… names the outputs."
         )
-    chosen = hydra.runtime.choices
-    merged = [group for group in ONE_OPTION if group not in chosen and cfg.get(group) is not None]
+    chosen, merged = hydra.runtime.choices, [g for g in ONE_OPTION if any(o.startswith(f"{g}=[") for o in overrides())]
     if merged:
         raise ConfigError(
             [
@@ -286,7 +285,7 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
     args, typed = parse_overrides(parser, purpose=" to change the run's configuration")
     args.overrides = [*args.set, *typed]
-    if (path := getattr(args, "path", None)) is not None and not path.exists():
+    if (path := getattr(args, "path", None)) is not None and not os.path.exists(path):
         refuse([f"{path}: no such path. Name a run directory, such as outputs/<run.name>."])
     return args
 

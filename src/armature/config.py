@@ -234,7 +234,13 @@ def require_plain_addresses(
     """
     untyped: Any = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
     with _environment_kept():
-        kept = [(name, _resolved(untyped, name)) for name in groups]
+        try:
+            kept = [(name, _resolved(untyped, name)) for name in groups]
+            root, name = (str(OmegaConf.select(untyped, key)) for key in ("checkpoint.root", "run.name"))
+            if "${" in name and not _WHOLE.fullmatch(root):  # the root is opened with the run's name behind it
+                kept.append(("checkpoint.root/run.name", f"{root}/{name}"))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{file}: {error_line(error)}.") from error
     for key, value in (leaf for name, group in kept for leaf in _leaves(group, name)):
         if "${" not in value or _WHOLE.fullmatch(value) or any(f"{key}.".startswith(f"{each}.") for each in typed):
             continue

@@ -18,6 +18,7 @@ from armature import config, run_dir
 from armature.checkpoint import buffers, convert, directory, huggingface, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
+from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError, error_line, own_frames
 from armature.finetune import base
 from armature.finetune import check as pretrained
@@ -160,8 +161,10 @@ def set_up_with(data: DataModule, stage: str) -> Callable[[L.LightningModule], N
 
     def set_up(task: L.LightningModule) -> None:
         if is_overridden("setup", task):
-            trainer = L.Trainer(devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-            trainer.datamodule, task.trainer, data.trainer = data, trainer, trainer  # pyright: ignore[reportAttributeAccessIssue]
+            trainer = UsersTrainer(
+                accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+            )
+            trainer.datamodule, task.trainer, data.trainer = data, trainer, trainer
             data.prepare_data()
             data.setup(stage)
             task.setup(stage)

@@ -73,7 +73,9 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     checkpoints = OmegaConf.select(cfg, "checkpoint.root")
     if checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
         raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
-        cfg.checkpoint.root = os.path.join(os.getcwd(), raw["root"])  # the run may be loaded from another folder
+        kept = str(raw["root"])
+        if not (kept.startswith("${") and kept.endswith("}") and "/" not in kept):  # one reference may name any place
+            cfg.checkpoint.root = os.path.join(os.getcwd(), kept)  # the run may be loaded from another folder
     if trial is not None and cfg.run.group is None:
         cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg

@@ -228,9 +228,10 @@ def fit_and_test(run: Run) -> None:
     step_log.csv.flush()
     task: Any = run.task
     can_preview = hasattr(task, "preview") and run_report.can_sample(trainer)
+    can_preview = can_preview and reason == "finished"
     if can_preview and isinstance(trainer.strategy, StrategyMixin) and trainer.strategy.saves_files:
         task.to(trainer.strategy.root_device)  # Lightning's teardown has moved the whole model to the CPU
-    preview = task.preview() if reason == "finished" and can_preview else None
+    preview = task.preview() if can_preview else None
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
         best=run.checkpointing.best, best_score=run.checkpointing.best_score, seconds=time.monotonic() - started,

@@ -80,6 +80,18 @@ def test_a_group_that_is_added_later_keeps_its_share_of_the_rate():
     assert steps(resumed_optimizer, resumed, 2) == steps(optimizer, schedule, 2) == pytest.approx([0.2, 0.02])
 
 
+def test_a_group_that_is_added_in_the_warm_up_never_gets_more_than_its_own_rate():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = schedules.linear(optimizer, 100, warmup=50)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})  # with the peak as its rate
+    seen = []
+    for _ in range(60):
+        optimizer.step()
+        schedule.step()
+        seen.append(optimizer.param_groups[1]["lr"])
+    assert 0.9 < max(seen) <= 1.0
+
+
 def test_warm_up_and_decay_longer_than_the_run_are_refused():
     with pytest.raises(ValueError, match=r"scheduler.warmup=60 and scheduler.decay=0.5 .* 100 steps"):
         rates("wsd", warmup=60, decay=0.5)

@@ -192,11 +192,11 @@ def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeyp
 def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows(monkeypatch):
     monkeypatch.setattr(pretrained, "fill", lambda cfg: cfg)
     cfg = OmegaConf.create({
-        "model": {"pretrained": "folder", "layers": 6, "windows": [8, 8, None, 8, 8, None]},
+        "model": {"pretrained": "folder", "layers": 6, "windows": [8] * 6},
         "data": {"path": "${model.pretrained}"},
     })  # fmt: skip
     small = settings.of_depth(cfg, 4)
-    assert small.model == {"pretrained": None, "layers": 4, "windows": [8, 8, None, 8]}
+    assert small.model == {"pretrained": None, "layers": 4, "windows": [8] * 4}
     assert small.data.path == "folder"
     assert cfg.model.layers == 6
     with pytest.raises(ConfigError, match="no number of layers"):

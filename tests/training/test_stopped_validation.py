@@ -44,15 +44,28 @@ class Swaps(L.Callback):
     """An average of one's own, in another place and with other hooks than Lightning's."""
 
     def on_validation_start(self, trainer, pl_module):
-        self.kept = [weight.detach().clone() for weight in pl_module.parameters()]
-        with torch.no_grad():
-            for weight in pl_module.parameters():
-                weight.zero_()
+        self.swap(pl_module)
+        self.swapped = True
 
     def on_validation_end(self, trainer, pl_module):
+        if self.swapped:
+            self.swap(pl_module)
+            self.swapped = False
+
+    def on_exception(self, trainer, pl_module, exception):
         with torch.no_grad():
-            for weight, kept in zip(pl_module.parameters(), self.kept, strict=True):
-                weight.copy_(kept)
+            self.on_validation_end(trainer, pl_module)
+
+    def swap(self, pl_module):  # validation computes no gradients
+        for weight, other in zip(pl_module.parameters(), self.others(pl_module), strict=True):
+            kept = weight.clone()
+            weight.copy_(other)
+            other.copy_(kept)
+
+    def others(self, pl_module):
+        if not hasattr(self, "average"):
+            self.average = [torch.zeros_like(weight) for weight in pl_module.parameters()]
+        return self.average
 
 
 class Fails(L.Callback):

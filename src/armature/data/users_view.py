@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as L
+
 # Lightning reads these of `trainer.datamodule`, and must get the wrapper's
 _OF_WRAPPER = frozenset({
     "prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict", "train_dataloader",
@@ -45,3 +47,16 @@ class UsersView:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UsersView, (vars(self)["_wrapper"],)
+
+
+class UsersTrainer(L.Trainer):
+    """Lightning's Trainer, whose `datamodule` is the user's data module, or its view; `run_data` is what runs."""
+
+    @property
+    def datamodule(self) -> Any:
+        return self._users_data
+
+    @datamodule.setter
+    def datamodule(self, data: Any) -> None:
+        self.run_data = data
+        self._users_data = data if not hasattr(type(data), "users_view") else data.users_view()

@@ -98,6 +98,8 @@ class Watch(L.Callback):
         self.seconds = self.waited = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.max_global_batches = min(STEPS, loop.max_global_batches or STEPS)  # schedules have the run's length by now
         self._compare("initial weight", self._weights(trainer, pl_module))
 
     def on_train_batch_start(
@@ -130,7 +132,6 @@ class Watch(L.Callback):
             self.losses.append(outputs["loss"].detach())
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        trainer.should_stop = trainer.global_step >= STEPS
         wait: timings.DataWait = trainer.fit_loop.epoch_loop.data_wait  # pyright: ignore[reportAttributeAccessIssue]
         if not self._began:
             self.compared_weights = self._compare("weight after a step", self._weights(trainer, pl_module))

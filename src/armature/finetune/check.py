@@ -205,8 +205,8 @@ def class_problems(cfg: DictConfig, data: Any) -> list[str]:
         return []
     name, classes = cfg.model.pretrained, getattr(data, "classes", None)
     names = others.class_names(folder.config(Path(name)))
-    if names is None or not isinstance(classes, list):
-        return []
+    if names is None or not isinstance(classes, list) or classes == [str(i) for i in range(len(classes))]:
+        return []  # labels that are the head's own numbers
     if [each.casefold() for each in classes] == [each.casefold() for each in names[: len(classes)]]:
         return []
     return [

@@ -72,11 +72,12 @@ class WrappedModel(nn.Module):
         for module in self.inner.modules():
             if any(is_adapter(name) for name, _ in module.named_parameters(recurse=False)):
                 continue
-            for key, value in list(vars(module).items()):
-                is_rate = "dropout" in key or "pdrop" in key or (key == "p" and isinstance(module, nn.Dropout))
-                if is_rate and isinstance(value, float) and value > 0:
-                    setattr(module, key, 0.0)
-                    found = True
+            for holder in filter(None, (module, getattr(module, "config", None))):  # some read the rate from there
+                for key, value in list(vars(holder).items()):
+                    is_rate = "dropout" in key or "pdrop" in key or (key == "p" and isinstance(holder, nn.Dropout))
+                    if is_rate and isinstance(value, float) and value > 0:
+                        setattr(holder, key, 0.0)
+                        found = True
         return found
 
     def match(self, saved: Collection[str]) -> Match:

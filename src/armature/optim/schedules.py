@@ -34,9 +34,10 @@ class Schedule(LambdaLR):
         Args:
             step: the step for which their rates were set.
         """
-        factor = self.lr_lambdas[0](step) or 1.0
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
-            self.base_lrs.append(group.setdefault("initial_lr", group["lr"] / factor))
+            share = group["lr"] / (self.lr_lambdas[0](step) or 1.0)
+            peak = share if share <= max(self.base_lrs) else group["lr"]  # a rate that is more than others' is its peak
+            self.base_lrs.append(group.setdefault("initial_lr", peak))
             self.lr_lambdas.append(self.lr_lambdas[0])
 
     def state_dict(self) -> dict[str, Any]:

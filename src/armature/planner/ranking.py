@@ -229,7 +229,7 @@ def remedies(each: Candidate, device: Device) -> dict[str, float]:
 
 
 def _refused(cfg: DictConfig | None, setup: Setup) -> bool:
-    """Return whether the run cannot be as `setup` says. Of DeepSpeed, `text` says which optimizer it takes."""
+    """Return whether the run cannot be as `setup` says. For DeepSpeed, `text` names the optimizer that it needs."""
     if cfg is None or setup.kind != "mesh":
         return False
     changed = cfg.copy()

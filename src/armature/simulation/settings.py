@@ -44,9 +44,9 @@ def experts_travel(layout: Layout) -> bool:
 
 
 def of_depth(cfg: DictConfig, layers: int) -> DictConfig:
-    """Return the configuration of a model of so many layers, the first ones of `model.windows`.
+    """Return the configuration of a model of so many layers.
 
-    Raises ConfigError if it has no number of layers.
+    Raises ConfigError if it has no number of layers, or different windows.
     """
     cfg = pretrained.fill(cfg).copy()
     forget_folder(cfg)  # which has another number of layers
@@ -54,6 +54,10 @@ def of_depth(cfg: DictConfig, layers: int) -> DictConfig:
         raise ConfigError("--depths: the model has no number of layers (model.layers). Leave out --depths.")
     cfg.model.layers = layers
     if isinstance(windows := cfg.model.get("windows"), ListConfig):
+        if len({*windows}) > 1:
+            raise ConfigError(
+                "--depths: model.windows differs between blocks, so a few say nothing of all. Leave --depths out."
+            )
         cfg.model.windows = windows[:layers]
     return cfg
 

@@ -318,15 +318,15 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         keys = [key.removeprefix(like) for key in saved if key.startswith(like)]
         values = state.load_tensors(checkpoint, [like + key for key in keys], saved)
         shaped = [key for key in keys if getattr(values[like + key], "ndim", 0) > 0]
-        inner = self._zero.optimizer
-        on_device = {p for group in inner.param_groups if _counts_on_device(group) for p in group["params"]}
-        for flat in self._flat():
+        inner, of_flat = self._zero.optimizer, getattr(self._zero, "sub_group_to_group_id", None)
+        for i, flat in enumerate(self._flat()):  # stage 3 has several flat tensors of a group, and empties the groups
+            on_device = _counts_on_device(inner.param_groups[i if of_flat is None else of_flat[i]])
             for key in keys:
                 value = values[like + key]
                 if key in shaped:
                     value = torch.zeros_like(flat)
                 elif isinstance(value, Tensor):
-                    value = value.to(flat.device if flat in on_device else "cpu", copy=True)
+                    value = value.to(flat.device if on_device else "cpu", copy=True)
                 inner.state[flat][key] = value
         self._link_optimizer_state()
         return shaped

@@ -145,8 +145,8 @@ def _trials(
             trials = study.get_trials(deepcopy=False)
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
             exhausted = study.user_attrs.get(EXHAUSTED) == settings["sampler"]
+            study.sampler = _sampler(settings["sampler"], number=len(trials))  # it also ends a resumed trial
             if found is None and len(begun) < settings["trials"] and not exhausted:
-                study.sampler = _sampler(settings["sampler"], number=len(trials))
                 trial = study.ask(distributions)
                 claim = _claimed(folder, trial.number)
                 assert claim is not None  # nobody else knows this trial yet

@@ -193,7 +193,7 @@ class Checkpointing(Checkpoint):
             self._save(trainer, last=True, final=True)
             self.writer.finish()
         else:
-            self._finish_pending(trainer)
+            self._finish_pending(trainer, last=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
@@ -204,7 +204,7 @@ class Checkpointing(Checkpoint):
                 with suppress(RolledBack):  # the run ends, and resumes from the checkpoint before
                     self._save(trainer, last=True)
             finally:
-                self._finish_pending(trainer)
+                self._finish_pending(trainer, last=True)
         elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
             self.writer.finish()
         else:
@@ -263,15 +263,15 @@ class Checkpointing(Checkpoint):
                 raise
         self.step_log.restart_clock()
 
-    def _finish_pending(self, trainer: Trainer) -> None:
-        """Wait for a save in the background, which may have failed. Called by all ranks."""
+    def _finish_pending(self, trainer: Trainer, *, last: bool = False) -> None:
+        """Wait for a save in the background, which may have failed; `last` if no other follows. Called by all ranks."""
         try:
             self.writer.finish()
         except OSError as error:
             failed, self._saved_step = self._saved_step, -1
-            self._failed(trainer, failed, error)
+            self._failed(trainer, failed, error, last=last)
 
-    def _failed(self, trainer: Trainer, step: int, error: OSError) -> None:
+    def _failed(self, trainer: Trainer, step: int, error: OSError, *, last: bool = False) -> None:
         """Handle a save that failed on one of the ranks. Called by all ranks."""
         self.scores.pop(step, None)
         if self.on_failure == "stop":
@@ -281,14 +281,15 @@ class Checkpointing(Checkpoint):
         free = ""
         if directory.is_local(self.folder):  # torch does not always report a full disk as such
             free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
-        last = "unknown"
+        newest = "unknown"
         with suppress(OSError), directory.errors_of_store(self.folder):  # a store may still be away
             directory.clear_leftovers(self.folder)  # makes room for the next save
-            last = directory.read_last(self.folder) or "none yet"
+            newest = directory.read_last(self.folder) or "none yet"
         log.error(
-            "The checkpoint of step %d could not be saved: %s%s. Earlier ones are untouched (last: %s). "
-            "Training continues, and the next save tries again; checkpoint.on_failure=stop ends the run instead.",
-            step, error, free, last,
+            "The checkpoint of step %d could not be saved: %s%s. Earlier ones are untouched (last: %s). %s",
+            step, error, free, newest,
+            "The run ends, and resumes from that one." if last else "Training continues, and the next save tries "
+            "again; checkpoint.on_failure=stop ends the run instead.",
         )  # fmt: skip
 
     def _saved(self, checkpoint: Path) -> None:

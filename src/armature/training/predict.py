@@ -28,6 +28,7 @@ from typing_extensions import override
 from armature import files
 from armature.data import extras
 from armature.data.base import DataModule
+from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
 from armature.training.progress import data_of
 
@@ -60,7 +61,7 @@ def predict(
         )
     device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
     with part.open("w") as file:
-        trainer = L.Trainer(
+        trainer = UsersTrainer(
             accelerator=accelerator, devices=[rank] if accelerator == "gpu" else 1, strategy=OneOf(device, rank, ranks),
             logger=False, precision=precision, enable_checkpointing=False, enable_model_summary=False,  # pyright: ignore[reportArgumentType]
             use_distributed_sampler=False, enable_progress_bar=rank == 0, callbacks=[RowWriter(file)],

@@ -13,7 +13,7 @@ from armature.validation import lightning_callbacks
 
 
 class CheckCallbacks(Callback):
-    """Hold callbacks from a module's `configure_callbacks`, or from a function, to what holds for those of a config."""
+    """Check callbacks from a module's `configure_callbacks`, or from a function, as those of a config are checked."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg

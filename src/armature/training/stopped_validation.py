@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import WeightAveraging
 
 from armature.errors import error_line
@@ -37,7 +38,7 @@ def end(trainer: Any) -> None:
         return
     module, same = trainer.lightning_module, {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
     states = [epoch_metrics.metric_states(module)]
-    with epoch_start.undone(trainer), _plain_attributes_kept([owner for _, owner, _ in ending]):
+    with torch.no_grad(), epoch_start.undone(trainer), _plain_attributes_kept([owner for _, owner, _ in ending]):
         for name, owner, hook in ending:
             try:
                 hook()
@@ -59,7 +60,7 @@ def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
 
 @contextmanager
 def _plain_attributes_kept(owners: list[Any]) -> Iterator[None]:
-    """Undo changes of numbers, texts, and lists and dicts of them, such as a best value or a history."""
+    """Undo changes of numbers but flags, texts, and lists and dicts of them, such as a best value or a history."""
     before = [(owner, name, value) for owner in owners for name, value in _plain_attributes(owner).items()]
     yield
     for owner, name, value in before:
@@ -69,6 +70,8 @@ def _plain_attributes_kept(owners: list[Any]) -> Iterator[None]:
 def _plain_attributes(owner: Any) -> dict[str, Any]:
     found = {}
     for name, value in vars(owner).items():
+        if isinstance(value, bool):  # whether weights are replaced, which the hook of the end has changed
+            continue
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError):

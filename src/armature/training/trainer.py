@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
+from armature.data.users_view import UsersTrainer
 from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
 from armature.training.fit_loop import FitLoop
@@ -88,7 +89,7 @@ class LoggerConnector(_LoggerConnector):
             results.batch = results.batch_size = None
 
 
-class Trainer(L.Trainer):
+class Trainer(UsersTrainer):
     """Train as Lightning's Trainer does, with these differences:
 
     - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
@@ -125,16 +126,6 @@ class Trainer(L.Trainer):
         return self.state.stage is RunningStage.TRAINING or self.state.stage == RunningStage.TRAINING
 
     training = property(_is_training, L.Trainer.training.fset)  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    @property
-    def datamodule(self) -> Any:
-        """The user's data module, or what stands for it. `run_data` is the one that trains."""
-        return self._users_data
-
-    @datamodule.setter
-    def datamodule(self, data: Any) -> None:
-        self.run_data = data
-        self._users_data = data if not hasattr(type(data), "users_view") else data.users_view()
 
     @property
     @override

@@ -164,11 +164,14 @@ def _of_option(group: str, option: str) -> list[str]:
 
 def searching(folder: str | Path) -> str:
     """Return the override that also looks for configurations in a folder."""
-    return f"{SEARCHPATH}[file://{Path(folder).resolve()}]"
+    path = str(Path(folder).resolve()).replace("'", "\\'")
+    return f"{SEARCHPATH}['file://{path}']"
 
 
 def _folders(config_dir: Path) -> list[Path]:
-    return [config_dir, *(Path(each) for override in _searched for each in re.findall(r"file://([^,\]]+)", override))]
+    parsed: Any = OverridesParser.create().parse_overrides([*_searched])
+    places = [str(place) for override in parsed for place in override.value()]
+    return [config_dir, *(Path(place.removeprefix("file://")) for place in places if place.startswith("file://"))]
 
 
 def _groups(folders: list[Path]) -> dict[str, list[str]]:

@@ -232,7 +232,10 @@ def _with_thoughts(message: Message) -> Message:
     """Return a message with its thoughts under the names that templates read, as transformers does."""
     found = (message.get(key) for key in _THOUGHTS)
     thoughts = next((each for each in found if each is not None), None)
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    if thoughts is None:
+        return message
+    thinking = message.get("thinking")
+    return {**message, "reasoning_content": thoughts, "thinking": thoughts if thinking is None else thinking}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
