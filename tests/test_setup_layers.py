@@ -16,7 +16,7 @@ from armature.strategies.single import SingleDevice
 
 class Rows(L.LightningDataModule):
     def prepare_data(self):
-        self.width = 3
+        self.train_size = 3  # our data modules have another of this name
 
     def train_dataloader(self):
         return DataLoader(torch.ones(4, 3), batch_size=2)  # pyright: ignore[reportArgumentType]
@@ -28,7 +28,7 @@ class MakesLayers(L.LightningModule):
     """Makes them anew whenever it is asked."""
 
     def setup(self, stage):
-        self.net = torch.nn.Linear(self.trainer.datamodule.width, 1)  # pyright: ignore[reportAttributeAccessIssue]
+        self.net = torch.nn.Linear(self.trainer.datamodule.train_size, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()
