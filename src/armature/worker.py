@@ -227,8 +227,7 @@ def fit_and_test(run: Run) -> None:
         raise ConfigError(str(error)) from error
     step_log.csv.flush()
     task: Any = run.task
-    can_preview = hasattr(task, "preview") and run_report.can_sample(trainer)
-    can_preview = can_preview and reason == "finished"
+    can_preview = reason == "finished" and hasattr(task, "preview") and run_report.can_sample(trainer)
     if can_preview and isinstance(trainer.strategy, StrategyMixin) and trainer.strategy.saves_files:
         task.to(trainer.strategy.root_device)  # Lightning's teardown has moved the whole model to the CPU
     preview = task.preview() if can_preview else None
@@ -298,6 +297,8 @@ def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     """Return the first intact checkpoint to resume from, or None; damaged ones are named and skipped."""
+    if cfg.resume == "never" and not environment.is_restarted():
+        return None
     # rank 0's view for all: a file server may show another machine older files
     found = process_group.on_rank_0(partial(resume.checkpoints_to_resume, cfg, directory))
     if isinstance(found, ConfigError):
