@@ -42,6 +42,7 @@ def weights_of(checkpoint: Path, *, average: bool = False, base: Base | None = N
 
 
 def lacks_average(checkpoint: Path) -> ConfigError:
+    """Return the error for a checkpoint without the average that was asked for."""
     return ConfigError(f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback.")
 
 

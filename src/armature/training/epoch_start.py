@@ -12,7 +12,7 @@ import hashlib
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -76,15 +76,24 @@ def repeat(trainer: Any, saved: Saved, drawn_from: dict[str, Any] | None = None)
     with undone(trainer), _kept(saved):
         if drawn_from is not None:
             randomness.restore(drawn_from)
-        for owner, hook in hooks:
-            try:
-                hook()
-            except Exception as error:
-                log.warning(
-                    "%s.%s failed when it was called again after the resume inside an epoch (%s). What it sets for "
-                    "the epoch, and no checkpoint holds, is as it was at the start of the process.",
-                    type(owner).__name__, HOOK, error_line(error),
-                )  # fmt: skip
+        call_all(
+            [(owner, HOOK, hook) for owner, hook in hooks],
+            when="it was called again after the resume inside an epoch",
+            then="What it sets for the epoch, and no checkpoint holds, is as it was at the start of the process.",
+        )
+
+
+def call_all(hooks: Iterable[tuple[Any, str, Callable[[], Any]]], *, when: str, then: str) -> None:
+    """Call users' hooks, given with their owners and names. One that fails is reported, and the others are called.
+
+    Args:
+        when, then: at what it failed and what follows from it, for the report.
+    """
+    for owner, name, hook in hooks:
+        try:
+            hook()
+        except Exception as error:
+            log.warning("%s.%s failed when %s (%s). %s", type(owner).__name__, name, when, error_line(error), then)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class NotFiniteGuard(L.Callback):
             return
         event, found, text = self._event(trainer, bad[0], judged)
         if self.policy == "rollback" and len(self.rollbacks) < ROLLBACKS:
-            event["left_out"] = [list(part) for part in _data(trainer).places_of_step(event["position"])]
+            event["left_out"] = [list(part) for part in data_of(trainer).places_of_step(event["position"])]
             self._record(trainer, event)
             if trainer.is_global_zero:
                 log.warning("%s %s The run continues from %s without the step's samples.", text, found, self._before())
@@ -115,7 +115,7 @@ class NotFiniteGuard(L.Callback):
 
     def _event(self, trainer: Trainer, row: dict[str, Any], judged: tuple[str, ...]) -> tuple[dict[str, Any], str, str]:
         """Return what happened in a step as facts, what its replay found, and both values as a sentence."""
-        position = row["samples"] - _data(trainer).global_batch_size
+        position = row["samples"] - data_of(trainer).global_batch_size
         values = {name: str(row[name]) for name in judged if not math.isfinite(row.get(name, 0.0))}
         found: Replay = replay(trainer, position=position)
         event = {"step": row["step"], "policy": self.policy, "position": position, **values}
@@ -127,7 +127,7 @@ class NotFiniteGuard(L.Callback):
         """Return the indices of the step's samples, by the data rank that had them."""
         strategy = StrategyMixin.find(trainer)
         rank = trainer.global_rank if strategy is None else strategy.data_rank
-        own = [index for indices in _data(trainer).indices_of_step(position) for index in indices]
+        own = [index for indices in data_of(trainer).indices_of_step(position) for index in indices]
         of_ranks = dict(process_group.all_gather_object((rank, own)))
         return {str(rank): of_ranks[rank] for rank in sorted(of_ranks)}
 
@@ -196,7 +196,3 @@ def left_out(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def _not_finite(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
     return [row for row in rows if any(not math.isfinite(row.get(name, 0.0)) for name in names)]
-
-
-def _data(trainer: Trainer) -> Any:
-    return data_of(trainer)

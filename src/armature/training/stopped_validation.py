@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,10 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 
-from armature.errors import error_line
 from armature.training import epoch_metrics, epoch_start
-
-log = logging.getLogger(__name__)
 
 _START = ("on_validation_start", "on_validation_epoch_start")
 _END = ("on_validation_epoch_end", "on_validation_end")
@@ -33,21 +29,18 @@ def end(trainer: Any) -> None:
     Called by all ranks, after the last hook of a batch.
     """
     starting = {id(owner) for name in _START for owner, _ in _hooks(trainer, name)}
-    ending = [(name, owner, hook) for name in _END for owner, hook in _hooks(trainer, name) if id(owner) in starting]
+    ending = [(owner, name, hook) for name in _END for owner, hook in _hooks(trainer, name) if id(owner) in starting]
     if not ending:
         return
     module, same = trainer.lightning_module, {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
     states = [epoch_metrics.metric_states(module)]
-    with torch.no_grad(), epoch_start.undone(trainer), _plain_attributes_kept([owner for _, owner, _ in ending]):
-        for name, owner, hook in ending:
-            try:
-                hook()
-            except Exception as error:
-                log.warning(
-                    "%s.%s failed when the run was stopped within a validation (%s). If it puts weights back that "
-                    "were replaced for the validation, the checkpoint of this stop holds the replaced ones.",
-                    type(owner).__name__, name, error_line(error),
-                )  # fmt: skip
+    with torch.no_grad(), epoch_start.undone(trainer), _plain_attributes_kept([owner for owner, *_ in ending]):
+        epoch_start.call_all(
+            ending,
+            when="the run was stopped within a validation",
+            then="If it puts weights back that were replaced for the validation, the checkpoint of this stop holds the "
+            "replaced ones.",
+        )
     epoch_metrics.restore_states(module, states, **same)
 
 
