@@ -184,13 +184,13 @@ def export(args: argparse.Namespace) -> None:
     """Write a program that computes the model's outputs from one batch of inputs."""
     from armature import worker
     from armature.checkpoint import convert
-    from armature.loading import load_task, open_run, weights_note
+    from armature.loading import load_task, open_run
 
     worker.quiet()
     cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
-    module = load_task(cfg, checkpoint, averaged=args.average)
-    if args.average and not weights_note(module):
+    if args.average and not convert.has_averages(checkpoint):
         raise convert.lacks_average(checkpoint)
+    module = load_task(cfg, checkpoint, averaged=args.average)
     hint_at_average(args, checkpoint)
     convert.to_program(module, args.target, example_input(args, cfg, module))
 

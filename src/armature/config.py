@@ -7,7 +7,7 @@ are `Any` here; `validation.signatures` checks them against the constructor's si
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of 
 OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
 OPENED = ("checkpoint", "data", "model", "task")  # groups with paths that the scripts open which use a run
 LARGEST = 1_000_000  # bytes of a config.yaml
+EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
@@ -211,6 +212,12 @@ def _env_reference(name: str, *default: Any) -> str:
 def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
     """Keep an environment reference unresolved; decode anything else."""
     return f"${{oc.decode:{value}}}" if "${" in str(value) else oc.decode(value, _parent_, _node_)
+
+
+def averages(cfg: DictConfig) -> list[Any]:
+    """Return the nodes of the callbacks that average weights as `callbacks=ema` does."""
+    nodes = (cfg.get("callbacks") or {}).values()
+    return [node for node in nodes if isinstance(node, Mapping | DictConfig) and node.get("_target_") == EMA]
 
 
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from armature.errors import ConfigError, error_line, own_frames
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
-from armature.planner.setup import EMA
 from armature.validation import targets
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -230,8 +229,7 @@ def load_task(
 
 def _measures_average(cfg: DictConfig) -> bool:
     """Return whether validation and test take the averaged weights: callbacks=ema, unless its `evaluate` is false."""
-    nodes = [node for node in (cfg.callbacks or {}).values() if isinstance(node, DictConfig)]
-    return any(node.get("_target_") == EMA and node.get("evaluate", True) for node in nodes)
+    return any(node.get("evaluate", True) for node in config.averages(cfg))
 
 
 def weights_note(task: L.LightningModule) -> str:

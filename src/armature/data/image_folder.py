@@ -183,7 +183,7 @@ def _rgb(image: Any, path: Path) -> Any:
             f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is not known. Convert "
             "it to 8 bits."
         )
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _files_below(folder: Path) -> list[Path]:

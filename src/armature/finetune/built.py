@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.errors import ConfigError
 from armature.finetune import check, folder, others
+from armature.parallel import ties
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +83,8 @@ def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:
 
 def _tied_problems(model: Any, path: Path, weights: folder.Weights, names: Mapping[str, str]) -> list[str]:
     """Return a problem for each parameter that the files hold under several names, with different values."""
-    held: dict[int, set[str]] = {}
-    for own, param in model.inner.named_parameters(remove_duplicate=False):
-        if own in names:
-            held.setdefault(id(param), set()).add(names[own])
-    found = [folder.tied_problem(path, weights, tied) for tied in held.values() if len(tied) > 1]
+    held = [{names[name] for name in own if name in names} for own in ties.find(model.inner)]
+    found = [folder.tied_problem(path, weights, tied) for tied in held if len(tied) > 1]
     return [f"{problem}." for problem in found if problem]
 
 

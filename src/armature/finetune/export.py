@@ -192,9 +192,9 @@ class Source:
             self.saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
         except FileNotFoundError as error:
             raise ConfigError(str(error)) from None
-        prefix = f"{state.EXTRA}.ema." if average else ""
+        prefix = convert.AVERAGES if average else ""
         if average and not any(name.startswith(prefix) for name in self.saved):
-            raise ConfigError(f"{checkpoint} holds no averaged weights: leave --average out.")
+            raise convert.lacks_average(checkpoint)
         own = [name for name in self.saved if name.startswith(convert.MODEL)]
         self.names: dict[str, str] = {}
         self.adapters: dict[str, list[str]] = {}

@@ -157,8 +157,9 @@ class Lora:
     def add_to(self, model: nn.Module) -> None:
         """Freeze all but adapters and what `train` names. Raises ConfigError for a pattern without a match."""
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        past = set(getattr(model, "read_directly", ()))  # last parts of names: adapters would do nothing, 4 bits fail
-        past = {name for name in linears if name.rpartition(".")[2] in past}
+        # last parts of names of weights on which adapters would do nothing and 4 bits would fail
+        read_directly = getattr(model, "read_directly", ())
+        past = {name for name in linears if name.rpartition(".")[2] in read_directly}
         targets = self._chosen(model, linears, past)
         extra = self._trained(model)
         tied = [name for name, param in model.named_parameters(remove_duplicate=False) if name in extra]

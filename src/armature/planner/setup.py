@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature import config
 from armature.data import batching
 from armature.errors import error_line
 from armature.finetune.check import LORA
@@ -23,7 +24,6 @@ from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
-EMA = "armature.callbacks.ema.EMA"
 LANGUAGE_MODELING = "armature.tasks.language_modeling.LanguageModeling"
 KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
 
@@ -203,15 +203,10 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
-        adapters=_adapters(adapter) if adapter else None, expert=expert, averaged=_averages(cfg),
+        adapters=_adapters(adapter) if adapter else None, expert=expert, averaged=bool(config.averages(cfg)),
         separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
         param_dtype=options.get("param_dtype"),
     )  # fmt: skip
-
-
-def _averages(cfg: DictConfig) -> bool:
-    nodes = (cfg.get("callbacks") or {}).values()
-    return any(isinstance(node, Mapping | DictConfig) and node.get("_target_") == EMA for node in nodes)
 
 
 def _adapters(node: Mapping[str, Any]) -> Adapters:
