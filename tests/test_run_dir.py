@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import directory, resume
-from armature.config import NEEDED
+from armature.config import NEEDED, without_secrets
 from armature.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
 
 def test_the_resolver_is_put_back(tmp_path, monkeypatch):
     monkeypatch.setenv("MARKER", "value")
-    run_dir.without_secrets(config(tmp_path, key="${oc.env:MARKER}"))
+    without_secrets(config(tmp_path, key="${oc.env:MARKER}"))
     assert OmegaConf.create({"key": "${oc.env:MARKER}"}).key == "value"
 
 

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from armature import run_dir
+from armature import config, run_dir
 from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
@@ -202,7 +202,7 @@ def _other_settings(cfg: DictConfig) -> list[str]:
     """Return the settings that decide the result and differ from those of the run in the directory."""
     here, there = (
         {key: value for group in RESULT_GROUPS for key, value in resume.flat(container.get(group), group).items()}
-        for container in (run_dir.without_secrets(cfg), run_dir.without_secrets(run_dir.read(Path(cfg.run.dir))))
+        for container in (config.without_secrets(cfg), config.without_secrets(run_dir.read(Path(cfg.run.dir))))
     )
     return [
         f"{key}={there.get(key)} there, {here.get(key)} here"

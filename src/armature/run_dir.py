@@ -30,7 +30,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files
 from armature.checkpoint import directory, resume
-from armature.config import without_secrets
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.finetune import folder as folders
@@ -116,12 +115,13 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         )
     if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
         raise ConfigError(problems)
-    own, checkpoints = directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg)  # may be elsewhere
-    held = run_dir if own else checkpoints
-    if cfg.resume == "never" and not environment.is_restarted() and (own or directory.checkpoints_in(checkpoints)):
-        raise ConfigError(
-            f"resume=never: {held} holds a run already. Type another run.name, or resume=auto to resume it."
-        )
+    if resume.begins_anew(cfg):
+        own, checkpoints = directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg)  # may be elsewhere
+        if own or directory.checkpoints_in(checkpoints):
+            raise ConfigError(
+                f"resume=never: {run_dir if own else checkpoints} holds a run already. Type another run.name, or "
+                "resume=auto to resume it."
+            )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +131,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     if (base := pretrained.named_by(cfg)) is not None:
         folders.keep(folders.find(base), run_dir, anew=checkpoint is None)
     cfg.run.id, cfg.run.git = _id(run_dir), git()
-    kept = keep_references(OmegaConf.to_container(cfg, resolve=False), without_secrets(cfg))
+    kept = keep_references(OmegaConf.to_container(cfg, resolve=False), config.without_secrets(cfg))
     files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
@@ -165,7 +165,7 @@ def git(*, ignored: str | None = None) -> dict[str, Any] | None:
 
 def fingerprint(cfg: DictConfig) -> str:
     """Return a hash of what is trained and how: the same for every start of a run that was not changed."""
-    kept = {key: value for key, value in without_secrets(cfg).items() if key not in ("run", "launch", "resume")}
+    kept = {key: value for key, value in config.without_secrets(cfg).items() if key not in ("run", "launch", "resume")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

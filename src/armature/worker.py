@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature import run_dir
+from armature import config, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
@@ -209,7 +209,7 @@ def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
     if process_group.rank() == 0:
-        log_hyperparameters(trainer.loggers, run_dir.without_secrets(cfg))
+        log_hyperparameters(trainer.loggers, config.without_secrets(cfg))
     started = time.monotonic()
     _collect_garbage_again()
     try:
@@ -228,8 +228,8 @@ def fit_and_test(run: Run) -> None:
     step_log.csv.flush()
     task: Any = run.task
     can_preview = reason == "finished" and hasattr(task, "preview") and run_report.can_sample(trainer)
-    if can_preview and isinstance(trainer.strategy, StrategyMixin) and trainer.strategy.saves_files:
-        task.to(trainer.strategy.root_device)  # Lightning's teardown has moved the whole model to the CPU
+    if can_preview and (strategy := StrategyMixin.find(trainer)) is not None and strategy.saves_files:
+        task.to(strategy.root_device)  # Lightning's teardown has moved the whole model to the CPU
     preview = task.preview() if can_preview else None
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
@@ -297,7 +297,7 @@ def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     """Return the first intact checkpoint to resume from, or None; damaged ones are named and skipped."""
-    if cfg.resume == "never" and not environment.is_restarted():
+    if resume.begins_anew(cfg):
         return None
     # rank 0's view for all: a file server may show another machine older files
     found = process_group.on_rank_0(partial(resume.checkpoints_to_resume, cfg, directory))
@@ -371,7 +371,7 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     if process_group.rank() == 0:
         run_dir.write(cfg, overrides)
-    text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(run_dir.without_secrets(cfg))))
+    text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(config.without_secrets(cfg))))
     cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
     run(cfg)
     return cfg

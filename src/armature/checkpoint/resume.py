@@ -147,12 +147,17 @@ def problems(cfg: DictConfig) -> list[str]:
     return [f"{checkpoint}: {problem}. Load it only if you trust its source: type checkpoint.trust=true."]
 
 
+def begins_anew(cfg: DictConfig) -> bool:
+    """Return whether this start takes no checkpoint, whatever there is: `resume=never`, but for a restart of ranks."""
+    return cfg.resume == "never" and not environment.is_restarted()
+
+
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
     """Return the checkpoint that this start of the run resumes from, also after a restart of its ranks, or None.
 
     A run that has checkpoints, but no complete one, is an error: it must not silently start from step 0.
     """
-    if cfg.resume == "never" and not environment.is_restarted():
+    if begins_anew(cfg):
         return None
     own = last_checkpoint(run_dir, cfg)
     if own is None and (incomplete := candidates(folder(run_dir, cfg))):

@@ -222,8 +222,10 @@ def remedies(each: Candidate, device: Device) -> dict[str, float]:
         if found and "strategy.tensor=" in words:  # the others change less
             continue
         contains = any(set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found)
+        if contains:
+            continue
         needed = memory.peak(changed).total_bytes
-        if not contains and needed <= device.memory_bytes and not _refused(each.cfg, changed):
+        if needed <= device.memory_bytes and not _refused(each.cfg, changed):
             found[words] = needed
     return found
 

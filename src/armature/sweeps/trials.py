@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -37,7 +38,7 @@ class Sweep:
     trials: tuple[Trial, ...]
     asked: int  # trials that the command was to run, or as many as have begun
 
-    @property
+    @cached_property
     def goals(self) -> list[str]:
         return list(dict.fromkeys(f"{trial.monitor} ({trial.mode})" for trial in self.trials))
 
@@ -45,7 +46,7 @@ class Sweep:
     def monitor(self) -> str:
         return self.trials[0].monitor if len(self.goals) == 1 else "metric"
 
-    @property
+    @cached_property
     def ranked(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.metric is not None] if len(self.goals) == 1 else []
 

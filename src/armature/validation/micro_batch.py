@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature import run_dir
+from armature import config, run_dir
 from armature.checkpoint import resume
 from armature.data import batching
 from armature.errors import ConfigError
@@ -62,7 +62,7 @@ def recorded(cfg: DictConfig) -> int | None:
 
 
 def _circumstances(cfg: DictConfig) -> dict[str, Any]:
-    plain = run_dir.without_secrets(cfg)
+    plain = config.without_secrets(cfg)
     found = {group: resume.flat(plain.get(group), group) for group in GROUPS}
     found["data"] = {key: value for key, value in found["data"].items() if key.rpartition(".")[2] not in NO_MATTER}
     return found | {key: plain["trainer"][key] for key in ("devices", "num_nodes", "precision")}

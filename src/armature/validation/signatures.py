@@ -310,21 +310,22 @@ def derives(definition: Definition, names: Collection[str]) -> bool | None:
     return None if unknown else False
 
 
-def methods_of(definition: Definition | None, names: Collection[str]) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of these names of a class and its readable bases, except torch's and Lightning's."""
-    for _, node in lineage(definition):
-        yield from (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name in names)
+def methods_of(
+    definition: Definition | None, names: Collection[str], *, of_ours: bool = True
+) -> Iterator[ast.FunctionDef]:
+    """Yield the methods of these names of a class and its readable bases, except torch's and Lightning's.
+
+    Args:
+        of_ours: also those of Armature's own classes.
+    """
+    for module, node in lineage(definition):
+        if of_ours or module.split(".")[0] != "armature":
+            yield from (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name in names)
 
 
 def replaced(target: str, names: Collection[str]) -> list[str]:
     """Return those of the methods that a class, or a base of it that is not ours, replaces without calling super()."""
-    found = [
-        item
-        for module, node in lineage(find_definition(target))
-        if module.split(".")[0] != "armature"
-        for item in node.body
-        if isinstance(item, ast.FunctionDef) and item.name in names
-    ]
+    found = methods_of(find_definition(target), names, of_ours=False)
     return list(dict.fromkeys(item.name for item in found if "super()" not in ast.unparse(item)))
 
 
