@@ -58,7 +58,11 @@ def test_a_file_is_what_was_written_and_so_is_its_checksum(tmp_path: Path, sizes
 def test_the_work_waits_for_idle_cores_until_somebody_waits_for_it(monkeypatch) -> None:
     def policies(threads: SaveThreads) -> list[int]:
         found: list[int] = []
-        threads.both(lambda: found.append(os.sched_getscheduler(0)), lambda: found.append(os.sched_getscheduler(0)))
+
+        def note(piece: memoryview) -> None:
+            found.append(os.sched_getscheduler(0))
+
+        threads.both(note, note, [memoryview(b"piece")])
         return found
 
     ordinary = [os.sched_getscheduler(0)] * 2
@@ -70,6 +74,19 @@ def test_the_work_waits_for_idle_cores_until_somebody_waits_for_it(monkeypatch) 
     monkeypatch.setattr(hashing, "IDLE_SECONDS", 0.0)  # on a machine without idle cores
     assert policies(SaveThreads(idle=True)) == ordinary
     assert os.sched_getscheduler(0) == ordinary[0]
+
+
+def test_the_disk_does_not_wait_for_the_checksum_of_each_piece() -> None:
+    written = threading.Event()
+
+    def write(piece: memoryview) -> None:
+        if piece == b"last":
+            written.set()
+
+    def calculate(piece: memoryview) -> None:
+        assert written.wait(20)
+
+    SaveThreads().both(write, calculate, [memoryview(b"first"), memoryview(b"last")])
 
 
 @LINUX

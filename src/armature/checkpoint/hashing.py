@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -43,16 +43,26 @@ class SaveThreads:
         """Stop waiting for idle cores, since somebody waits for this save."""
         self._idle_until = 0.0
 
-    def both(self, write: Callable[[], Any], calculate: Callable[[], Any]) -> None:
-        """Call both at the same time and return when both have ended. Raises the error of either."""
-        is_idle = time.monotonic() < self._idle_until
-        pool = self._idle if is_idle else self._ordinary
-        calculated = _submit(pool, calculate)
+    def both(
+        self, write: Callable[[memoryview], Any], calculate: Callable[[memoryview], Any], pieces: Sequence[memoryview]
+    ) -> None:
+        """Call both with each of the pieces in order, at the same time, and return when both have ended.
+
+        Raises the error of either. Neither waits for the other's piece.
+        """
+        calculated = _submit(self._ordinary, partial(self._each, calculate, pieces))
         try:
-            _submit(pool, write).result() if is_idle else write()
+            self._each(write, pieces)
         finally:
             wait([calculated])
         calculated.result()
+
+    def _each(self, function: Callable[[memoryview], Any], pieces: Sequence[memoryview]) -> None:
+        for piece in pieces:
+            if time.monotonic() < self._idle_until:
+                _submit(self._idle, partial(function, piece)).result()
+            else:
+                function(piece)
 
     def end(self) -> None:
         self._ordinary.shutdown(wait=False)
@@ -130,9 +140,8 @@ class _HashingStream:
                 self._stream.write(view)
                 self.sha256.update(view)
             else:
-                for start in range(0, len(view), PIECE):
-                    piece = view[start : start + PIECE]
-                    self._threads.both(partial(self._write, piece), partial(self.sha256.update, piece))
+                pieces = [view[start : start + PIECE] for start in range(0, len(view), PIECE)]
+                self._threads.both(self._write, self.sha256.update, pieces)
         except OSError as error:
             self.error = error
             raise
