@@ -3,11 +3,17 @@
 transformers_models.py make FOLDER            a folder for each kind of `KINDS`
 transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
 transformers_models.py peft BASE ADAPTER MERGED OUT   how far the adapter that peft loads is from the merged folder
+transformers_models.py generate FOLDER OUT PATH=FOLDER…   generate.py of a path, and transformers of a folder
+transformers_models.py end FOLDER OUT PROMPT  a copy of a folder whose answer to the prompt ends early
 transformers_models.py damaged FOLDER OUT     what is said of config.json of `DAMAGED`
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
 """
 
+import contextlib
+import io
 import json
+import runpy
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +42,7 @@ RECURRENT = {  # layers that keep states: no keys and values at all, or beside a
     },
 }  # fmt: skip
 CONTEXT = 48
+END = "<|im_end|>"  # of a turn in the template beside the models
 DAMAGED: list[dict[str, Any]] = [
     {"hidden_size": "64"}, {"num_attention_heads": 3}, {"layer_types": ["odd"] * 3}, {"num_hidden_layers": "3"},
     {"hidden_act": "odd"}, {"rope_scaling": {"rope_type": "odd", "factor": 2.0}}, {"vocab_size": -1},
@@ -136,6 +143,55 @@ def with_peft(base: Path, adapter: Path, merged: Path) -> float:
         return float((theirs - ours(ids).logits).abs().max())
 
 
+PROMPTS, NEW = ["how are you", "I am fine thank"], 12
+
+
+def answer(path: Path, prompt: str, *, chat: bool) -> tuple[Any, Any, Any]:
+    """Return the tokenizer of a folder, and what transformers generates from it: all ids, and the new ones."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    asked = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) if chat else prompt
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    [whole] = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return tokenizer, whole, whole[ids.shape[1] :]
+
+
+def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
+    """Return what generate.py prints of texts, then of chats, from a path, and what transformers makes of a folder."""
+    pairs = []
+    for chat in (False, True):
+        expected = []
+        for prompt in PROMPTS:
+            tokenizer, whole, new = answer(reference, prompt, chat=chat)
+            shown = tokenizer.decode(new, clean_up_tokenization_spaces=False).partition(END)[0].strip()
+            text = tokenizer.decode(whole, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            expected.append(shown if chat else text)
+        words = [word for prompt in PROMPTS for word in ("--prompt", prompt)] + ["--chat"] * chat
+        sys.argv = ["", str(typed), *words, "--accelerator", "cpu", "--temperature", "0", "--tokens", str(NEW)]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"), run_name="__main__")
+        pairs.append((printed.getvalue(), "".join(f"{text}\n{'-' * 40}\n" for text in expected)))
+    return pairs
+
+
+def end_early(path: Path, prompt: str) -> None:
+    """Exchange two rows of the head, so that the answer to a prompt ends within its first new tokens."""
+    from safetensors.torch import load_file, save_file
+
+    tokenizer, _, new = answer(path, prompt, chat=True)
+    end = tokenizer.convert_tokens_to_ids(END)
+    last = next(int(new[i]) for i in range(2, NEW) if new[i] not in new[:i])
+    assert end not in new
+    file = next(file for file in path.glob("*.safetensors") if "lm_head.weight" in load_file(file))
+    tensors = load_file(file)
+    tensors["lm_head.weight"][[end, last]] = tensors["lm_head.weight"][[last, end]]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
     from benchmarks.parity import harness
     from tests.finetune import layouts as compare
@@ -155,6 +211,11 @@ if __name__ == "__main__":
         make(Path(folder))
     elif what == "logits":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
+    elif what == "generate":
+        paths = [tuple(map(Path, pair.split("="))) for pair in rest[1:]]
+        Path(rest[0]).write_text(json.dumps([each for pair in paths for each in generated(*pair)]))
+    elif what == "end":
+        end_early(Path(shutil.copytree(folder, rest[0])), rest[1])
     elif what == "damaged":
         Path(rest[0]).write_text(json.dumps(damaged(Path(folder))))
     elif what == "peft":

@@ -34,10 +34,17 @@ def problems(cfg: DictConfig) -> list[str]:
         model = build(cfg.model)
     except ConfigError as error:
         return error.problems
-    found = [] if check.resumed(cfg) is not None else _weight_problems(model, Path(cfg.model.pretrained), cfg)
+    found = []
+    if check.resumed(cfg) is None:
+        found = weight_problems(model) or _frozen_problems(model, cfg)
     if not check.is_of_transformers(cfg):
         _warn_of_normalization(cfg)
-    return found + _position_problems(model) + _packing_problems(model, cfg)
+    if (longest := positions(model)) is not None and model.context > longest:
+        found.append(
+            f"model.context={model.context}, but model.pretrained={model.pretrained} has positions for {longest} "
+            f"tokens: type data.context={longest} or less."
+        )
+    return found + _packing_problems(model, cfg)
 
 
 def build(node: Any, **changes: Any) -> Any:
@@ -49,8 +56,12 @@ def build(node: Any, **changes: Any) -> Any:
         raise ConfigError(f"{str(error).rstrip('.')}.") from error
 
 
-def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:
+def weight_problems(model: Any) -> list[str]:
+    """Return what is wrong with the weights that a model on the meta device would read: files, names, shapes, types."""
+    path = Path(model.pretrained)
     weights = folder.weights(path)
+    if weights.problems:
+        return [*weights.problems]
     names = model.match(weights.tensors)
     kind, found = type(model.inner).__name__, []
     if names.converted:
@@ -71,9 +82,6 @@ def _weight_problems(model: Any, path: Path, cfg: DictConfig) -> list[str]:
     }
     if head := [own for own, (there, here) in shapes.items() if there[1:] == here[1:] and model.may_be_new(own)]:
         found += _head_problems(path, {own: shapes.pop(own) for own in head})
-    if not found:
-        new = [name for name in held if name in names.missing or model.begins_anew(name)]
-        found += _frozen_problems(model, new, cfg)
     if wrong := [f"{own} is {there}, not {here}" for own, (there, here) in shapes.items() if there != here]:
         found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
     found += _tied_problems(model, path, weights, names.found)
@@ -100,8 +108,11 @@ def _head_problems(path: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[in
     ]
 
 
-def _frozen_problems(model: Any, new: list[str], cfg: DictConfig) -> list[str]:
+def _frozen_problems(model: Any, cfg: DictConfig) -> list[str]:
     """Say which parameters begin at random. Return a problem if adapters would leave them so."""
+    missing = model.match(folder.weights(Path(model.pretrained)).tensors).missing
+    held = (name for name, _ in model.inner.named_parameters(remove_duplicate=False))
+    new = [name for name in held if name in missing or model.begins_anew(name)]
     if not new:
         return []
     log.info("model.pretrained=%s: %s begin at random.", cfg.model.pretrained, folder.some(new))
@@ -119,17 +130,12 @@ def _frozen_problems(model: Any, new: list[str], cfg: DictConfig) -> list[str]:
     ] * bool(frozen)
 
 
-def _position_problems(model: Any) -> list[str]:
-    """Return a problem if a table of positions is shorter than the context: of RoBERTa, its first rows are not used."""
+def positions(model: Any) -> int | None:
+    """Return the length of a model's table of positions, if it has one. RoBERTa does not use its first rows."""
     for name, module in model.inner.named_modules():
         if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding):
-            unused = 0 if module.padding_idx is None else module.padding_idx + 1
-            if model.context > (longest := module.num_embeddings - unused):
-                return [
-                    f"model.context={model.context}, but model.pretrained={model.pretrained} has positions for "
-                    f"{longest} tokens: type data.context={longest} or less."
-                ]
-    return []
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None
 
 
 def _warn_of_normalization(cfg: DictConfig) -> None:

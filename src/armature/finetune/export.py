@@ -31,6 +31,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.names import HEAD
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.names import shapes, theirs
+from armature.models.wrapped import module_name
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -133,11 +134,11 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
 
     def read(path: Path) -> nn.Module:
         own_head = {"new_head": False} if head else {}
-        return _read(built.build(cfg.model, pretrained=str(path), **own_head))
+        return read_meta(built.build(cfg.model, pretrained=str(path), **own_head))
 
     return Form(
         context=cfg.model.context, vocab_size=model.inner.config.get_text_config().vocab_size, rename=model.saved_name,
-        module_name=lambda name: name.removeprefix("inner."), config=config, read=read,
+        module_name=module_name, config=config, read=read,
         left_out=[model.saved_name(name) for name in model.inner.all_tied_weights_keys],
         shapes={name: tuple(param.shape) for name, param in model.named_parameters()},
     )  # fmt: skip
@@ -366,11 +367,11 @@ def read_decoder(
     with torch.device("meta"):
         kind = MixtureDecoder if "experts" in args else Decoder
         model = kind(**args, context=context, pretrained=name).to(dtype)
-    return _read(model, device=device)
+    return read_meta(model, device=device)
 
 
-def _read(model: nn.Module, *, device: str | torch.device = "cpu") -> nn.Module:
-    """Give a model on the meta device the weights of the folder that it names."""
+def read_meta(model: nn.Module, *, device: str | torch.device = "cpu") -> nn.Module:
+    """Return a model that was on the meta device, with the weights of the folder that it names, in evaluation mode."""
     initialization.materialize(model, device=torch.device(device))
     huggingface.read(model, huggingface.imported_names(model), alone=True)
     return model.eval()

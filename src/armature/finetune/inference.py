@@ -1,4 +1,4 @@
-"""Decoders that generate text in one process: of a run, of a Hugging Face folder, or with peft's adapters added."""
+"""Models that generate text in one process: of a run, of a Hugging Face folder, or with peft's adapters added."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from armature import loading
 from armature.data import tokenizer as tokens
 from armature.data.chat.template import ChatTemplate, Message
 from armature.errors import ConfigError
-from armature.finetune import architecture, check, folder, peft
-from armature.finetune.export import DTYPES, read_decoder
+from armature.finetune import architecture, built, check, folder, others, peft
+from armature.finetune.export import DTYPES, read_decoder, read_meta
 from armature.models.decoder import generation
 
 if TYPE_CHECKING:
@@ -57,23 +57,22 @@ def load_run(
 def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
     """Load a model's folder, or an adapter's on top of its base. On CPUs in fp32, else in the folder's type.
 
+    What the decoder does not compute, transformers does.
+
     Args:
         base: the adapter's base model; None: the one that its adapter_config.json names.
 
     Raises:
-        ConfigError: a folder that is no decoder's, is not whole, or is not the one that the adapter belongs to.
+        ConfigError: a folder that is no language model's, is not whole, or is not the one that the adapter belongs to.
     """
     is_adapter = (path / peft.CONFIG).is_file()
     if base is not None and not is_adapter:
         raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
     whole = base_of(path, base) if is_adapter else path
-    config = folder.config(whole)
-    if problems := check.weight_problems(whole, architecture.arguments_of(config, name=str(whole))):
-        raise ConfigError(problems)
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    dtype = getattr(torch, name) if device != "cpu" and name in DTYPES else torch.float32
-    longest = min(architecture.longest_context(config) or LONGEST, LONGEST)
-    model = read_decoder(whole, context=longest, device=device, dtype=dtype)
+    try:
+        model = _read(whole, device=device)
+    except ConfigError as error:  # of a folder that nobody typed as a setting
+        raise ConfigError([each.replace(f"{check.KEY}=", "", 1) for each in error.problems]) from error
     if is_adapter:
         peft.add_to(model, path)
     own = next((each for each in (path, whole) if (each / folder.TOKENIZER).is_file()), None)
@@ -81,6 +80,37 @@ def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
         raise ConfigError(f"{path}: there is no {folder.TOKENIZER}. Copy that of the model into it.")
     ends = [*folder.end_tokens(whole), *(folder.end_tokens(path) if is_adapter else [])]
     return Loaded.of(model, own, [*dict.fromkeys(ends)])
+
+
+def _read(whole: Path, *, device: str) -> nn.Module:
+    config, name = folder.config(whole), str(whole)
+    kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = getattr(torch, kind) if device != "cpu" and kind in DTYPES else torch.float32
+    try:
+        args = architecture.arguments_of(config, name=name)
+    except ConfigError as refused:
+        return read_meta(_built_by_transformers(whole, config, refused).to(dtype), device=device)
+    if problems := check.weight_problems(whole, args):
+        raise ConfigError(problems)
+    longest = min(architecture.longest_context(config) or LONGEST, LONGEST)
+    return read_decoder(whole, context=longest, device=device, dtype=dtype)
+
+
+def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigError) -> nn.Module:
+    """Return the model of a folder that the decoder has `refused`, on the meta device."""
+    try:
+        others.arguments(config, name=str(whole))
+    except ConfigError as error:
+        is_ours = config.get("model_type") in (*architecture.FAMILIES, *architecture.MIXTURES)
+        raise ConfigError([*(refused.problems if is_ours else []), *error.problems]) from None
+    node = {"_target_": others.CAUSAL, "_partial_": True, "pretrained": str(whole), "context": LONGEST}
+    model = built.build(node)
+    if problems := built.weight_problems(model):
+        raise ConfigError(problems)
+    own = getattr(model.inner.config.get_text_config(), "max_position_embeddings", None)  # also of GPT-2's n_positions
+    longest = architecture.longest_context(config) or own, built.positions(model)
+    model.context = min(LONGEST, *filter(None, longest))
+    return model
 
 
 def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: ChatTemplate, **options: Any) -> list[str]:

@@ -21,6 +21,7 @@ from armature.finetune import base, folder, others
 from armature.finetune.export import Source, adapter_of, form_of, write_tokenizer
 from armature.finetune.lora import Lora, merged
 from armature.models.decoder.names import theirs
+from armature.models.wrapped import WrappedModel, module_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -139,12 +140,13 @@ def added(weight: Tensor, parts: Sequence[Tensor], own: Settings) -> Tensor:
 
 
 def add_to(model: nn.Module, path: Path) -> None:
-    """Add the adapters in a folder to a decoder's weights, in place. Each matrix must be whole.
+    """Add the adapters in a folder to a model's weights, in place. Each matrix must be whole.
 
     Raises ConfigError with everything that is unreadable, or does not belong to this model.
     """
     own = settings(path)
-    weights = {str(theirs(name)): param for name, param in model.named_parameters() if theirs(name)}
+    rename = module_name if isinstance(model, WrappedModel) else theirs
+    weights = {str(rename(name)): param for name, param in model.named_parameters() if rename(name)}
     with torch.no_grad():
         for name, parts in read(path, own, weights).items():
             weights[name].copy_(added(weights[name], parts, own))

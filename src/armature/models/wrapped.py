@@ -96,7 +96,7 @@ class WrappedModel(nn.Module):
 
     def saved_name(self, name: str) -> str:
         """Return the name under which the library saves a parameter or buffer."""
-        return name.removeprefix("inner.")
+        return module_name(name)
 
     def may_be_new(self, name: str) -> bool:
         """Return whether a folder may lack a parameter (by its name in `inner`), which then begins at random."""
@@ -121,6 +121,11 @@ class WrappedModel(nn.Module):
             param.fill_(1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0)
         else:
             param.normal_(0.0, self.deviation, generator=generator)
+
+
+def module_name(name: str) -> str:
+    """Return the name of a parameter in the model of the library."""
+    return name.removeprefix("inner.")
 
 
 @contextmanager
