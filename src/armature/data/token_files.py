@@ -129,6 +129,7 @@ class CheckedWindows(Windows):
         inputs, targets = batch["inputs"], batch["targets"]
         filled = self.tail is not None and max(indices) >= len(self.windows)  # with IGNORED
         tokens = targets[targets != IGNORED] if filled else targets
-        least, largest = min(inputs.min(), tokens.min()), max(inputs.max(), tokens.max())
+        first = inputs[:, 0]  # every other input is a target as well
+        least, largest = min(first.min(), tokens.min()), max(first.max(), tokens.max())
         self.source.check_range(int(least), int(largest), self.split)
         return batch
