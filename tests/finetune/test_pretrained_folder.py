@@ -122,10 +122,10 @@ def test_ends_of_generation_come_from_its_own_file_first(model):
     assert folder.end_tokens(model) == [5, 6]
 
 
-def test_the_largest_token_counts_added_ones(tmp_path):
+def test_ids_of_tokens_include_added_ones(tmp_path):
     file = tmp_path / folder.TOKENIZER
     file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<s>"}]}))
-    assert folder.largest_token(file) == 9
+    assert folder.token_ids(file) == {"a": 0, "b": 7, "<s>": 9}
 
 
 def test_a_run_keeps_the_small_files_and_knows_its_base(model, tmp_path_factory):

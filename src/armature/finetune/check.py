@@ -220,12 +220,13 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     own, found = path / folder.TOKENIZER, []
     if not own.is_file() or vocab_size is None:
         return found
-    if (last := folder.largest_token(own)) >= vocab_size:
+    content = folder.read_json(own)  # once: that of a large vocabulary takes a while
+    if (last := max(folder.token_ids(own, content).values(), default=-1)) >= vocab_size:
         found.append(
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
             "do not belong together: download the folder again."
         )
-    if problem := folder.tokens_problem(own):
+    if problem := folder.tokens_problem(own, content):
         found.append(problem)
     key, source = "data.source.tokenizer", OmegaConf.select(cfg, "data.source")
     if "tokenizer" in cfg.data:

@@ -183,10 +183,10 @@ def end_tokens(folder: Path) -> list[int]:
     return []
 
 
-def tokens_problem(tokenizer_file: Path) -> str | None:
+def tokens_problem(tokenizer_file: Path, content: Mapping[str, Any] | None = None) -> str | None:
     """Return a problem if the files beside a tokenizer.json add tokens that it lacks: they would be read as characters.
 
-    transformers adds them whenever it loads the folder.
+    transformers adds them whenever it loads the folder. `content` is that of tokenizer.json, if it was read before.
     """
     folder = tokenizer_file.parent
     settings, older = (
@@ -198,7 +198,7 @@ def tokens_problem(tokenizer_file: Path) -> str | None:
         source, added = TOKENIZER_CONFIG, [each.get("content") for each in listed.values() if isinstance(each, dict)]
     if not added:
         return None
-    there = read_json(tokenizer_file).get("added_tokens") or []
+    there = (content or read_json(tokenizer_file)).get("added_tokens") or []
     known = {each.get("content") for each in there if isinstance(each, dict)}
     if not (lacking := [token for token in added if isinstance(token, str) and token not in known]):
         return None
@@ -208,9 +208,9 @@ def tokens_problem(tokenizer_file: Path) -> str | None:
     )
 
 
-def token_ids(tokenizer_file: Path) -> dict[str, int]:
-    """Return the id of every token of a tokenizer.json."""
-    tokenizer = read_json(tokenizer_file)
+def token_ids(tokenizer_file: Path, content: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """Return the id of every token of a tokenizer.json, whose `content` may have been read before."""
+    tokenizer = content or read_json(tokenizer_file)
     try:
         vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
         if not isinstance(vocabulary, dict):  # of a unigram model: pairs of a token and its score, in order
@@ -220,11 +220,6 @@ def token_ids(tokenizer_file: Path) -> dict[str, int]:
         }
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(f"{tokenizer_file} is damaged, or no tokenizer ({error_line(error)}).") from error
-
-
-def largest_token(tokenizer_file: Path) -> int:
-    """Return the largest id that a tokenizer.json gives, -1 if none."""
-    return max(token_ids(tokenizer_file).values(), default=-1)
 
 
 def vocabularies_differ(first: Path, second: Path) -> bool:
