@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from armature import simulation
 from armature.errors import ConfigError
-from armature.finetune import check as pretrained
 from armature.planner import devices
 from armature.simulation import deepspeed, job, meter, processes, settings
 from armature.simulation.report import Report, Volume, extrapolated
@@ -189,8 +188,7 @@ def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeyp
         command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
 
 
-def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows(monkeypatch):
-    monkeypatch.setattr(pretrained, "fill", lambda cfg: cfg)
+def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows():
     cfg = OmegaConf.create({
         "model": {"pretrained": "folder", "layers": 6, "windows": [8] * 6},
         "data": {"path": "${model.pretrained}"},

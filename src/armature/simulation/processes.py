@@ -90,8 +90,11 @@ def simulate_all(requests: Sequence[Request]) -> list[Report | ConfigError | Sim
         ConfigError: no compiler for the fake device.
     """
     jobs: list[dict[str, Any]] = []
+    several = {id(request.cfg): request.cfg for request in requests if request.depths}
+    filled = {key: pretrained.fill(cfg) for key, cfg in several.items()}
     for request in requests:
-        jobs += [_job(request, layers) for layers in request.depths or (None,)]
+        cfg = filled[id(request.cfg)] if request.depths else request.cfg
+        jobs += [_job(request, cfg, layers) for layers in request.depths or (None,)]
     replies = iter(_server().run(jobs))
     results: list[Report | ConfigError | SimulationFailed] = []
     for request in requests:
@@ -103,13 +106,13 @@ def simulate_all(requests: Sequence[Request]) -> list[Report | ConfigError | Sim
             results.append(found[0])  # pyright: ignore[reportArgumentType]
         else:
             small, large = found
-            depth = pretrained.fill(request.cfg).model.layers
+            depth = filled[id(request.cfg)].model.layers
             results.append(extrapolated(small, large, depths=request.depths, depth=depth))  # pyright: ignore[reportArgumentType]
     return results
 
 
-def _job(request: Request, layers: int | None) -> dict[str, Any]:
-    cfg = request.cfg if layers is None else settings.of_depth(request.cfg, layers)
+def _job(request: Request, cfg: DictConfig, layers: int | None) -> dict[str, Any]:
+    cfg = cfg if layers is None else settings.of_depth(cfg, layers)
     device = {**dataclasses.asdict(request.device), "peak_flops": dict(request.device.peak_flops)}
     return {
         "cfg": OmegaConf.to_container(cfg, resolve=False), "rank": request.rank, "device": device,

@@ -44,11 +44,11 @@ def experts_travel(layout: Layout) -> bool:
 
 
 def of_depth(cfg: DictConfig, layers: int) -> DictConfig:
-    """Return the configuration of a model of so many layers.
+    """Return the configuration of a model of so many layers, of one that `fill` has filled.
 
     Raises ConfigError if it has no number of layers, or different windows.
     """
-    cfg = pretrained.fill(cfg).copy()
+    cfg = cfg.copy()
     forget_folder(cfg)  # which has another number of layers
     if not isinstance(OmegaConf.select(cfg, "model.layers"), int):
         raise ConfigError("--depths: the model has no number of layers (model.layers). Leave out --depths.")
