@@ -96,10 +96,14 @@ def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, 
 class Attentive(nn.ModuleList):
     """A model whose attention keeps conversations apart, and other parts."""
 
-    def __init__(self, *parts, kinds=None):
-        super().__init__(parts)
+    def __init__(self, *parts, kinds=None, tower=()):
+        super().__init__([*parts, *tower])
+        self.text = nn.ModuleList(parts)
         text = SimpleNamespace(layer_types=kinds)
         self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def get_decoder(self):
+        return self.text
 
     def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
         if not use_cache:
@@ -135,6 +139,9 @@ def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, 
     found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
     assert len(found) == (says is not None)
     assert all(says in problem and "Type data.source.packing=false." in problem for problem in found), found
+    if not parts:  # a convolution that reads sounds reads no tokens
+        with_tower = causal_lm(Attentive(kinds=kinds, tower=[nn.Conv1d(4, 4, 3)]))
+        assert built._packing_problems(with_tower, cfg) == found
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])

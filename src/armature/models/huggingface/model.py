@@ -134,7 +134,8 @@ class PretrainedModel(WrappedModel):
     def other_layers(self) -> list[str]:
         """What reads other positions besides attention: kinds of layers, in transformers' words, or a convolution."""
         kinds = {*(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
-        convolutions = any(isinstance(module, nn.Conv1d) for module in self.inner.modules())
+        text = self.inner.get_decoder()  # without towers of sounds and images
+        convolutions = any(isinstance(module, nn.Conv1d) for module in text.modules())
         return sorted(kinds) or ["convolution"] * convolutions
 
     @property
