@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import socket
 import tempfile
 import traceback
@@ -125,7 +126,7 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: floa
     """Call `function(*args)` on `ranks` processes that form a process group; return the results in order of ranks.
 
     Raises:
-        RuntimeError: with the traceback of the rank that failed first.
+        RuntimeError: with the traceback of the rank that failed first; no rank has answered for `timeout` seconds.
     """
     context = _server()
     with socket.socket() as probe:
@@ -141,7 +142,14 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: floa
     try:
         gathered: dict[int, Any] = {}
         while len(gathered) < ranks:
-            rank, value, error = results.get(timeout=timeout)
+            try:
+                rank, value, error = results.get(timeout=timeout)
+            except queue.Empty:
+                silent = sorted(set(range(ranks)) - gathered.keys())
+                raise RuntimeError(
+                    f"ranks {silent} of {ranks} gave no result within {timeout:.0f} s. DeepSpeed's first use compiles "
+                    "its extension, which takes minutes on a busy machine."
+                ) from None
             if error is not None:
                 raise RuntimeError(f"rank {rank} of {ranks}:\n{error}")
             gathered[rank] = value
