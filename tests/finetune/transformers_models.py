@@ -3,8 +3,8 @@
 transformers_models.py make FOLDER            a folder for each kind of `KINDS`
 transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
 transformers_models.py peft BASE ADAPTER MERGED OUT   how far the adapter that peft loads is from the merged folder
-transformers_models.py generate FOLDER OUT PATH=FOLDER…   generate.py of a path, and transformers of a folder
-transformers_models.py end FOLDER OUT PROMPT  a copy of a folder whose answer to the prompt ends early
+transformers_models.py generate FOLDER OUT ENDING PATH…   what generate.py prints of ENDING, a copy with shorter
+                                              answers, and of each path, and what transformers makes of FOLDER
 transformers_models.py damaged FOLDER OUT     what is said of config.json of `DAMAGED`
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
 """
@@ -178,11 +178,11 @@ def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def end_early(path: Path, prompt: str) -> None:
-    """Exchange two rows of the head, so that the answer to a prompt ends within its first new tokens."""
+def end_early(path: Path) -> None:
+    """Exchange two rows of the head, so that the answer to the first prompt ends within its new tokens."""
     from safetensors.torch import load_file, save_file
 
-    tokenizer, _, new = answer(path, prompt, chat=True)
+    tokenizer, _, new = answer(path, PROMPTS[0], chat=True)
     end = tokenizer.convert_tokens_to_ids(END)
     last = next(int(new[i]) for i in range(2, NEW) if new[i] not in new[:i])
     assert end not in new
@@ -212,10 +212,12 @@ if __name__ == "__main__":
     elif what == "logits":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
     elif what == "generate":
-        paths = [tuple(map(Path, pair.split("="))) for pair in rest[1:]]
-        Path(rest[0]).write_text(json.dumps([each for pair in paths for each in generated(*pair)]))
-    elif what == "end":
-        end_early(Path(shutil.copytree(folder, rest[0])), rest[1])
+        out, ending, *typed = rest
+        pairs = [(Path(path), Path(folder)) for path in typed]
+        if ending:
+            end_early(Path(shutil.copytree(folder, ending)))
+            pairs.insert(0, (Path(ending), Path(ending)))
+        Path(out).write_text(json.dumps([generated(*pair) for pair in pairs]))
     elif what == "damaged":
         Path(rest[0]).write_text(json.dumps(damaged(Path(folder))))
     elif what == "peft":

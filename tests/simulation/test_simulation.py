@@ -139,6 +139,17 @@ def test_extrapolation_is_a_straight_line():
     assert "from 2 and 4 layers to 32" in found.notes[-1]
 
 
+def test_the_folder_is_read_once_for_all_ranks_and_depths(monkeypatch):
+    filled = []
+    monkeypatch.setattr(processes.pretrained, "fill", lambda cfg: filled.append(cfg) or cfg)
+    monkeypatch.setattr(processes, "_server", lambda: SimpleNamespace(run=lambda jobs: [REPORT] * len(jobs)))
+    cfg, device = OmegaConf.create({"model": {"layers": 32}}), devices.named("h100_80gb")
+    several = [simulation.Request(cfg=cfg, rank=rank, device=device, depths=(2, 4)) for rank in (0, 1)]
+    results = simulation.simulate_all([*several, simulation.Request(cfg=cfg, rank=2, device=device)])
+    assert len(results) == 3
+    assert filled == [cfg]
+
+
 def test_zero_holds_and_sends_what_its_paper_says():
     one = dataclasses.replace(REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000})
     held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2)
