@@ -25,7 +25,7 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.planner import budget, devices, layouts, ranking, refine, seconds, text
+from armature.planner import budget, devices, layouts, picture, ranking, refine, seconds, text
 from armature.planner.setup import cost_of, setup_of
 from armature.simulation import settings
 from armature.training.limits import prefer_typed
@@ -60,10 +60,10 @@ def check(arguments: argparse.Namespace) -> None:
             budget.flops_of(arguments.budget, flops_per_device_second=1.0)
         except ConfigError as error:
             problems += error.problems
-    picture = arguments.svg
-    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
-        what = "it is a folder" if picture.is_dir() else f"there is no folder {picture.parent}"
-        problems.append(f"--svg {picture}: {what}. Type the name of a file in a folder that exists.")
+    target = arguments.svg
+    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        what = "it is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        problems.append(f"--svg {target}: {what}. Type the name of a file in a folder that exists.")
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         problems.append(f"--config-dir {arguments.config_dir}: there is no such folder.")
     if problems:
@@ -131,7 +131,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
         f"{flops / rate / 3600:,.0f} GPU hours.", sep="\n")  # fmt: skip
     if arguments.svg:
         title = f"{cost.parameters / 1e9:.2f} billion parameters on {device.name}"
-        arguments.svg.write_text(text.svg(runs, title=title, unit=cost.unit))
+        arguments.svg.write_text(picture.svg(runs, title=title, unit=cost.unit))
         print(f"\n{arguments.svg} shows the layouts.")
 
 

@@ -11,7 +11,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature import config
-from armature.planner import devices, memory, ranking, refine, text
+from armature.planner import devices, memory, picture, ranking, refine
 from armature.planner import layouts as layouts_of
 from armature.planner.setup import Setup
 from armature.simulation import settings
@@ -45,8 +45,12 @@ def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) 
     assert "python train.py model=llama3_8b data=synthetic optimizer=adamw strategy=fsdp strategy.activation" in out
     assert re.search(r"^ddp .* does not fit$", out, re.MULTILINE)
     assert "ddp on 8: strategy=fsdp instead" in out
-    picture = ElementTree.parse(tmp_path / "plan.svg").getroot()
-    assert len(picture) > 5 * len(found)
+    drawn = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert len(drawn) > 5 * len(found)
+    words = [each.text for each in drawn if each.tag.endswith("}text")]
+    assert {"GiB", "tokens/s", "0", "25", "50", "75", "100", "20k", "has 79.1 GiB"} <= {*words}  # axes
+    assert "150.3" in words  # a bar longer than the axis has its number
+    assert "prefers-color-scheme:dark" in (tmp_path / "plan.svg").read_text()
 
 
 def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
@@ -256,8 +260,8 @@ def test_simulated_rows_are_drawn_as_long_as_their_peak() -> None:
             choice=choice, devices=1, num_nodes=1, setup=setup, peak_bytes=size, capacity_bytes=2 * peak,
             units_per_second=(1.0, 2.0), words="", simulated=simulated,
         )  # fmt: skip
-        picture = text.svg([each], title="", unit="tokens")
-        rows = re.findall(r'<rect x="[\d.]+" y="62.0" width="([\d.]+)" height="14', picture)
+        drawn = picture.svg([each], title="", unit="tokens")
+        rows = re.findall(r'<rect x="[\d.]+" y="62.0" width="([\d.]+)" height="14', drawn)
         widths.append(sum(map(float, rows[:-1])))  # the last is throughput
-        assert ("single* on 1" in picture) == simulated
+        assert ("single* on 1" in drawn) == simulated
     assert widths[1] == pytest.approx(widths[0] / 2, rel=0.01)

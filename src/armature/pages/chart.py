@@ -113,12 +113,12 @@ def render(chart: Chart) -> str:
         f'<text x="{LEFT - 46}" y="20" font-size="14" font-weight="600" fill="var(--text)">{title}</text>',
     ]
     if chart.note:
-        parts.append(_text(width - RIGHT, 20, chart.note, anchor="end"))
+        parts.append(label(width - RIGHT, 20, chart.note, anchor="end"))
     parts += plot.axes()
     parts += plot.marks()
     parts += [element for line in chart.lines for element in plot.line(line)]
     if not plot.has_values:
-        parts.append(_text(plot.middle, chart.height / 2, "no values yet", anchor="middle"))
+        parts.append(label(plot.middle, chart.height / 2, "no values yet", anchor="middle"))
     return "".join([*parts, *legend, "</svg>"])
 
 
@@ -145,7 +145,8 @@ def _variables(theme: str) -> str:
     return ";".join(f"--{name}:{color}" for name, color in THEMES[theme].items())
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet", size: int = 12) -> str:
+def label(x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet", size: int = 12) -> str:
+    """Return a text whose color is one of THEMES."""
     sized = f' font-size="{size}"' if size != 12 else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="var(--{color})"{sized}>{escape(text)}</text>'
 
@@ -157,8 +158,8 @@ def _legend(chart: Chart) -> tuple[list[str], int]:
         return [], 0
     parts, x, row = [], float(LEFT - 46), 0
     for line in named:
-        label = line.label if len(line.label) <= 60 else line.label[:59] + "…"
-        need = 26 + LETTER * len(label)
+        name = line.label if len(line.label) <= 60 else line.label[:59] + "…"
+        need = 26 + LETTER * len(name)
         if x > LEFT and x + need > chart.width - RIGHT:
             x, row = float(LEFT - 46), row + 1
         y = chart.height + 8 + row * LEGEND_LINE
@@ -167,7 +168,7 @@ def _legend(chart: Chart) -> tuple[list[str], int]:
             f'<line x1="{x:.1f}" x2="{x + 16:.1f}" y1="{y}" y2="{y}" stroke="var(--c{line.color % SERIES})" '
             f'stroke-width="{max(thick, 2.5):.1f}"/>'
         )
-        parts.append(_text(x + 21, y + 4, label, color="text"))
+        parts.append(label(x + 21, y + 4, name, color="text"))
         x += need + 10
     return parts, 10 + LEGEND_LINE * (row + 1)
 
@@ -221,17 +222,17 @@ class _Plot:
             parts.append(
                 f'<line x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--grid)"/>'
             )
-            parts.append(_text(LEFT - 8, y + 4, number(value), anchor="end"))
+            parts.append(label(LEFT - 8, y + 4, number(value), anchor="end"))
         round_numbers = linear_ticks(self.x_low, self.x_high, count=max(3, chart.width // 110))
         free = 0.0
         for value, text in chart.x_ticks or [(value, number(value)) for value in round_numbers]:
             half = LETTER * len(text) / 2
             if self.x(value) - half >= free:
-                parts.append(_text(self.x(value), bottom + 17, text, anchor="middle"))
+                parts.append(label(self.x(value), bottom + 17, text, anchor="middle"))
                 free = self.x(value) + half + 6
-        parts.append(_text(chart.width - RIGHT, bottom + 32, chart.x_label, anchor="end", size=11))
+        parts.append(label(chart.width - RIGHT, bottom + 32, chart.x_label, anchor="end", size=11))
         if chart.log:
-            parts.append(_text(LEFT - 46, bottom + 32, "log scale", size=11))
+            parts.append(label(LEFT - 46, bottom + 32, "log scale", size=11))
         return parts
 
     def marks(self) -> list[str]:
@@ -248,7 +249,7 @@ class _Plot:
             if x - last > LETTER * len(text) + 8:
                 right = x + LETTER * len(text) + 6 < self.chart.width
                 parts.append(
-                    _text(
+                    label(
                         x + (4 if right else -4),
                         top + 11,
                         text,

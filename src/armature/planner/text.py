@@ -1,9 +1,8 @@
-"""A plan as text and as a picture."""
+"""A plan as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from armature.planner import memory, ranking
 from armature.planner.auto import HEADROOM
@@ -175,57 +174,3 @@ def optimum_lines(best: Optimum, *, parameters: int, matching: Optimum) -> list[
         f"{matching.tokens / 1e9:,.1f} billion tokens; with {best.flops:.2e} FLOPs it sees "
         f"{best.flops / 6 / parameters / 1e9:,.1f} billion.",
     ]
-
-
-# ---------------------------------------------------------------- picture
-COLORS = {
-    "parameters": "#4c78a8", "gradients": "#f58518", "optimizer state": "#54a24b", "activations": "#e45756",
-    "16-bit copies": "#9d755d", "gathered": "#b279a2", "temporary": "#eeca3b",
-    "averaged weights": "#76b7b2", "buckets": "#ff9da6", "allowance": "#bab0ac",
-}  # fmt: skip
-ROW, BAR, NAMES, MEMORY, SPEED = 22, 14, 250, 330, 260  # pixels
-
-
-def svg(candidates: Sequence[Candidate], *, title: str, unit: str) -> str:
-    """Return a picture: memory by kind of each layout beside the device's, and the range of throughput."""
-    found = shown(candidates)
-    simulated = any(each.simulated for each in found)
-    capacity = max((each.capacity_bytes for each in found), default=1)
-    fastest = max((each.units_per_second[1] for each in found), default=1)
-    scale = MEMORY / (1.5 * capacity)
-    width, height = NAMES + MEMORY + SPEED + 60, 90 + ROW * len(found)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        f'font-size="11"><rect width="{width}" height="{height}" fill="white"/>',
-        _text(8, 16, title),
-        _text(NAMES, 52, "memory of one GPU" + ("; *: as simulated, shares by formulas" if simulated else "")),
-        _text(NAMES + MEMORY + 20, 52, f"{unit}/s, none to all communication hidden"),
-    ]
-    peaks = [memory.peak(each.setup) for each in found]
-    kinds = [kind for kind in COLORS if kind == "allowance" or any(kind in peak.bytes_by_kind for peak in peaks)]
-    for place, kind in enumerate(kinds):
-        parts += [_rect(8 + 104 * place, 26, 10, 10, COLORS[kind]), _text(21 + 104 * place, 35, kind)]
-    for row, each in enumerate(found):
-        y, x = 62 + ROW * row, float(NAMES)
-        star = "*" if each.simulated else ""
-        parts.append(_text(8, y + 11, f"{each.choice.name}{star} on {each.world_size}, {each.setup.recompute}"))
-        peak = peaks[row]
-        stretched = each.peak_bytes / peak.total_bytes  # 1 unless simulated
-        for kind, size in {**peak.bytes_by_kind, "allowance": peak.allowance_bytes}.items():
-            wide = min(size * stretched * scale, NAMES + MEMORY - x)
-            parts.append(_rect(x, y, wide, BAR, COLORS[kind]))
-            x += wide
-        low, high = (rate / fastest * SPEED for rate in each.units_per_second)
-        parts.append(_rect(NAMES + MEMORY + 20 + low, y, max(2.0, high - low), BAR, "#4c78a8" if each.fits else "#ccc"))
-    edge = NAMES + capacity * scale
-    parts.append(f'<line x1="{edge:.1f}" y1="56" x2="{edge:.1f}" y2="{height - 24}" stroke="black"/>')
-    parts += [_text(edge - 30, height - 10, f"{capacity / GIB:.1f} GiB"), "</svg>"]
-    return "\n".join(parts) + "\n"
-
-
-def _rect(x: float, y: float, width: float, height: float, color: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
-
-
-def _text(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
