@@ -252,6 +252,26 @@ def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, fold
     assert [number for number, _ in other.begun] == [6]
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [{"name": "GridSampler", "seed": 0, "search_space": CELLS}, {"name": "BruteForceSampler", "seed": 0}],
+    ids=["grid", "brute_force"],
+)
+def test_a_second_process_repeats_no_combination_that_the_first_still_runs(sampler, folder, caplog):
+    settings = {"sampler": sampler, "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"}, "trials": 9}
+    others = []
+
+    def last():
+        with caplog.at_level("INFO"):
+            others.append(begin(**settings))
+        return 0.5
+
+    begin(0.5, 0.5, 0.5, 0.5, 0.5, last, **settings)
+    assert [other.begun for other in others] == [[]]
+    assert "Other processes still run trial 5" in caplog.text
+    assert states(folder) == ["COMPLETE"] * 6
+
+
 def test_trials_of_a_low_discrepancy_sequence_follow_each_other(folder):
     pytest.importorskip("scipy")
     begin(trials=9, sampler={"name": "QMCSampler", "seed": 0, "scramble": True}, params={"seed": "range(0,8)"})

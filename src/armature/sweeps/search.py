@@ -145,8 +145,10 @@ def _trials(
             trials = study.get_trials(deepcopy=False)
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
             exhausted = study.user_attrs.get(EXHAUSTED) == settings["sampler"]
+            # else these samplers would repeat a combination that another process still runs
+            all_begun = exhausted or space.all_tried(parameters, settings["sampler"], [each.params for each in begun])
             study.sampler = _sampler(settings["sampler"], number=len(trials))  # it also ends a resumed trial
-            if found is None and len(begun) < settings["trials"] and not exhausted:
+            if found is None and len(begun) < settings["trials"] and not all_begun:
                 trial = study.ask(distributions)
                 claim = _claimed(folder, trial.number)
                 assert claim is not None  # nobody else knows this trial yet

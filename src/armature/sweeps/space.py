@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,13 @@ class Parameter:
             return distributions.IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
         return distributions.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
 
+    def count(self) -> float:
+        """Return how many values it may take."""
+        if self.choices:
+            return len(self.choices)
+        step = self.step or (1 if self.whole else 0)
+        return math.floor((self.high - self.low) / step + 1e-9) + 1 if step else math.inf
+
     def extremes(self) -> list[str]:
         """Return overrides to check before the first trial: every choice, or both ends."""
         values = self.choices or ((int(self.low), int(self.high)) if self.whole else (self.low, self.high))
@@ -67,6 +75,17 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
         raise ConfigError(problems)
     fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
     return [each for each in found if isinstance(each, Parameter)], fixed
+
+
+def all_tried(parameters: Sequence[Parameter], sampler: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether trials with these values leave no combination to a sampler that repeats none."""
+    keys = [each.key for each in parameters]
+    distinct = {tuple(values[key] for key in keys) for values in tried}
+    if sampler["name"] == "BruteForceSampler":
+        return len(distinct) >= math.prod(each.count() for each in parameters)
+    if sampler["name"] == "GridSampler" and sampler["search_space"].keys() == {*keys}:
+        return distinct.issuperset(itertools.product(*(sampler["search_space"][key] for key in keys)))
+    return False
 
 
 def _typed(value: Any) -> str:
