@@ -5,12 +5,24 @@ import json
 import os
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from armature.doctor import communication, environment, finding, launch, order, replicas, run_directory, session
+from armature.doctor import (
+    communication,
+    environment,
+    finding,
+    launch,
+    order,
+    replicas,
+    run_directory,
+    session,
+    training,
+)
 from armature.doctor.communication import AxisGroup, Link
 from armature.doctor.examine import examine
 from armature.launcher import lock
@@ -377,3 +389,15 @@ def test_room_for_the_checkpoints_is_counted(run):
     assert only(run_directory.room(run, free=10**7, trained=1000)).level == "ok"
     run.checkpoint.keep_every_n_steps = 10
     assert run_directory.kept_checkpoints(run) == 14
+
+
+@pytest.mark.parametrize(("batches", "said"), [(8, "4 steps ran;"), (4, "2 steps ran;"), (2, "1 step ran;")])
+def test_the_steps_of_a_short_run_are_counted(batches, said):
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(data_wait=None))
+    trainer: Any = SimpleNamespace(accumulate_grad_batches=2, global_step=0, fit_loop=loop)
+    alone: Any = SimpleNamespace(rank=0, ranks=1)
+    watch = training.Watch(alone)
+    watch._began = 1.0  # the first step has been compared
+    for batch in range(batches):
+        watch.on_train_batch_end(trainer, None, None, None, batch)  # pyright: ignore[reportArgumentType]
+    assert watch.findings(SimpleNamespace(trainer=trainer))[-1].what.startswith(said)  # pyright: ignore[reportArgumentType]

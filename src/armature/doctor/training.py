@@ -45,7 +45,7 @@ def check(cfg: DictConfig, session: Session) -> None:
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
         callbacks.insert(0, watch)
-        with session.limit(f"{STEPS} steps of training", seconds=session.deadlines.steps, group=GROUP):
+        with session.limit("the first steps of training", seconds=session.deadlines.steps, group=GROUP):
             run.trainer.fit(run.task, datamodule=run.data)
             session.add(*watch.findings(run))
         if session.rank == 0:
@@ -95,6 +95,7 @@ class Watch(L.Callback):
         self.modules = FiniteWatch()
         self._first_batch = ExitStack()
         self._began = 0.0
+        self.steps = 0  # fewer than STEPS if the run is shorter
         self.seconds = self.waited = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -132,6 +133,7 @@ class Watch(L.Callback):
             self.losses.append(outputs["loss"].detach())
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        self.steps += 1
         wait: timings.DataWait = trainer.fit_loop.epoch_loop.data_wait  # pyright: ignore[reportAttributeAccessIssue]
         if not self._began:
             self.compared_weights = self._compare("weight after a step", self._weights(trainer, pl_module))
@@ -172,7 +174,7 @@ class Watch(L.Callback):
             if ranks > 1 and not any(each.group == GROUP and each.level == "failure" for each in found):
                 found.append(ok(GROUP, self._equal(ranks)))
             elif ranks == 1:
-                found.append(ok(GROUP, f"{STEPS} steps ran; the loss is finite. One rank has no replicas to compare."))
+                found.append(ok(GROUP, f"{self._ran()}; the loss is finite. One rank has no replicas to compare."))
         found += self._loader(run)
         return found
 
@@ -192,11 +194,12 @@ class Watch(L.Callback):
         inputs = "its input is finite" if first.clean else "its input is not finite either"
         return f"The first module whose output is not finite is {first.name}; {inputs}."
 
+    def _ran(self) -> str:
+        return f"{self.steps} step{'s' * (self.steps != 1)} ran"
+
     def _equal(self, ranks: int) -> str:
         if not self.compared_weights:
-            return (
-                f"{STEPS} steps ran on {ranks} ranks. This strategy keeps no readable weights, so none were compared."
-            )
+            return f"{self._ran()} on {ranks} ranks. This strategy keeps no readable weights, so none were compared."
         gradients = f"{self.compared_gradients} gradients and " if self.compared_gradients else ""
         return (
             f"After a step of the run's own model on {ranks} ranks, {gradients}{self.compared_weights} weights are "
