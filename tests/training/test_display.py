@@ -32,6 +32,9 @@ class Module(L.LightningModule):
         self.log("val/score", 0.5, prog_bar=True)
         self.log("val_loss", 0.25)
 
+    def test_step(self, batch, batch_idx, dataloader_idx):
+        pass
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -45,7 +48,9 @@ def fit(display: Display, *callbacks: L.Callback) -> str:
         callbacks=[display, *callbacks],
     )  # fmt: skip
     data = torch.ones(8, 4)
-    trainer.fit(Module(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    module = Module()
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=2))
+    trainer.test(module, [DataLoader(data, batch_size=4), DataLoader(data, batch_size=8)], verbose=False)
     return display.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -57,6 +62,14 @@ def test_values_logged_for_the_bar_are_shown():
     assert not any("hidden" in line for line in lines)
     assert [line for line in lines if "val/score" in line] == ["step 2/2 val/score 0.5000 val_loss 0.2500"]
     assert all(line.count("loss") == 1 for line in steps)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (60.0, False)])
+def test_an_evaluation_that_takes_long_shows_how_far_it_is(seconds, shown):
+    lines = fit(Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=seconds)).splitlines()  # pyright: ignore
+    found = [line for line in lines if " batch " in line]
+    expected = [*(f"validation batch {i}/4" for i in (1, 2, 3, 4)), "test batch 1/2 of loader 0"]
+    assert found == ([*expected, "test batch 2/2 of loader 0", "test batch 1/1 of loader 1"] if shown else [])
 
 
 def test_another_bar_takes_the_place_of_ours(capsys):

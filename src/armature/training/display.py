@@ -1,8 +1,9 @@
 """Show progress on rank 0: a bar on a terminal, plain lines in a pipe or under Slurm."""
 
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -153,6 +154,36 @@ class Bar(Display, ProgressBar):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before = {**trainer.callback_metrics}
+        self._printed = time.monotonic()
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._printed = time.monotonic()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        if not trainer.sanity_checking:
+            self._show_evaluation("validation", batch_idx, trainer.num_val_batches, dataloader_idx)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        self._show_evaluation("test", batch_idx, trainer.num_test_batches, dataloader_idx)
+
+    def _show_evaluation(self, what: str, batch_idx: int, counts: Sequence[float], loader: int) -> None:
+        """Say how far an evaluation is that takes long: without it a run seems to hang after its last step."""
+        now = time.monotonic()
+        if not self._enabled or now - self._printed <= (self.plain_every if self._progress is None else 0.5):
+            return
+        self._printed = now
+        known = f"/{counts[loader]}" if math.isfinite(counts[loader]) else ""
+        text = f"{what} batch {batch_idx + 1}{known}{f' of loader {loader}' if len(counts) > 1 else ''}"
+        if self._progress is None:
+            self.print(text)
+        else:
+            self._progress.update(self._task, description=text)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
