@@ -195,10 +195,18 @@ def trial(monkeypatch):
     return run
 
 
-def test_a_refused_trial_of_a_grid_does_not_stop_the_others(trial, tmp_path, capsys):
-    with pytest.raises(RunFailed, match="trial 1 was refused: 1 problem:\n  - these values do not fit"):
+def test_a_refused_trial_of_a_grid_does_not_stop_the_others_and_is_told_of_once(trial, tmp_path, capsys, monkeypatch):
+    with pytest.raises(RunFailed, match="trial 1 was refused: 1 problem:\n  - these values do not fit") as refused:
         trial(tmp_path, "seed=3")
     assert "these values do not fit" in capsys.readouterr().err
+
+    def main():
+        raise refused.value  # as Hydra does at the end of a sweep
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
+    with pytest.raises(SystemExit, match="1"):
+        cli.run(main, config_dir=config.CONFIGS)
+    assert capsys.readouterr().err == "trial 1 was refused: its message is above.\n"
 
 
 def test_a_trial_in_a_directory_of_other_values_ends_the_sweep(trial, tmp_path):

@@ -34,6 +34,7 @@ from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
+_refused: list[str] = []  # messages about trials of this process's sweep, which were printed in their turn
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
@@ -80,7 +81,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     except CONFIG_ERRORS as error:
         refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
-        print(masked(str(error)), file=sys.stderr)
+        print(masked(_end_of_sweep(str(error))), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
         if _composed.is_set():  # training had begun: this is no mistake in the command
@@ -88,6 +89,11 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
+
+
+def _end_of_sweep(text: str) -> str:
+    """Return what is said at the end of a sweep of a trial that failed: once refused, its message is not repeated."""
+    return f"{text.partition(':')[0]}: its message is above." if text in _refused else text
 
 
 def _load_env(file: Path) -> None:
@@ -187,6 +193,7 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
         # of these values only: the other trials run
         text = f"trial {HydraConfig.get().job.num} was refused: {_text_of(error.problems)}"
         print(masked(text), file=sys.stderr)
+        _refused.append(text)
         raise RunFailed(text) from error
     except RunFailed as error:
         if error.exit_code == 1 and sweep:
