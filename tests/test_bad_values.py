@@ -42,8 +42,9 @@ launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_to
 data.source.tokenizer_bytes=-1 data.source.vocab_size=100 data.source.val_fraction=nan data.source.path=5
 data.seed=-1 data.num_workers=null data.context=0 data.source=5 strategy.activation_checkpointing=some
 strategy.compile=yes strategy.backend=tcp model._target_=null model._target_=5 model._target_=[a]
-model._target_=a..b model._partial_=false model._partial_=maybe run.root='' run.root=s3://bucket/runs run.name=.
-run.name=.. run.dir=x run.id=x run.git=x run.micro_batch_size=4 resume='' resume=/dev/zero
+model._target_=a..b model._partial_=false model._partial_=maybe task._partial_=true data._partial_=true run.root=''
+run.root=s3://bucket/runs run.name=. run.name=.. run.dir=x run.id=x run.git=x run.micro_batch_size=4
+resume='' resume=/dev/zero
 model.layers=100000000 model.vocab_size=1000000000000 model.context=1000000000000 model.width=1000000000000
 data.num_workers=100000 data.global_batch_size=1000000000000 data.eval_batch_size=1000000000000
 data.source.context=1000000000000 trainer.devices=100000 trainer.num_nodes=1000000 task.preview_tokens=100000000
@@ -53,6 +54,7 @@ model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy
 +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
 ~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
 +logger.e._target_=torch.nn.Identity
++callbacks.e={_target_:lightning.pytorch.callbacks.DeviceStatsMonitor,_partial_:true}
 +callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
 """)
 TOGETHER = [

@@ -225,6 +225,8 @@ def _role_problems(path: str, node: dict[str, Any], definition: Definition, *, c
     if group in PASSED and not partial:
         given = node.get("_partial_")
         return [f"{path}._partial_={given}: the task calls it with its parameters. Type {path}._partial_=true."]
+    if partial and group not in PASSED and group != "model":
+        return [f"{path}._partial_=true: the run builds it at once. Remove the line, or type {path}._partial_=false."]
     by_name = PASSED_BY_NAME.get(group, ())
     return _missing(path, node, definition, passed=PASSED.get(group, 0), by_name=by_name)
 
