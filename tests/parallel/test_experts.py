@@ -61,8 +61,9 @@ def test_mixture_trains_as_in_one_process(name: str) -> None:
     [
         (MIXTURES["mixture, fsdp 4, expert 4"], MIXTURES["mixture, fsdp 2 × tensor 2, expert 2"]),
         (MIXTURES["mixture, fsdp 2, expert 2"], CONTEXT),
+        (MIXTURES["mixture, deepspeed 3 at 2"], MIXTURES["mixture, fsdp 2, expert 2"]),
     ],
-    ids=["fsdp to tensor", "expert to context"],
+    ids=["fsdp to tensor", "expert to context", "ZeRO-3 to expert"],
 )
 def test_a_checkpoint_of_one_expert_layout_resumes_under_another(saved: Job, resumed: Job, tmp_path: Path) -> None:
     folder = str(tmp_path / "step=6")
