@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armature.models.plan import Plan
-from armature.parallel import apply
+from armature.parallel import apply, initialization
 from benchmarks.parity.harness import DECODER, on_ranks
 from tests.parallel.building import decoder_on_meta, parallelize
 
@@ -72,3 +72,14 @@ def test_weights_that_change_after_an_evaluation_are_gathered_again(min_num_para
         assert after_evaluation
         assert losses[0] != losses[1]
         assert losses == pytest.approx(first[0][2], rel=1e-6)
+
+
+@pytest.mark.parametrize("built_on", ["cpu", "meta"])
+def test_buffers_of_offloaded_weights_are_on_the_device_that_computes(built_on: str) -> None:
+    with torch.device(built_on):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    module[1].register_buffer("count", torch.zeros(2, device="cpu"))
+    # "meta" in place of a GPU
+    initialization.materialize(module, device=torch.device("cpu"), buffers_device=torch.device("meta"))
+    assert {param.device.type for param in module.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}

@@ -68,6 +68,7 @@ LAYOUTS = {
         "model.layers=2",
     ],
     "mixture, ddp 2": [*MIXTURE, "strategy=ddp", "trainer.devices=2"],
+    "mixture, fsdp 2, offloaded": [*MIXTURE, "strategy=fsdp", "trainer.devices=2", "strategy.cpu_offload=true"],
     "mixture, fsdp 2, muon": [*MIXTURE, "strategy=fsdp", "trainer.devices=2", "optimizer=muon"],
     "expert 2 of fsdp 4": [*MIXTURE, "strategy=expert", "trainer.devices=4", "strategy.min_num_params=0"],
     "expert 4, selectively recomputed": [

@@ -142,7 +142,8 @@ def parallelize(
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 8. materialize: memory is allocated only now, and only for this rank's weights
-    meta_names = initialization.materialize(model, device=torch.device("cpu") if options.cpu_offload else device)
+    weights_device = torch.device("cpu") if options.cpu_offload else device
+    meta_names = initialization.materialize(model, device=weights_device, buffers_device=device)
     # 9. initialize by name
     initialization.initialize_by_name(model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix)
     # 10. pipeline schedule

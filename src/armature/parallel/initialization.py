@@ -17,13 +17,17 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
-    """Allocate meta parameters on `device`, and move the others there. Return the names of those that were meta."""
+def materialize(module: nn.Module, *, device: torch.device, buffers_device: torch.device | None = None) -> set[str]:
+    """Allocate meta parameters on `device`, and move the others there. Return the names of those that were meta.
+
+    `buffers_device`: where buffers go, if not there. FSDP brings offloaded parameters to the GPU, and no buffers.
+    """
     meta_names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
     if buffers := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise ValueError(f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward instead.")
     if not meta_names:
         module.to(device)
+        _move_buffers(module, device=buffers_device)
         return meta_names
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # keeps parameters the same objects, and so tied
@@ -34,7 +38,15 @@ def materialize(module: nn.Module, *, device: torch.device) -> set[str]:
     for param in module.parameters():
         if param._backward_hooks:
             param._backward_hooks = param._backward_hooks  # registers them anew: torch's own record stayed behind
+    _move_buffers(module, device=buffers_device)
     return meta_names
+
+
+def _move_buffers(module: nn.Module, *, device: torch.device | None) -> None:
+    if device is not None:
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = "") -> None:
