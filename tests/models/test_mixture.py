@@ -263,6 +263,7 @@ def test_names_and_shapes_are_those_of_the_model() -> None:
     ("changes", "message"),
     [
         ({"active": 9}, "model.active=9 is more than model.experts=8"),
+        ({"active": 1}, "model.active=1 with model.normalized=true.*[Tt]ype model.normalized=false"),
         ({"expert_hidden": 20}, "model.expert_hidden=20 must be a multiple of 8.*type model.expert_hidden="),
         ({"dense_layers": 3}, "model.dense_layers=3 leaves none of the model.layers=3 blocks a mixture"),
         ({"dense_layers": -1}, "model.dense_layers must be a whole number of at least 0"),

@@ -33,6 +33,11 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     experts, active = args.get("experts"), args.get("active")
     if experts is not None and active is not None and active > experts:
         found.append(f"model.active={active} is more than model.experts={experts}: type model.active={experts} or less")
+    if active == 1 and args.get("normalized", True):
+        found.append(
+            "model.active=1 with model.normalized=true: the weight of a token's only expert is always 1, so the router "
+            "would learn nothing. Type model.normalized=false, or model.active=2"
+        )
     for key in ("width", "expert_hidden"):
         if (value := args.get(key)) is not None and value % MULTIPLE:
             found.append(
