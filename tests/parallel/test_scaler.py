@@ -65,6 +65,26 @@ def test_a_mesh_takes_fp16_on_a_gpu() -> None:
     assert scaler.precision_arguments("bf16-mixed", mesh=True) == {"precision": "bf16-mixed"}
 
 
+def _types_in_forward() -> set[torch.dtype]:
+    from benchmarks.parity.harness import _fit
+
+    seen: set[torch.dtype] = set()
+    forward = torch.nn.Linear.forward
+
+    def watch(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        seen.add(self.weight.dtype)
+        return forward(self, x)
+
+    torch.nn.Linear.forward = watch  # pyright: ignore[reportAttributeAccessIssue]
+    _fit(job("fsdp 2", steps=1))
+    return seen
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_weights_in_fp16() -> None:
+    assert on_ranks(_types_in_forward, ranks=2) == [{torch.float16}] * 2
+
+
 @pytest.mark.slow
 def test_a_fused_optimizer_skips_them_too() -> None:
     fused = {"lr": 3e-3, "eps": 1e-6, "fused": True}

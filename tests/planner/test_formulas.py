@@ -107,7 +107,7 @@ SIMULATED += [  # on 2026-11-23
     ({**SINGLE_8B, "layers": 4, "context": 2048, "accumulate": 2, "kind": "ddp", "world_size": 8, "averaged": True,
       "separate_buckets": True}, 51.12),
     ({"name": "llama3_8b", "layers": 4, "context": 2048, "accumulate": 2, "averaged": True, **mesh(shard=8)}, 12.58),
-    ({"name": "llama3_1b", "context": 1024, "precision": "16-mixed", **mesh(shard=8)}, 9.34),
+    ({"name": "llama3_1b", "context": 1024, "precision": "16-mixed", "param_dtype": "float32", **mesh(shard=8)}, 9.34),
 ]  # fmt: skip
 
 
@@ -119,13 +119,34 @@ def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any],
     assert found.allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.1)
 
 
-def test_a_mesh_gathers_fp32_with_fp16_unless_it_is_told_another_type() -> None:
+def test_a_mesh_gathers_fp16_with_fp16_unless_it_is_told_another_type() -> None:
     setup = Setup(cost=cost_of("llama3_1b", context=1024), precision="16-mixed", **mesh(shard=8))
-    assert seconds.step_seconds(setup, devices.named("v100")).communication == pytest.approx(
-        0.100, rel=0.1
-    )  # simulated
-    low = setup.with_(param_dtype="float16")
-    assert memory.peak(low).allocated_bytes == memory.peak(setup.with_(precision="bf16-mixed")).allocated_bytes
+    assert memory.peak(setup).allocated_bytes == memory.peak(setup.with_(precision="bf16-mixed")).allocated_bytes
+    wide = setup.with_(param_dtype="float32")
+    simulated = 0.100
+    assert seconds.step_seconds(wide, devices.named("v100")).communication == pytest.approx(simulated, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "gathered", "reduced"),
+    [
+        ({}, 2, 4),
+        ({"reduce_dtype": "bfloat16"}, 2, 2),
+        ({"precision": "16-mixed"}, 2, 4),
+        ({"precision": "16-true"}, 2, 2),
+        ({"precision": "bf16-true"}, 2, 4),
+        ({"precision": "32-true"}, 4, 4),
+        ({"precision": "32-true", "param_dtype": "bfloat16"}, 2, 2),
+        ({"precision": "32-true", "reduce_dtype": "float64"}, 4, 8),
+        ({"precision": "64-true"}, 8, 8),
+    ],
+)
+def test_gradients_are_reduced_in_the_type_that_fsdp_takes(options, gathered, reduced) -> None:
+    setup = Setup(cost=cost_of("llama3_1b", context=1024), reshard=False, **options, **mesh(shard=8))
+    assert (setup.gathered_bytes, setup.reduced_bytes) == (gathered, reduced)
+    size = (gathered + reduced) * setup.cost.parameters * 7 / 8
+    found = seconds.step_seconds(setup, H100).communication
+    assert found == pytest.approx(size / H100.link_rate(ranks=8, here=8), rel=1e-6)
 
 
 def test_the_formulas_of_an_expert_axis_are_near_the_simulator() -> None:

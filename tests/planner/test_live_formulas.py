@@ -20,6 +20,14 @@ CASES = {
         "strategy.activation_checkpointing=every",
         "data.global_batch_size=8",
     ],
+    "hsdp, bf16 reduced": ["strategy=hsdp", "strategy.reduce_dtype=bfloat16", "data.global_batch_size=8"],
+    "fsdp, fp16": ["strategy=fsdp", "trainer.precision=16-mixed", "data.global_batch_size=8"],
+    "fsdp, fp32 reduced in fp64": [
+        "strategy=fsdp",
+        "trainer.precision=32-true",
+        "strategy.reduce_dtype=float64",
+        "data.global_batch_size=8",
+    ],
     "tensor": ["strategy=tensor", "strategy.activation_checkpointing=selective", "data.global_batch_size=2"],
     "fsdp_tensor": ["strategy=fsdp_tensor", "strategy.tensor=4", "callbacks=[default,ema]", "data.global_batch_size=8"],
 }
@@ -33,7 +41,9 @@ def test_memory_is_within_a_tenth_of_the_simulators_and_communication_equal() ->
         cfg, device = command.composed([*MODEL, *devices, *overrides, "hardware=h100_80gb"])
         requests.append(simulation.Request(cfg=cfg, rank=0, device=device))
         there = cfg.copy()
-        there.trainer.accelerator, there.trainer.precision = "gpu", device.precision
+        there.trainer.accelerator = "gpu"
+        if there.trainer.precision == "auto":
+            there.trainer.precision = device.precision
         setups.append(setup_of(there, Layout.of(there)))
     for name, setup, report in zip(CASES, setups, simulation.simulate_all(requests), strict=True):
         assert isinstance(report, simulation.Report), (name, report)

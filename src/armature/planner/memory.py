@@ -319,8 +319,8 @@ def _last_unit(setup: Setup, part: Part) -> float:
 
 
 def _unit(setup: Setup, parameters: float) -> float:
-    """Return bytes of a unit's unsharded gradients and of the fp32 buffer in which they are reduced."""
-    return (setup.gathered_bytes + 4) * parameters if _sharded(setup) else 0
+    """Return bytes of a unit's unsharded gradients and of the buffer in which they are reduced."""
+    return (setup.gathered_bytes + setup.reduced_bytes) * parameters if _sharded(setup) else 0
 
 
 def _ahead(setup: Setup, part: Part) -> float:

@@ -135,7 +135,7 @@ def _communication(setup: Setup, device: Device) -> float:
         return 0.0
     stride = axes["tensor"]
     seconds = _weights(setup, device)
-    replicated = 2 * 4 * trained / setup.weight_ranks * micro_steps
+    replicated = 2 * setup.reduced_bytes * trained / setup.weight_ranks * micro_steps
     seconds += _ring(replicated, axes["replicate"], stride * setup.weight_ranks, device)
     others = _context(setup, device) + _experts(setup, device) + _tensor(setup, device) + _pipeline(setup, device)
     return seconds + others
@@ -143,7 +143,8 @@ def _communication(setup: Setup, device: Device) -> float:
 
 def _weights(setup: Setup, device: Device) -> float:
     """Return seconds in which weights are gathered and gradients scattered: with an expert axis, the rank's experts."""
-    cost, axes, low, steps = setup.cost, setup.axes, setup.gathered_bytes, setup.accumulate
+    cost, axes, steps = setup.cost, setup.axes, setup.accumulate
+    low, reduced = setup.gathered_bytes, setup.reduced_bytes
     gathers = steps * (2 if setup.reshard else 1)
     experts = cost.blocks * cost.experts if setup.expert > 1 else 0
     others = cost.parameters - experts
@@ -151,11 +152,11 @@ def _weights(setup: Setup, device: Device) -> float:
     if setup.reshard and axes["pipe"] == 1:
         last = cost.first if cost.tied else cost.last
     packed = 0.0 if setup.matrix_bytes is None else cost.blocks * (low * cost.block_matrices - setup.matrix_bytes)
-    size = (gathers * (low * others - packed) - steps * low * last + steps * 4 * min(others, setup.trained)) / (
+    size = (gathers * (low * others - packed) - steps * low * last + steps * reduced * min(others, setup.trained)) / (
         axes["tensor"] * axes["pipe"]
     )
     seconds = _ring(size, setup.weight_ranks, axes["tensor"], device)
-    own = (gathers * low + steps * 4) * experts / (setup.expert * axes["pipe"])
+    own = (gathers * low + steps * reduced) * experts / (setup.expert * axes["pipe"])
     return seconds + _ring(own, setup.weight_ranks * axes["tensor"] // setup.expert, setup.expert, device)
 
 

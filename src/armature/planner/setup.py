@@ -78,6 +78,7 @@ class Setup:
     averaged: bool = False
     separate_buckets: bool = False
     param_dtype: str | None = None
+    reduce_dtype: str | None = None
 
     @property
     def adapted(self) -> int:
@@ -103,12 +104,17 @@ class Setup:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of an element of gathered weights. With fp16 a mesh gathers fp32, of which autocast makes copies."""
+        """Bytes of an element of gathered weights, and of a unit's gradients before they are reduced."""
         if self.kind != "mesh":
             return self.compute_bytes
-        if self.param_dtype is not None:
-            return {"float64": 8, "float32": 4}.get(self.param_dtype, 2)
-        return 2 if self.precision == "bf16-mixed" else self.weight_bytes
+        return self.compute_bytes if self.param_dtype is None else _element_bytes(self.param_dtype)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of the gradients that a mesh reduces: fp32 with 16-bit products, else as computed."""
+        if self.reduce_dtype is not None:
+            return _element_bytes(self.reduce_dtype)
+        return 4 if self.precision.startswith("bf16") or self.precision == "16-mixed" else self.gathered_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -141,6 +147,10 @@ class Setup:
 
     def with_(self, **changes: Any) -> Setup:
         return replace(self, **changes)
+
+
+def _element_bytes(dtype: str) -> int:
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
 @cache  # a ranking asks for the same few a thousand times
@@ -205,7 +215,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
         adapters=_adapters(adapter) if adapter else None, expert=expert, averaged=bool(config.averages(cfg)),
         separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
-        param_dtype=options.get("param_dtype"),
+        param_dtype=options.get("param_dtype"), reduce_dtype=options.get("reduce_dtype"),
     )  # fmt: skip
 
 

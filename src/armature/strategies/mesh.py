@@ -24,6 +24,8 @@ from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
+# types in which weights are gathered, by precision; gradients are then reduced in fp32
+COMPUTED = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
@@ -40,7 +42,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         reduce_every_microbatch: reduce gradients in every micro-batch of a step. False: only in the last one, which
             needs memory for unsharded gradients.
         param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16 and fp32 with bf16
-            precision, otherwise fp32.
+            precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
         prefetch: the number of units that are gathered ahead of the one that computes.
         min_num_params: consecutive blocks form one unit until they have this many parameters (counted on one rank of
@@ -204,10 +206,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             name: getattr(self, name) for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
         }
         options["keep_last_gathered"] = not several
-        bf16 = str(self.precision_plugin.precision).startswith("bf16")
-        for key, default in (("param_dtype", torch.bfloat16), ("reduce_dtype", torch.float32)):
+        computed = COMPUTED.get(str(self.precision_plugin.precision))
+        for key, default in (("param_dtype", computed), ("reduce_dtype", computed and torch.float32)):
             name = options[key]
-            options[key] = getattr(torch, name) if name is not None else default if bf16 else None
+            options[key] = default if name is None else getattr(torch, name)
         if several and options["reshard_after_forward"] is False:
             log.warning(
                 "strategy.reshard_after_forward=false does not apply to a LightningModule with several models, whose "
