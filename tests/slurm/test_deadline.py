@@ -16,6 +16,7 @@ JOB += "   StartTime=2026-03-04T10:00:00 EndTime={end} Deadline=N/A\n"
 def _job(monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(slurm.time, "time", lambda: BEGIN + 60)
 
 
 @pytest.fixture

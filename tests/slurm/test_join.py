@@ -25,7 +25,6 @@ STEP = {
 def step(monkeypatch):
     """Sets Slurm's variables; what `join` adds is undone."""
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK"))})
-    monkeypatch.setattr(slurm, "_scontrol", lambda *what: "localhost\nother\n")
 
     def set_(**changes: str) -> None:
         os.environ.update({**STEP, **changes})
@@ -77,11 +76,40 @@ def test_nodes_with_different_numbers_of_tasks_are_refused(step):
 
 
 def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(step, monkeypatch):
-    answers = {"hostnames": "node-not-in-any-dns.invalid\n", "node": "NodeName=node NodeAddr=10.1.2.3 Port=6818\n"}
-    monkeypatch.setattr(slurm, "_scontrol", lambda what, _: answers[what])
-    step()
+    monkeypatch.setattr(slurm, "_scontrol", lambda *what: "NodeName=node NodeAddr=10.1.2.3 Port=6818\n")
+    step(SLURM_STEP_NODELIST="node-not-in-any-dns[1-2].invalid")
     slurm.join(config(2))
     assert os.environ["MASTER_ADDR"] == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("localhost", "localhost"),
+        ("a,b", "a"),
+        ("n[07-12,15]", "n07"),
+        ("n[3]-ib,m", "n3-ib"),
+        ("r[1-2]n[01-4],x", "r1n01"),
+    ],
+)
+def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_list(step, monkeypatch, nodes, first):
+    monkeypatch.setattr(slurm, "_scontrol", lambda *what: (_ for _ in ()).throw(FileNotFoundError("scontrol")))
+    step(SLURM_STEP_NODELIST=nodes)
+    slurm.join(config(2))
+    assert os.environ["MASTER_ADDR"] == first
+
+
+def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
+    step(SLURM_PROCID="5")
+    with pytest.raises(ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"):
+        slurm.join(config(2))
+
+
+def test_an_end_in_the_past_is_no_deadline(step, monkeypatch, caplog):
+    step(SLURM_JOB_END_TIME="1000")
+    monkeypatch.delitem(os.environ, "RANK", raising=False)
+    assert slurm.stop_at(5) is None
+    assert "SLURM_JOB_END_TIME: these variables are left from another job" in caplog.text
 
 
 def test_the_batch_script_itself_is_no_step(step):

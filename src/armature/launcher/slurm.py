@@ -1,9 +1,12 @@
 """Slurm: join the other ranks under `srun`, and find the job's time limit."""
 
+import logging
 import os
+import re
 import socket
 import subprocess
 import time
+from contextlib import suppress
 
 from omegaconf import DictConfig
 
@@ -11,6 +14,7 @@ from armature.errors import ConfigError
 from armature.launcher import environment
 
 JOB = "Slurm job "
+log = logging.getLogger(__name__)
 
 
 def join(cfg: DictConfig) -> None:
@@ -39,6 +43,11 @@ def join(cfg: DictConfig) -> None:
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
+    if int(environ["SLURM_PROCID"]) >= int(environ["SLURM_STEP_NUM_TASKS"]):
+        raise ConfigError(
+            f"SLURM_PROCID={environ['SLURM_PROCID']} of SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks "
+            "of a heterogeneous job count over its components. Start the run in one component: srun --het-group=0."
+        )
     environment.set_rank(
         rank=environ["SLURM_PROCID"], world_size=environ["SLURM_STEP_NUM_TASKS"],
         local_rank=environ["SLURM_LOCALID"], local_world_size=str(on_node), node_rank=environ["SLURM_NODEID"],
@@ -66,6 +75,14 @@ def stop_at(minutes: float | None) -> float | None:
         return None
     begin, end = times()
     if end is None:
+        return None
+    if end <= time.time():
+        if environment.rank() == 0:
+            log.warning(
+                "Slurm job %s should have ended already, by SLURM_JOB_END_TIME: these variables are left from another "
+                "job, or its time limit was raised. The run does not stop ahead of a limit.",
+                os.environ.get("SLURM_JOB_ID"),
+            )
         return None
     duration = end - (begin if begin is not None else time.time())
     margin = minutes * 60
@@ -99,13 +116,20 @@ def _unix(text: str | None) -> float | None:
 
 def _first_host() -> str:
     """Return the step's first node: its name, or its address in Slurm if the name is not in the DNS."""
-    host = _scontrol("hostnames", os.environ["SLURM_STEP_NODELIST"]).split()[0]
+    host = _first_of(os.environ["SLURM_STEP_NODELIST"])
     try:
         socket.getaddrinfo(host, None)
     except OSError:
-        fields = dict(field.split("=", 1) for field in _scontrol("node", host).split() if "=" in field)
-        return fields.get("NodeAddr", host)
+        with suppress(OSError, subprocess.SubprocessError):  # a container without Slurm's programs
+            fields = dict(field.split("=", 1) for field in _scontrol("node", host).split() if "=" in field)
+            return fields.get("NodeAddr", host)
     return host
+
+
+def _first_of(nodes: str) -> str:
+    """Return the first name of a list such as rack[1-2]gpu[001-004,007]-ib,other."""
+    name = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", name)
 
 
 def _scontrol(*arguments: str) -> str:
