@@ -15,6 +15,7 @@ Exit code: 0 if all is well, 1 for warnings, 2 for failures.
 
 import os
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -27,12 +28,14 @@ from omegaconf import DictConfig
 from armature import cli
 from armature.doctor import finding
 from armature.doctor.examine import examine
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line, masked
 from armature.launcher import environment
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
 
 OPTIONS = {"--json": 0.0, "--deadline": 30.0, "--step-seconds": 600.0}
+MOST_SECONDS = 1e6
+options = dict(OPTIONS)
 
 
 def take_options() -> dict[str, float]:
@@ -47,7 +50,7 @@ def take_options() -> dict[str, float]:
             values[name] = float(value) if name != "--json" else 1.0
         except ValueError:
             values[name] = 0.0
-        if values[name] <= 0:
+        if not 0 < values[name] <= MOST_SECONDS:
             cli.refuse([f"{argument}: type a number of seconds, as in {name}={OPTIONS[name]:.0f}."])
     sys.argv[1:] = rest
     return values
@@ -72,18 +75,33 @@ def main(cfg: DictConfig) -> None:
     else:
         seconds, steps = options["--deadline"], options["--step-seconds"]
         deadlines = {"meeting": 4 * seconds, "collective": seconds, "building": steps, "steps": steps}
-        code = examine(cfg, deadlines=deadlines, show=shows)
+        try:
+            code = examine(cfg, deadlines=deadlines, show=shows)
+        except Exception as error:  # exit code 1 would mean that there are only warnings
+            traceback.print_exc()
+            what = f"The examination ended with an error: {masked(error_line(error))}."
+            shows([finding.failure("launch", what, remedy="Correct it, then examine again.")])
+            code = 2
     sys.stdout.flush()
     os._exit(code)  # a thread of gloo can abort the interpreter's teardown, and torchrun would report that
 
 
-if __name__ == "__main__":
+def command() -> None:
     if any(each in ("-h", "--help") for each in sys.argv[1:]):
         print(__doc__)
-        sys.exit()
-    options = take_options()
+        return
+    options.update(take_options())
     try:
         cli.run(main, config_dir=ROOT / "configs")
+    except cli.Refused as refused:
+        if options["--json"]:
+            remedy = "Correct the command; nothing else was examined."
+            show([finding.failure("launch", masked(each), remedy=remedy) for each in refused.problems], as_json=True)
+        raise
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    command()

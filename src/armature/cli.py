@@ -233,9 +233,17 @@ def checking() -> Iterator[None]:
         ) from error
 
 
+class Refused(SystemExit):
+    """Ends a command whose configuration is wrong; the problems have been printed."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(EXIT_CONFIG)
+        self.problems = problems
+
+
 def refuse(problems: list[str]) -> NoReturn:
     print(masked(_text_of(problems)), file=sys.stderr)
-    sys.exit(EXIT_CONFIG)
+    raise Refused(problems)
 
 
 def _text_of(problems: list[str]) -> str:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from armature.doctor.communication import AxisGroup, Link
 from armature.doctor.examine import examine
 from armature.launcher import lock
 from armature.planner import devices
+from tests import in_process
 
 
 @pytest.fixture
@@ -62,6 +64,35 @@ def test_the_report_joins_equal_findings_and_the_exit_code_is_the_worst():
     assert "→ Type fix." in text
     assert "1 failure, 0 warnings, 1 ok" in text
     assert json.loads(finding.as_json([bad]))["exit_code"] == 2
+
+
+def test_a_check_that_raises_is_a_failure_and_the_others_count():
+    def broken():
+        yield finding.ok("launch", "first")
+        raise PermissionError("/proc cannot be read")
+
+    found = finding.gathered("launch", broken, lambda: [finding.ok("launch", "second")])
+    assert [each.level for each in found] == ["ok", "failure", "ok"]
+    assert found[1].what == "The check broken could not look: /proc cannot be read."
+
+
+@pytest.mark.parametrize("typed", ["--deadline=nan", "--deadline=inf", "--deadline=-1", "--step-seconds=x"])
+def test_a_deadline_that_is_no_time_is_refused(typed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor.py", typed])
+    with pytest.raises(SystemExit) as ended:
+        in_process.load("doctor").take_options()
+    assert ended.value.code == 2
+    assert f"{typed}: type a number of seconds" in capsys.readouterr().err
+
+
+def test_a_command_that_is_refused_is_json_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--json", "trainer.devcies=2"])
+    with pytest.raises(SystemExit) as ended:
+        in_process.load("doctor").command()
+    assert ended.value.code == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["exit_code"] == 2
+    assert "Did you mean 'trainer.devices'?" in shown["findings"][0]["what"]
 
 
 # ------------------------------------------------------------ environment
@@ -131,6 +162,12 @@ def test_a_leftover_build_lock_is_named(run, tmp_path):
 
 
 # ------------------------------------------------------------ launch
+def test_variables_of_a_job_that_has_ended_are_named():
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}
+    assert only(launch.leftovers(environ)).what.startswith("SLURM_JOB_ID=7: this job should have ended already")
+    assert not list(launch.leftovers({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}))
+
+
 def test_variables_of_another_job_are_named():
     found = only(launch.leftovers({"RANK": "0", "WORLD_SIZE": "8"}))
     assert "takes itself for rank 0" in found.what
@@ -370,6 +407,20 @@ def test_another_run_in_the_run_directory_is_named(run, tmp_path):
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):
     assert only(run_directory.folder(tmp_path / "a" / "b", key="run.root")).level == "ok"
     assert not list(tmp_path.iterdir())
+
+
+def test_an_object_store_is_written_to(monkeypatch):
+    upath = pytest.importorskip("upath")
+    assert only(run_directory.store("memory://doctor/runs")).level == "ok"
+    assert not list(upath.UPath("memory://doctor/runs").iterdir())
+    monkeypatch.setattr(run_directory.resume, "to_path", lambda path: (_ for _ in ()).throw(KeyError("no credentials")))
+    assert (
+        "memory://doctor: it cannot be written (KeyError: 'no credentials')"
+        in only(run_directory.store("memory://doctor")).what
+    )
+    monkeypatch.setattr(run_directory.resume, "to_path", lambda path: time.sleep(0.5) or path)
+    monkeypatch.setattr(run_directory, "STORE_SECONDS", 0.05)
+    assert "no file could be written within 0.05 s" in only(run_directory.store("memory://doctor")).what
 
 
 def test_a_rename_that_is_not_atomic_is_named(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from armature import hardware
+from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.layout import Layout
 from armature.strategies import extension_locks as locks
@@ -31,15 +33,16 @@ GiB = 2**30
 def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about this machine."""
     where = socket.gethostname()
-    found = [
-        *versions(_required(), _installed),
-        *gpus(cfg, os.environ),
-        *shared_memory(cfg),
-        *open_files(cfg),
-        *memory(cfg, memory_limits()),
-        *threads(cfg, os.environ, cpus=math.floor(min(hardware.cpu_count(), max(1.0, cpu_quota())))),
-        *extension_locks(cfg),
-    ]
+    found = finding.gathered(
+        GROUP,
+        partial(versions, _required(), _installed),
+        partial(gpus, cfg, os.environ),
+        partial(shared_memory, cfg),
+        partial(open_files, cfg),
+        partial(memory, cfg),
+        partial(threads, cfg, os.environ),
+        partial(extension_locks, cfg),
+    )
     return [Finding(each.level, each.group, each.what, each.remedy, where) for each in found]
 
 
@@ -202,8 +205,9 @@ def memory_limits(
     return limits
 
 
-def memory(cfg: DictConfig, limits: Mapping[str, int]) -> Iterator[Finding]:
+def memory(cfg: DictConfig, limits: Mapping[str, int] | None = None) -> Iterator[Finding]:
     """Compare the smallest memory limit with what the ranks of a machine need at least."""
+    limits = memory_limits() if limits is None else limits
     name, limit = min(limits.items(), key=lambda item: item[1])
     devices, workers = cfg.trainer.devices, OmegaConf.select(cfg, "data.num_workers") or 0
     needed = devices * (MEMORY_PER_RANK + workers * GiB // 4)
@@ -218,8 +222,9 @@ def memory(cfg: DictConfig, limits: Mapping[str, int]) -> Iterator[Finding]:
         yield ok(GROUP, f"{name[0].upper()}{name[1:]} allows {limit / GiB:.1f} GiB of memory.")
 
 
-def threads(cfg: DictConfig, environ: Mapping[str, str], *, cpus: int) -> Iterator[Finding]:
+def threads(cfg: DictConfig, environ: Mapping[str, str], *, cpus: int | None = None) -> Iterator[Finding]:
     """Compare the cores that this process may use with the ranks, their loader workers and their threads."""
+    cpus = math.floor(min(hardware.cpu_count(), max(1.0, cpu_quota()))) if cpus is None else cpus
     devices, workers = cfg.trainer.devices, OmegaConf.select(cfg, "data.num_workers") or 0
     typed = environ.get("OMP_NUM_THREADS", "")
     ranks = 1 if environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else devices

@@ -17,7 +17,7 @@ from armature import config
 from armature.doctor import environment as machine
 from armature.doctor import finding, launch, rank, run_directory
 from armature.doctor.finding import Finding
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 from armature.launcher import environment, slurm, supervise
 
 STOP_SECONDS = 5.0  # that ranks may take to end after a report
@@ -45,10 +45,11 @@ def examine(cfg: DictConfig, *, deadlines: dict[str, float], show: Callable[[lis
 def _examine(cfg: DictConfig, deadlines: dict[str, float], report: Callable[[list[Finding]], None]) -> None:
     try:
         slurm.join(cfg)
-    except ConfigError as error:
+    except (ConfigError, ValueError, KeyError) as error:  # the last two for variables that no Slurm has set
         remedy = "Correct the batch script or the configuration."
+        problems = error.problems if isinstance(error, ConfigError) else [f"Slurm's variables: {error_line(error)}"]
         if environment.is_first("SLURM_PROCID"):
-            report([finding.failure(launch.GROUP, problem, remedy=remedy) for problem in error.problems])
+            report([finding.failure(launch.GROUP, problem, remedy=remedy) for problem in problems])
         return
     joined = environment.is_joined()
     own = launch.check(cfg)

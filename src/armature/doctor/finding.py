@@ -1,9 +1,11 @@
 """What a check found, and the report of all of them. Torch-free."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from armature.errors import error_line, masked
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 EXIT_CODES = {OK: 0, WARNING: 1, FAILURE: 2}
@@ -40,6 +42,19 @@ def warning(group: str, what: str, *, remedy: str, where: str = "") -> Finding:
 
 def failure(group: str, what: str, *, remedy: str, where: str = "") -> Finding:
     return Finding(FAILURE, group, what, remedy, where)
+
+
+def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of several checks. One that raises is a failure, and the others count."""
+    found: list[Finding] = []
+    for check in checks:
+        try:
+            found += check()
+        except Exception as error:  # of a machine, a driver or a file system that the check did not expect
+            name = getattr(check, "func", check).__name__
+            what = f"The check {name} could not look: {masked(error_line(error))}."
+            found.append(failure(group, what, remedy="Correct what the error names; this is not known to be sound."))
+    return found
 
 
 def from_records(records: Iterable[dict[str, Any]]) -> list[Finding]:

@@ -4,13 +4,16 @@ import contextlib
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
+from functools import partial
 
 import psutil
 from omegaconf import DictConfig
 
+from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.launcher import environment, supervise
 
@@ -23,8 +26,14 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 def check(cfg: DictConfig, environ: Mapping[str, str] | None = None) -> list[Finding]:
     """Return the findings that need no other rank."""
     environ = os.environ if environ is None else environ
-    found = [*leftovers(environ), *world_size(cfg, environ), *slurm_tasks(cfg, environ)]
-    found += [*interfaces(environ), *loopback(cfg, environ)]
+    found = finding.gathered(
+        GROUP,
+        partial(leftovers, environ),
+        partial(world_size, cfg, environ),
+        partial(slurm_tasks, cfg, environ),
+        partial(interfaces, environ),
+        partial(loopback, cfg, environ),
+    )
     return found or [ok(GROUP, "No variables are left from another job.")]
 
 
@@ -50,6 +59,11 @@ def leftovers(environ: Mapping[str, str]) -> Iterator[Finding]:
         names = " ".join(sorted(ours))
         what = f"{names}: set in this shell; only a run sets them for its own ranks."
         yield warning(GROUP, what, remedy=f"Type unset {names}")
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    if end.isdecimal() and int(end) < time.time():
+        what = f"SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}: this job should have ended already (SLURM_JOB_END_TIME)."
+        remedy = "If the variables are left from it, start a new shell, or in bash type unset ${!SLURM_@}"
+        yield warning(GROUP, what, remedy=remedy)
 
 
 def world_size(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:

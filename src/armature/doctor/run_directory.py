@@ -4,19 +4,24 @@ import errno
 import math
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from armature import files
+from armature.checkpoint import resume
+from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line, masked
 from armature.launcher import lock
 
 GROUP = "run directory"
 SLOW_SECONDS = 2.0  # of a small durable write
+STORE_SECONDS = 60.0  # for a small file in an object store
 ADAM_STATES = 2  # tensors of a parameter's size in a checkpoint, besides the weights
 GiB = 2**30
 
@@ -27,13 +32,46 @@ class _NotAtomic(Exception):
 
 def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about run.root and checkpoint.root."""
-    found = [*in_use(cfg), *folder(Path(cfg.run.root), key="run.root")]
     checkpoints = cfg.checkpoint.root
-    if checkpoints is not None and "://" not in checkpoints:
-        found += folder(Path(checkpoints), key="checkpoint.root")
-    elif checkpoints is not None:
-        return [*found, ok(GROUP, f"checkpoint.root={checkpoints}: an object store; its room is not checked.")]
-    return found
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        partial(in_use, cfg),
+        partial(folder, Path(cfg.run.root), key="run.root"),
+    ]
+    if checkpoints is not None:
+        checks.append(
+            partial(store, checkpoints) if "://" in checkpoints else
+            partial(folder, Path(checkpoints), key="checkpoint.root")
+        )  # fmt: skip
+    return finding.gathered(GROUP, *checks)
+
+
+def store(root: str) -> list[Finding]:
+    """Write a file into an object store, read and remove it. In a thread: a client may try again for minutes."""
+    done: list[Finding] = []
+
+    def rehearse() -> None:
+        name = f".doctor-{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            file = resume.to_path(f"{root.rstrip('/')}/{name}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"new")
+            if file.read_bytes() != b"new":
+                raise OSError("a file that was written reads as something else")
+            file.unlink()
+        except Exception as error:  # each client has classes of its own
+            why, remedy = masked(error_line(error)), "Check the address, the credentials and the network."
+            done.append(failure(GROUP, f"checkpoint.root={root}: it cannot be written ({why}).", remedy=remedy))
+        else:
+            done.append(ok(GROUP, f"checkpoint.root={root} can be written; how much room it has is not known."))
+
+    thread = threading.Thread(target=rehearse, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
+    late = failure(
+        GROUP, f"checkpoint.root={root}: no file could be written within {STORE_SECONDS:g} s.",
+        remedy="Check the address, the credentials and the network.",
+    )  # fmt: skip
+    return done or [late]
 
 
 def in_use(cfg: DictConfig) -> Iterator[Finding]:
