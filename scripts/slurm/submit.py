@@ -81,15 +81,21 @@ def cluster(typed: list[str]) -> DictConfig:
         if key in job:
             # text stays text: YAML reads 1:00:00 as a number of seconds
             parsed = value if key in TEXT and value != "null" else OmegaConf.from_dotlist([f"value={value}"]).value
-            OmegaConf.update(job, key, parsed)
+            OmegaConf.update(job, key, parsed, merge=False)
         elif override.startswith("slurm."):
             near = difflib.get_close_matches(key, [str(key) for key in job], n=1, cutoff=0.5)
             hint = f" Did you mean 'slurm.{near[0]}'?" if near else ""
             problems.append(f"{override}: there is no key 'slurm.{key}'.{hint} Keys: {', '.join(map(str, job))}.")
     for key in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "warn_seconds"):
         optional = key in ("gpus_per_node", "cpus_per_task") and job[key] is None
-        if not optional and not (isinstance(job[key], int) and job[key] > 0):
-            problems.append(f"slurm.{key}={job[key]}: must be a positive number.")
+        if not optional and not (type(job[key]) is int and 0 < job[key] <= 10**6):
+            problems.append(f"slurm.{key}={job[key]}: must be a positive number, of at most a million.")
+    for key in TEXT:
+        if job[key] is not None and not re.fullmatch(r"[^\s\[\]{}]+", str(job[key])):
+            problems.append(f"slurm.{key}={job[key]!r}: must be one word of sbatch's --{key}, or null.")
+    options = job.options if OmegaConf.is_list(job.options) else [None]
+    if not all(isinstance(each, str) and re.fullmatch(r"\S.*", each) for each in options):
+        problems.append(f"slurm.options={job.options}: must be a list, as in [constraint=a100,mem=0].")
     if problems:
         raise ConfigError(problems)
     return job
