@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from armature.models.mixture.experts import Router
+from armature.models.mixture.experts import Experts, Router
 from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks, repeats
 from benchmarks.parity.mixtures import LAYOUTS as MIXTURES
 
@@ -144,6 +145,36 @@ def test_a_rank_holds_its_share_of_the_experts() -> None:
     assert fit_once(job).facts["bytes"] == pytest.approx(
         fit_once(replace(alone(job), steps=job.steps)).facts["bytes"] / 4, rel=0.1
     )
+
+
+def _skips_nan(job: Job) -> Run:
+    """Run a job whose third step is NaN on the last rank's experts alone, under `trainer.on_nan=skip`."""
+    from armature.strategies.base import StrategyMixin
+    from benchmarks.parity.harness import _fit
+
+    StrategyMixin.on_nan = "skip"
+    passes, forward = 0, Experts.forward
+    spoiled = 2 * job.accumulate * 3 + 1  # of three mixtures: the first pass of the third step
+
+    def spoil(self: Experts, x_MD: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        y_MD = forward(self, x_MD, count_E)
+        return y_MD * torch.nan if dist.get_rank() == job.ranks - 1 and passes == spoiled else y_MD
+
+    Experts.forward = spoil  # pyright: ignore[reportAttributeAccessIssue]
+    return _fit(job)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all() -> None:
+    jobs = (replace(MIXTURES[f"mixture, {name}"], steps=4) for name in ("fsdp 2, expert 2", "ddp 2"))
+    run, reference = (on_ranks(_skips_nan, job, ranks=2)[0] for job in jobs)
+    assert np.isnan(run.grad_norms).tolist() == np.isnan(reference.grad_norms).tolist() == [False, False, True, False]
+    for name, value in reference.weights.items():
+        assert np.allclose(run.weights[name], value, rtol=0, atol=TOLERANCE), name
+        assert np.isfinite(value).all()
+    assert run.facts["load"] == reference.facts["load"]
 
 
 def _gradient_of_one_a_rank(rest: int, force: bool) -> float:
