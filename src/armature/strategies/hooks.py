@@ -30,15 +30,15 @@ _EMPTY_HOOKS = (  # hooks that do nothing unless a module overrides them
 
 def call_hooks(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a hook of every callback that overrides it, then the LightningModule's; return what the module returns."""
-    if _is_watched(trainer):
+    if is_watched(trainer):
         call._call_callback_hooks(trainer, name, *args)
         return call._call_lightning_module_hook(trainer, name, *args)
-    module, default = _module_of(trainer), _CALLBACK_DEFAULTS.get(name)
+    module, default = _module_of(trainer), _CALLBACK_DEFAULTS[name]
     state = module.__dict__
     before, state["_current_fx_name"] = state["_current_fx_name"], name  # `self.log` asks which hook it is called in
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        replaced = getattr(type(callback), name, None) is not default or name in callback.__dict__
-        if replaced and callable(hook := getattr(callback, name)):
+        hook = getattr(callback, name)
+        if getattr(hook, "__func__", None) is not default and callable(hook):
             hook(trainer, module, *args)
     state["_current_fx_name"] = before
     if name in _EMPTY_HOOKS and not is_overridden(module, name, L.LightningModule):
@@ -48,7 +48,7 @@ def call_hooks(trainer: L.Trainer, name: str, *args: Any) -> Any:
 
 def call_module(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a hook of the LightningModule and return its result."""
-    if _is_watched(trainer):
+    if is_watched(trainer):
         return call._call_lightning_module_hook(trainer, name, *args)
     module = _module_of(trainer)
     return _call(module, name, getattr(module, name), args)
@@ -56,14 +56,15 @@ def call_module(trainer: L.Trainer, name: str, *args: Any) -> Any:
 
 def call_strategy(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a method of the strategy as a hook and return its result."""
-    if _is_watched(trainer):
+    if is_watched(trainer):
         return call._call_strategy_hook(trainer, name, *args)
     return _call(_module_of(trainer), name, getattr(trainer.strategy, name), args)
 
 
 def is_overridden(instance: Any, name: str, base: type) -> bool:
-    """Return whether an instance or its class replaces a method of `base`, one of Lightning's classes."""
-    return name in instance.__dict__ or getattr(type(instance), name, None) is not _DEFAULTS[base].get(name)
+    """Return whether an instance has another method than `base`, one of Lightning's classes."""
+    method = getattr(instance, name, None)
+    return getattr(method, "__func__", method) is not _DEFAULTS[base].get(name)
 
 
 def _module_of(trainer: L.Trainer) -> L.LightningModule:
@@ -72,7 +73,8 @@ def _module_of(trainer: L.Trainer) -> L.LightningModule:
     return module
 
 
-def _is_watched(trainer: L.Trainer) -> bool:
+def is_watched(trainer: L.Trainer) -> bool:
+    """Return whether a profiler or a log at DEBUG level sees each hook."""
     return not isinstance(trainer.profiler, PassThroughProfiler) or call.log.isEnabledFor(logging.DEBUG)  # pyright: ignore[reportAttributeAccessIssue]
 
 

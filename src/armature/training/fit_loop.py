@@ -42,12 +42,12 @@ class FitLoop(_FitLoop):
         functions, self._before_training = self._before_training, []
         if functions:
             self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
-        for function in functions:
-            function()
-        if self.restarting and not self.epoch_loop.last_batch_is_done:
-            # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
-            progress: Any = self.epoch_progress
-            progress.current.processed = 0
+            for function in functions:
+                function()
+            if self.restarting and not self.epoch_loop.last_batch_is_done:
+                # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
+                progress: Any = self.epoch_progress
+                progress.current.processed = 0
         super().run()
 
     def _count_frequencies_in_global_batches(self) -> None:
@@ -68,9 +68,9 @@ class FitLoop(_FitLoop):
     def setup_data(self) -> None:
         with self.asking_for_data():
             super().setup_data()
-        check = getattr(self._data_source.instance, "check_train_loader", None)
-        if check is not None:  # a data module of ours
-            check(self.trainer.train_dataloader)
+        owner: Any = self._data_source.instance
+        if hasattr(type(owner), "check_train_loader"):  # a data module of ours; a user's `__getattr__` is not asked
+            owner.check_train_loader(self.trainer.train_dataloader)
 
     @contextmanager
     def asking_for_data(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from typing_extensions import override
 from armature.data.prefetch import TRANSFER_HOOKS
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
-from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden
+from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden, is_watched
 from armature.training import epoch_start, stopped_validation
 from armature.training.progress import data_of
 from armature.training.stop import StoppedBySignal
@@ -116,9 +116,9 @@ class EpochLoop(_TrainingEpochLoop):
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skips_epoch:
-            skip_epoch = getattr(data_of(trainer), "skip_epoch", None)
-            if skip_epoch is not None:  # ours, which knows the position in the data
-                skip_epoch()
+            data = data_of(trainer)
+            if hasattr(type(data), "skip_epoch"):  # ours, which knows the position in the data
+                data.skip_epoch()
             raise StopIteration
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step has fetched the batch
             batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
@@ -158,7 +158,7 @@ class EpochLoop(_TrainingEpochLoop):
                     "Skipping the `training_step` by returning None in distributed training is not supported. Return a "
                     "loss on every rank: 0 times the loss trains on nothing."
                 )
-            if isinstance(output, Tensor) and accumulate == 1:  # spares a division by 1 in forward and backward
+            if accumulate == 1 and isinstance(output, Tensor) and output.requires_grad:  # spares a division by 1
                 return ClosureResult(output)
             return self.automatic_optimization.output_result_cls.from_training_step_output(output, accumulate)
 
@@ -207,8 +207,8 @@ class EpochLoop(_TrainingEpochLoop):
                 [] if datamodule is None else [(datamodule, L.LightningDataModule)]
             )
             hooks_batch = any(is_overridden(owner, name, base) for owner, base in owners for name in TRANSFER_HOOKS)
-            if not hooks_batch and not is_overridden(strategy, "batch_to_device", Strategy):
-                return batch
+            if not (hooks_batch or is_overridden(strategy, "batch_to_device", Strategy) or is_watched(trainer)):
+                return dict(batch)  # a step may change its batch, and a loader that is a list gives the same one again
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
