@@ -4,6 +4,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -106,3 +107,20 @@ def test_hooks_are_looked_up_as_attributes():
     module, callback = Computing(), Computed()
     make(Trainer, callback, max_epochs=1).fit(module, DataLoader(torch.ones(EPOCH, 2)))
     assert (module.called, callback.called) == (EPOCH, EPOCH)
+
+
+def test_a_trial_of_the_tuner_does_not_validate():
+    class Validating(Module):
+        lr = batch_size = 1
+
+        def train_dataloader(self):
+            return DataLoader(torch.ones(64, 2), batch_size=self.batch_size)
+
+        def val_dataloader(self):
+            return DataLoader(torch.ones(2, 2))
+
+        def validation_step(self, batch, batch_idx):
+            raise AssertionError
+
+    Tuner(make(Trainer, limit_val_batches=0)).lr_find(Validating(), num_training=3)
+    Tuner(make(Trainer, limit_val_batches=0)).scale_batch_size(Validating(), max_trials=1)

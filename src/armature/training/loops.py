@@ -56,6 +56,7 @@ class EpochLoop(_TrainingEpochLoop):
         step_ended: list[Callable[[], None]],
     ) -> None:  # fmt: skip
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
+        self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
         self.step_ended = step_ended
         self._completed_batches: int | None = None  # unknown until a batch is trained or a checkpoint of ours is loaded
@@ -290,15 +291,14 @@ class EpochLoop(_TrainingEpochLoop):
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         trainer, every = self.trainer, self.trainer.val_check_batch
+        ended = self.last_batch_is_done and self.max_steps == self._own_max_steps
         if every and every != float("inf"):  # None: by the clock. This spares most steps a look at the hooks
             batches = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
-            ends = self.batch_progress.is_last_batch or trainer.should_stop or self.last_batch_is_done
+            ends = ended or self.batch_progress.is_last_batch or trainer.should_stop
             if not ends and (batches + 1) % every:
                 return False
         due = super()._should_check_val_fx(data_fetcher)
-        return due or (
-            self.last_batch_is_done and self._accumulated_batches_reached() and self.trainer.enable_validation
-        )
+        return due or (ended and self._accumulated_batches_reached() and self.trainer.enable_validation)
 
     @property
     def validation_is_due(self) -> bool:
