@@ -122,5 +122,5 @@ def test_a_trial_of_the_tuner_does_not_validate():
         def validation_step(self, batch, batch_idx):
             raise AssertionError
 
-    Tuner(make(Trainer, limit_val_batches=0)).lr_find(Validating(), num_training=3)
-    Tuner(make(Trainer, limit_val_batches=0)).scale_batch_size(Validating(), max_trials=1)
+    Tuner(make(Trainer, max_epochs=1, limit_val_batches=0)).lr_find(Validating(), num_training=3)
+    Tuner(make(Trainer, max_epochs=1, limit_val_batches=0)).scale_batch_size(Validating(), max_trials=1)
