@@ -23,7 +23,7 @@ class FitLoop(_FitLoop):
             resumed run has no step left.
     """
 
-    epoch_loop: EpochLoop
+    epoch_loop: EpochLoop  # unless a user has put another one of Lightning's in its place
     asks_for_data = False  # else a hook or the user's code asks a data module for its training data
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
@@ -34,7 +34,8 @@ class FitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        return self.epoch_loop.all_global_batches_are_done or super().done
+        loop = self.epoch_loop
+        return (isinstance(loop, EpochLoop) and loop.all_global_batches_are_done) or super().done
 
     @override
     def run(self) -> None:
@@ -55,8 +56,9 @@ class FitLoop(_FitLoop):
 
         Lightning counts micro-batches, so that the learning rate would depend on how a global batch is divided.
         """
-        trainer = self.trainer
-        for config in trainer.lr_scheduler_configs if self.epoch_loop.max_global_batches is not None else ():
+        trainer, loop = self.trainer, self.epoch_loop
+        limited = isinstance(loop, EpochLoop) and loop.max_global_batches is not None
+        for config in trainer.lr_scheduler_configs if limited else ():
             if config.interval == "step":
                 config.frequency *= trainer.accumulate_grad_batches
 

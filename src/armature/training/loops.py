@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -228,8 +229,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        fit_loop: Any = self.trainer.fit_loop
-        with fit_loop.asking_for_data():
+        with getattr(self.trainer.fit_loop, "asking_for_data", nullcontext)():
             super().on_run_start(data_fetcher)
 
     @override
@@ -291,7 +291,8 @@ class EpochLoop(_TrainingEpochLoop):
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         trainer, every = self.trainer, self.trainer.val_check_batch
-        ended = self.last_batch_is_done and self.max_steps == self._own_max_steps
+        steps_done = self.last_batch_is_done and self.max_steps == self._own_max_steps
+        ended = self.all_global_batches_are_done or steps_done
         if every and every != float("inf"):  # None: by the clock. This spares most steps a look at the hooks
             batches = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
             ends = ended or self.batch_progress.is_last_batch or trainer.should_stop

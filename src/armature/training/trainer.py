@@ -131,13 +131,15 @@ class Trainer(UsersTrainer):
     @override
     def max_steps(self) -> int:
         """Lightning's limit; without one `max_global_batches`, which ends a run with manual optimization."""
-        limit = self.fit_loop.epoch_loop.max_global_batches
+        loop = self.fit_loop.epoch_loop
+        limit = loop.max_global_batches if isinstance(loop, EpochLoop) else None
         return self.fit_loop.max_steps if limit is None or self.fit_loop.max_steps != -1 else limit
 
     @property
     def completed_batches(self) -> int:
         """Global batches trained on so far, over all resumes: see `EpochLoop.completed_batches`."""
-        return self.fit_loop.epoch_loop.completed_batches
+        loop = self.fit_loop.epoch_loop
+        return loop.completed_batches if isinstance(loop, EpochLoop) else self.global_step
 
     @property
     def step_metrics(self) -> LoggerConnector:
