@@ -339,6 +339,15 @@ def test_what_came_first_is_told(error, number, after, expected, tmp_path):
     assert describe(failures, watch, tmp_path, oom=False).what == expected
 
 
+def test_a_checkpoint_that_could_not_be_saved_is_one_line(tmp_path):
+    watch = SimpleNamespace(hung={}, ended=set(), deaths={})
+    line = "The checkpoint of step 6 could not be saved: s3://a: no answer (last: step=000004)."
+    found = describe(
+        {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"NotSaved: {line}")}, watch, tmp_path, oom=False
+    )
+    assert (found.text, found.is_error) == (line, True)
+
+
 def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
     watch = SimpleNamespace(hung={}, ended={1}, deaths={1: Death(105.0, -9)})
     failures = {

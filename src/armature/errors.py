@@ -42,6 +42,10 @@ class NotFinite(RunFailed):
     """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`). A restart would not help."""
 
 
+class NotSaved(RunFailed):
+    """A checkpoint could not be saved, and the run ends because of it."""
+
+
 MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 

@@ -14,6 +14,7 @@ import torch
 from armature.callbacks.ema import EMA
 from armature.checkpoint import directory, storage
 from armature.checkpoint.writer import CheckpointWriter
+from armature.errors import NotSaved
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.strategies.single import SingleDevice
@@ -87,7 +88,10 @@ def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
 
 
 def test_on_failure_stop_ends_the_run(tmp_path):
-    with pytest.raises(OSError, match="No space left"):
+    said = (
+        r"step 2 could not be saved: .*No space left.*\(last: step=000001\). checkpoint.on_failure=stop ends the run: "
+    )
+    with pytest.raises(NotSaved, match=said):
         saves(tmp_path, steps=3, full_at={2}, on_failure="stop")
 
 
@@ -166,10 +170,10 @@ def test_a_save_that_fails_at_a_stop_leaves_the_stop_as_it_is(tmp_path, monkeypa
     callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
     assert caplog.text.count("could not be saved") == 2
     callback, trainer = in_the_background(tmp_path, monkeypatch, failures=9)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NotSaved, match=r"No space left.*The run is not finished without it"):
         callback.on_train_end(trainer, trainer)
     callback, trainer = in_the_background(tmp_path, monkeypatch, failures=9, on_failure="stop")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(NotSaved, match="No space left"):
         callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
-from armature.errors import NotFinite
+from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
@@ -83,6 +84,7 @@ class Checkpointing(Checkpoint):
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
         self._saved_step = -1
+        self._newest: str | None = None  # of this start, on rank 0
         self._validated_step = -1
         self._owes_validation = False  # a validation was due at the checkpoint's step, but did not run
         self._due = False
@@ -191,7 +193,10 @@ class Checkpointing(Checkpoint):
         self._time_vote.finish()
         if self.at_end or trainer.should_stop:
             self._save(trainer, last=True, final=True)
-            self.writer.finish()
+            try:
+                self.writer.finish()
+            except OSError as error:
+                self._failed(trainer, self._saved_step, error, final=True)
         else:
             self._finish_pending(trainer, last=True)
 
@@ -258,9 +263,7 @@ class Checkpointing(Checkpoint):
             trainer.save_checkpoint(self._path(step), storage_options=self.writer)
             self._saved_step = step
         except OSError as error:
-            self._failed(trainer, step, error)
-            if final:
-                raise
+            self._failed(trainer, step, error, final=final)
         self.step_log.restart_clock()
 
     def _finish_pending(self, trainer: Trainer, *, last: bool = False) -> None:
@@ -271,30 +274,38 @@ class Checkpointing(Checkpoint):
             failed, self._saved_step = self._saved_step, -1
             self._failed(trainer, failed, error, last=last)
 
-    def _failed(self, trainer: Trainer, step: int, error: OSError, *, last: bool = False) -> None:
-        """Handle a save that failed on one of the ranks. Called by all ranks."""
+    def _failed(self, trainer: Trainer, step: int, error: OSError, *, last: bool = False, final: bool = False) -> None:
+        """Handle a save that failed on one of the ranks. Called by all ranks. NotSaved: the run ends because of it."""
         self.scores.pop(step, None)
-        if self.on_failure == "stop":
-            raise error
-        if not trainer.is_global_zero:
-            return
-        free = ""
+        ends = final or self.on_failure == "stop"
+        what = process_group.on_rank_0(partial(self._describe, step, error)) if ends else ""
+        if ends:
+            why = "The run is not finished without it" if final else "checkpoint.on_failure=stop ends the run"
+            message = (
+                f"{what} {why}: once there is room, or the store answers, type the same command with its run.name."
+            )
+            raise NotSaved(message) from error
+        if trainer.is_global_zero:
+            follows = "The run ends, and resumes from that one." if last else (
+                "Training continues, and the next save tries again; checkpoint.on_failure=stop ends the run instead."
+            )  # fmt: skip
+            log.error("%s %s", self._describe(step, error), follows)
+
+    def _describe(self, step: int, error: OSError) -> str:
+        """Remove leftovers, which makes room, and return what failed and which checkpoint is the newest. On rank 0."""
+        free, newest = "", self._newest or "unknown"
         if directory.is_local(self.folder):  # torch does not always report a full disk as such
             free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
-        newest = "unknown"
         with suppress(OSError), directory.errors_of_store(self.folder):  # a store may still be away
-            directory.clear_leftovers(self.folder)  # makes room for the next save
+            directory.clear_leftovers(self.folder)
             newest = directory.read_last(self.folder) or "none yet"
-        log.error(
-            "The checkpoint of step %d could not be saved: %s%s. Earlier ones are untouched (last: %s). %s",
-            step, error, free, newest,
-            "The run ends, and resumes from that one." if last else "Training continues, and the next save tries "
-            "again; checkpoint.on_failure=stop ends the run instead.",
-        )  # fmt: skip
+        earlier = f"Earlier ones are untouched (last: {newest})."
+        return f"The checkpoint of step {step} could not be saved: {' '.join(str(error).split())}{free}. {earlier}"
 
     def _saved(self, checkpoint: Path) -> None:
         """On rank 0, once a checkpoint has its final name; in the writer's thread if it writes in the background."""
         directory.write_last(self.folder, checkpoint.name)
+        self._newest = checkpoint.name
         newest = directory.step_of(checkpoint)
         assert newest is not None
         self._prune(newest)
