@@ -68,7 +68,7 @@ CASES = {
     "no number": (["slurm.nodes=two"], "slurm.nodes=two: must be a positive number"),
     "true for a number": (["slurm.nodes=true"], "slurm.nodes=True: must be a positive number"),
     "two words": (["slurm.partition=a b"], "slurm.partition='a b': must be one word of sbatch's --partition"),
-    "a mapping of options": (["slurm.options={a:1}"], "slurm.options={'a': 1}: must be a list"),
+    "a mapping of options": (["slurm.options={a: 1}"], "slurm.options={'a': 1}: must be a list"),
     "no list of options": (["slurm.options=abc"], "slurm.options=abc: must be a list"),
     "misspelt override": (["stratgy=ddp"], "Did you mean 'strategy'?"),
     "no such cluster": (["slurm=gpus"], "slurm=gpus: there is no such cluster. Options: cpu, gpu"),
