@@ -21,10 +21,9 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -41,10 +40,10 @@ from armature.launcher import environment, heap, lock
 from armature.launcher.rank import leave
 from armature.layout import Layout
 from armature.loading import build_task, constructors
-from armature.loggers import log_hyperparameters, mask_secrets
+from armature.loggers import log_hyperparameters
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import not_finite, report, run_report, stock_callbacks
+from armature.training import loggers, not_finite, report, run_report, stock_callbacks
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -173,7 +172,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     trainer = Trainer(
         strategy=strategy,
         callbacks=[errors, checks, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display, page],
-        logger=[*_loggers(cfg, checkpoint), csv],  # a module's self.logger is the first
+        logger=[*loggers.build(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
@@ -208,6 +207,7 @@ def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
+    loggers.open_services(trainer, resumes=run.checkpoint is not None)
     if process_group.rank() == 0:
         log_hyperparameters(trainer.loggers, config.without_secrets(cfg))
     started = time.monotonic()
@@ -304,18 +304,6 @@ def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     if isinstance(found, ConfigError):
         raise found
     return storage.first_intact(found, trust=cfg.checkpoint.trust)
-
-
-def _loggers(cfg: DictConfig, checkpoint: Path | None) -> list[Logger]:
-    """Build the configured loggers. TensorBoard drops what a killed process logged after the checkpoint."""
-    step = checkpoint_directory.saved_step(checkpoint) if checkpoint is not None else None
-    loggers = []
-    for node in (cfg.logger or {}).values():
-        target = get_object(node._target_)
-        purges = isinstance(target, type) and issubclass(target, TensorBoardLogger) and "purge_step" not in node
-        loggers.append(instantiate(node, **({"purge_step": step + 1} if purges and step is not None else {})))
-    mask_secrets(loggers)
-    return loggers
 
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 from typing_extensions import TypeIs
 
+from armature.errors import error_line, masked
 from armature.validation import values
 
+CALLED = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")  # by a Trainer
+MOST_FAILURES = 3  # in a row: a service that is away may take minutes for each
 log = logging.getLogger(__name__)
 
 
@@ -32,6 +35,52 @@ def log_hyperparameters(loggers: Iterable[Any], hyperparameters: dict[str, Any])
             logger.log_hyperparams(hyperparameters)
         except Exception as error:  # each service has errors of its own
             log.warning("%s did not take the configuration (%s). config.yaml has it.", type(logger).__name__, error)
+
+
+def open_problems(loggers: Iterable[Any]) -> dict[int, str]:
+    """Open each logger's experiment, which a Trainer would do, and return by index why those that fail do."""
+    found = {}
+    for i, logger in enumerate(loggers):
+        try:
+            _ = getattr(logger, "experiment", None)
+        except Exception as error:  # each service has errors of its own
+            found[i] = f"{type(logger).__name__} could not be opened ({error_line(error)})."
+    return found
+
+
+def forgive_failures(loggers: Iterable[Any]) -> None:
+    """Let the run continue if a service fails: say so once, and stop calling it after MOST_FAILURES in a row."""
+    for logger in loggers:
+        failures = Failures(type(logger).__name__)
+        for name in CALLED:
+            if callable(method := getattr(logger, name, None)):
+                setattr(logger, name, wraps(method)(partial(failures.call, method, name)))
+
+
+class Failures:
+    """Counts a logger's failures."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.in_a_row, self.reported = name, 0, False
+
+    def call(self, method: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
+        if self.in_a_row >= MOST_FAILURES:
+            return None
+        try:
+            result = method(*args, **kwargs)
+        except Exception as error:  # each service has errors of its own
+            self.in_a_row += 1
+            if not self.reported:
+                self.reported = True
+                kept = "config.yaml has them" if what == "log_hyperparams" else "metrics.csv has the same numbers"
+                why = masked(error_line(error))
+                log.error("%s failed in %s (%s). The run continues; %s.", self.name, what, why, kept)
+            if self.in_a_row == MOST_FAILURES:
+                log.error("%s failed %d times in a row and is not used again in this start.", self.name, MOST_FAILURES)
+            return None
+        if what == "log_metrics":
+            self.in_a_row = 0
+        return result
 
 
 def mask_secrets(loggers: Iterable[Any]) -> None:
