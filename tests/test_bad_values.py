@@ -36,6 +36,10 @@ optimizer.newton_schulz_steps=0 optimizer.base_width=0 optimizer._partial_=false
 scheduler.warmup=2.5 scheduler.warmup=nan scheduler.warmup=600 scheduler.decay=-1 scheduler.final=-1
 checkpoint.every_n_minutes=nan checkpoint.every_n_minutes=inf checkpoint.keep_best=-1 checkpoint.keep_last=0
 checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope checkpoint.monitor=loss
+checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true checkpoint.monitor=abc checkpoint.monitor=train/los
+optimizer.precision=fp16 optimizer.newton_schulz_steps=1000000 logger.tensorboard.save_dir=5
+logger.tensorboard.version=1.5 logger.tensorboard.metric=[a] task=[] model=[1] data=[a] optimizer=[] strategy=[1]
+scheduler=[1]
 launch.hang_timeout=nan launch.hang_timeout=inf launch.hang_timeout=1e20 launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
 launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=-1 task.preview_prompt=''
@@ -50,6 +54,7 @@ data.num_workers=100000 data.global_batch_size=1000000000000 data.eval_batch_siz
 data.source.context=1000000000000 trainer.devices=100000 trainer.num_nodes=1000000 task.preview_tokens=100000000
 """)
 OF_ANOTHER_FORM = words("""
+run.tags={a:1} run.tags=[a,[b]] run.tags=[a,{b:1}] run.tags=['']
 model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5 logger=5 ~run
 +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
 ~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
@@ -130,6 +135,13 @@ def test_only_tokenizers_that_are_trained_need_all_bytes(tmp_path):
     (problem,) = [each for each in problems_of("data.source.vocab_size=65") if "data.source.vocab_size" in each]
     assert "must be a whole number" in problem
     assert "257" in problem
+
+
+@pytest.mark.parametrize("typed", ["trainer.test_at_end=5", "checkpoint.background=-1", "run.report='2'"])
+def test_a_number_is_neither_true_nor_false(typed, default):
+    with pytest.raises(ConfigError, match=f"^{typed}: must be true or false"):
+        check(default.copy(), prepare=False, overrides=[typed])
+    check(default.copy(), prepare=False, overrides=["trainer.test_at_end=0", "run.report=true", "trainer.max_steps=5"])
 
 
 @pytest.mark.parametrize("key", ["run.name", "run.root", "checkpoint.root"])

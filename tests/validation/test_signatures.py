@@ -23,6 +23,9 @@ def sample(tmp_path, monkeypatch):
         "class Inherits(Base): ...\n"
         "@dataclass\nclass Options:\n    rate: float = 0.1\n    name: str = ''\n"
         "def build(path: str): ...\n"
+        "def typed(*, tags: Sequence[str] = (), pair: tuple[float, float] = (0, 1), size: Optional[int] = None,\n"
+        "          kind: Literal['a', 'b'] = 'a', weights: 'dict[str, float] | None' = None, file: Path = None,\n"
+        "          names: list[str] = [], other: Union[int, Unknown] = 1): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     signatures._tree.cache_clear()
@@ -42,6 +45,20 @@ def found(**node):
         {"_target_": "sample.net.Inherits", "depth": 1},
         {"_target_": "sample.net.Options", "rate": 0.5, "name": "a"},
         {"_target_": "sample.net.build", "path": "x", "_partial_": True},
+        {
+            "_target_": "sample.net.typed",
+            "tags": "ab",
+            "pair": [0, 0.5],
+            "size": None,
+            "kind": "b",
+            "weights": {"a": 1},
+        },
+        {"_target_": "sample.net.typed", "tags": ["a"], "weights": None, "file": "x", "other": "y", "names": []},
+        {
+            "_target_": "sample.net.typed",
+            "tags": {"_target_": "sample.net.Options"},
+            "file": {"_target_": "sample.net.build", "path": "x"},
+        },
         {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},
     ],
@@ -58,6 +75,27 @@ def test_sound_arguments_are_accepted(node):
         ({"_target_": "sample.net.Net", "width": "three"}, ["node.width='three'", "int"]),
         ({"_target_": "sample.net.Net", "width": True}, ["node.width=True", "int"]),
         ({"_target_": "sample.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
+        *(
+            ({"_target_": "sample.net.typed", key: value}, [f"node.{key}={value!r}", f"takes {takes} here"])
+            for key, value, takes in [
+                ("tags", [1], "Sequence[str]"),
+                ("tags", 5, "Sequence[str]"),
+                ("pair", [1], "tuple[float, float]"),
+                ("pair", [1, "a"], "tuple[float, float]"),
+                ("size", 1.5, "int or None"),
+                ("kind", "c", "'a', 'b'"),
+                ("kind", True, "'a', 'b'"),
+                ("weights", {"a": "b"}, "dict[str, float] or None"),
+                ("file", 5, "str"),
+                ("names", ["a", ["b"]], "list[str]"),
+                ("names", "a", "list[str]"),
+            ]
+        ),
+        (
+            {"_target_": "torch.optim.SGD", "_partial_": True, "lr": {"a": 1}},
+            ["node.lr={'a': 1}", "takes float or Tensor"],
+        ),
+        ({"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]}, ["node.save_dir=[1]", "str"]),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
         ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),
         (

@@ -28,6 +28,7 @@ from armature.training.progress import completed_batches, data_of
 from armature.training.stragglers import LEAST_STEPS, StragglerWatch
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
 from armature.training.trainer import Trainer as OurTrainer
+from armature.validation.relations import OF_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class StepLog(Callback):
     COLUMNS = frozenset(
         {"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm", "train/loss_scale", "train/skipped"}
     )
-    MONITORED = ("epoch", "lr", "train/loss", "train/grad_norm")  # callbacks find them in callback_metrics
+    MONITORED = OF_STEPS
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(
@@ -283,7 +284,7 @@ class StepLog(Callback):
                 row["tokens"] = row["samples"] * self.tokens_per_sample
         self.last = rows[-1]
         assert isinstance(trainer, OurTrainer)
-        trainer.step_metrics.publish({name: self.last[name] for name in self.MONITORED if name in self.last})
+        trainer.step_metrics.publish({name: self.last[name] for name in OF_STEPS if name in self.last})
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
         if len(rows) < self.every_n_steps:  # before validation, a save or the end

@@ -73,7 +73,7 @@ def check(
         problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
-    problems += lightning_parts.limit_problems(cfg) + _logger_problems(cfg)
+    problems += lightning_parts.limit_problems(cfg) + _logger_problems(cfg) + values.switch_problems(overrides)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
@@ -122,6 +122,11 @@ def _group_problems(cfg: DictConfig) -> list[str]:
         else:
             gone = [item.name] if item.name not in raw else []
         found += [f"~{key}: every run needs {key}. Remove ~{key} from the command." for key in gone]
+    for name in ("task", "model", "data", "optimizer", "scheduler", "strategy"):
+        if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):  # scheduler=null arrives as []
+            found.append(
+                f"{name}={value}: a list, where one option is due. Type {name}=NAME, a file of configs/{name}/."
+            )
     return found
 
 
@@ -188,6 +193,9 @@ def _dangling(cfg: DictConfig) -> list[str]:
 
 
 def _target_problems(cfg: DictConfig) -> list[str]:
+    cfg = cfg.copy()
+    for key in ("name", "dir", "id"):  # decided later; arguments may refer to them
+        cfg.run[key] = cfg.run[key] or f"<run.{key}>"
     return targets.problems(plain(cfg), [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])])
 
 

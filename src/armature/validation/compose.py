@@ -216,9 +216,15 @@ def _describe(
         hint = f" {remedy}" if remedy else _nearest(value, options)
         return f"{override}: {key} has no option '{value}'.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
-        return f"{override}: {str(error.__cause__ or error).splitlines()[0]}.{f' {remedy}' if remedy else ''}"
+        said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        return f"{override}: {said}.{f' {remedy}' if remedy else ''}"
     if remedy:
         return f"{override}: there is no key '{key}'. {remedy}"
+    if key in known:
+        made = _composed(tuple(sound))
+        is_list = isinstance(made, DictConfig) and OmegaConf.is_list(OmegaConf.select(made, key))
+        remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
+        return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
     if override[0] != "+" and group != "data" and _is_argument(key, sound):  # of data, another option may be meant
         return f"{override}: there is no key '{key}' yet. Type +{override} to add it."

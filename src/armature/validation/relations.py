@@ -18,6 +18,8 @@ from armature.errors import ConfigError
 from armature.validation import preferences, signatures
 
 log = logging.getLogger(__name__)
+OF_STEPS = ("epoch", "lr", "train/loss", "train/grad_norm")  # of each row of metrics.csv: callbacks may monitor them
+SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")  # callbacks that log nothing to monitor
 
 
 def problems(cfg: dict[str, Any]) -> list[str]:
@@ -38,6 +40,7 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
     callbacks = cfg.get("callbacks") or {}
     if not known or any(not _is_known(node) for node in callbacks.values()):
         return
+    silent = all(str(node["_target_"]).startswith(SILENT) for node in callbacks.values())
     asked = {"checkpoint.monitor": cfg["checkpoint"]["monitor"]}
     asked |= {f"callbacks.{name}.monitor": node["monitor"] for name, node in callbacks.items() if "monitor" in node}
     for key, name in asked.items():
@@ -47,6 +50,10 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={name}: the task logs {', '.join(known)}.{hint}"
         elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
             yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
+        elif silent and name not in (*known, *OF_STEPS) and not str(name).startswith("val/"):
+            near = difflib.get_close_matches(str(name), names := [*known, *OF_STEPS], 1, 0.5)
+            hint = f" Did you mean {key}={near[0]}?" if near else ""
+            yield f"{key}={name}: there is no metric of this name. There are {', '.join(names)}.{hint}"
 
 
 def _is_known(node: Any) -> bool:

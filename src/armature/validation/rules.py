@@ -71,6 +71,20 @@ def text(what: str, *, null: str | None = None, form: str = r"(?s).*\S.*") -> Ru
     return rule
 
 
+def metric(value: Any) -> str | None:
+    """A name: OmegaConf makes a text of a number that was typed."""
+    good = isinstance(value, str) and value.strip() and value not in ("True", "False") and not _is_number(value)
+    return None if good else "must be the name of a metric, as in val/loss"
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
 def length(value: Any) -> str | None:
     """A number of steps, or a share of the run."""
     good = (type(value) is int and value >= 0) or (
@@ -118,6 +132,11 @@ def duration(value: Any) -> str | None:
 def checkpointing(value: Any) -> str | None:
     good = value in ("none", "every", "selective") or (type(value) is int and value >= 1)
     return None if good else "must be none, every, selective, or n for every n-th block"
+
+
+def texts(value: Any) -> str | None:
+    good = isinstance(value, list) and all(isinstance(each, str) and each.strip() for each in value)
+    return None if good else "must be a list of words, as in [baseline,long]"
 
 
 def packages(value: Any) -> str | None:

@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from armature.data.batching import LOADER_KEYS
-from armature.validation import foreign_keys
+from armature.validation import annotations, foreign_keys
 
 LIBRARIES = ("torch", "lightning")  # their classes declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
-_TYPES = {
-    "int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict,
-    "Tensor": dict,  # a node with a _target_
-}  # fmt: skip
 FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
 Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
@@ -54,30 +50,13 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
                 hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known)) else hint
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
-        names = _annotation_names(signature.parameters[key])
-        if "Tensor" in names and target.split(".")[0] != "torch":
+        annotation = signature.parameters[key]
+        if annotations.takes_tensor(annotation) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
-        if names and not any(_is_a(value, name) for name in names):
-            found.append(
-                f"{path}.{key}={'null' if value is None else repr(value)}: {target} takes {' or '.join(names)} here."
-            )
+        if not annotations.accepts(annotation, value):
+            shown = "null" if value is None else repr(value)
+            found.append(f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here.")
     return found
-
-
-def _is_a(value: Any, name: str) -> bool:
-    return name == "bool" if isinstance(value, bool) else isinstance(value, _TYPES[name])
-
-
-def _annotation_names(annotation: ast.expr | None) -> list[str]:
-    """Return `int | str | None` as names; empty if any part is not a plain type, and nothing is checked then."""
-    if isinstance(annotation, ast.BinOp):
-        left, right = _annotation_names(annotation.left), _annotation_names(annotation.right)
-        return left + right if left and right else []
-    if isinstance(annotation, ast.Constant) and annotation.value is None:
-        return ["None"]
-    if isinstance(annotation, ast.Name) and annotation.id in _TYPES:
-        return [annotation.id]
-    return []
 
 
 def _module_file(name: str) -> Path | None:

@@ -7,11 +7,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from armature.config import Config
 from armature.errors import MASK, hide, masked
 from armature.validation import rules
 from armature.validation.rules import Rule
@@ -86,6 +88,7 @@ RANGES: dict[str, Rule] = {
     "seed": rules.number(least=0, most=2**32 - 1, whole=True),
     "resume": rules.text("auto, never, required, or the path of a run or a checkpoint"),
     "run.root": rules.text("a folder"),
+    "run.tags": rules.texts,
     "trainer.num_nodes": rules.number(least=1, most=10**5, whole=True),
     "trainer.max_steps": rules.number(least=1, most=10**12, whole=True, null="no limit"),
     "trainer.max_epochs": rules.number(least=1, most=10**9, whole=True, null="no limit"),
@@ -98,7 +101,7 @@ RANGES: dict[str, Rule] = {
     "checkpoint.keep_last": rules.number(least=1, whole=True),
     "checkpoint.keep_best": rules.number(least=0, whole=True),
     "checkpoint.keep_every_n_steps": _steps,
-    "checkpoint.monitor": rules.text("the name of a metric, as in val/loss"),
+    "checkpoint.monitor": rules.metric,
     "checkpoint.root": rules.text("a folder or an object store", null="the run directory"),
     "launch.hang_timeout": lambda value: None if value == "auto" else _seconds(value),
     "launch.stop_minutes_before_limit": rules.number(above=0, most=LONGEST / 60, null="never"),
@@ -152,7 +155,7 @@ OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's woul
     "optimizer.weight_decay": rules.number(least=0),
     "optimizer.eps": rules.number(least=0),
     "optimizer.momentum": rules.number(least=0, below=1),
-    "optimizer.newton_schulz_steps": _count,
+    "optimizer.newton_schulz_steps": rules.number(least=1, most=100, whole=True),
     "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
 }
 _of_bytes = rules.number(least=257, most=2**24, whole=True)
@@ -173,9 +176,10 @@ ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse th
         "peak_tflops": rules.number(above=0, null="the device's own"),
         "norms_every_n_steps": _steps,
     },
+    "armature.optim.muon.Muon": {"precision": rules.one_of(*CHOICES["trainer.precision"])},
     "lightning.pytorch.callbacks.EarlyStopping": {
         "mode": rules.one_of("min", "max"),
-        "monitor": rules.text("the name of a metric, as in val/loss"),
+        "monitor": rules.metric,
         "patience": rules.number(least=0, whole=True),
         "min_delta": rules.number(),
     },
@@ -209,7 +213,11 @@ def _arguments(plain: dict[str, Any]) -> Iterator[str]:
     nodes = {f"callbacks.{name}": node for name, node in callbacks.items()} if isinstance(callbacks, dict) else {}
     data = plain.get("data")
     source = data.get("source") if isinstance(data, dict) else None
-    for path, node in (nodes | {"data": data, "data.source": source}).items():
+    nodes |= {"data": data, "data.source": source}
+    optimizer = plain.get("optimizer")
+    if isinstance(optimizer, dict) and optimizer.get("precision") != plain["trainer"]["precision"]:  # reported there
+        nodes["optimizer"] = optimizer
+    for path, node in nodes.items():
         ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
         yield from _ranges(plain, {f"{path}.{key}": rule for key, rule in ranges.items()})
 
@@ -287,6 +295,24 @@ def _names(plain: dict[str, Any]) -> Iterator[str]:
             yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
     if (size := run.get("micro_batch_size")) is not None:
         yield f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type data.micro_batch_size={size}."
+
+
+def switch_problems(overrides: Sequence[str]) -> list[str]:
+    """Return typed values of true-or-false keys that are numbers: OmegaConf makes true of any but 0."""
+    switches = {
+        f"{group.name}.{each.name}"
+        for group in fields(Config)
+        if is_dataclass(group.type)
+        for each in fields(group.type)
+        if each.type is bool
+    }
+    typed = [override.lstrip("+").partition("=") for override in overrides]
+    numbers = re.compile(r"""['"]?[-+]?\d+['"]?""")
+    return [
+        f"{key}={value}: must be true or false."
+        for key, _, value in typed
+        if key in switches and numbers.fullmatch(value) and value.strip("'\"") not in ("0", "1")
+    ]
 
 
 # ---------------------------------------------------------------- secrets
