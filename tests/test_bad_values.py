@@ -86,6 +86,8 @@ TOGETHER = [
     ("data=mixture", "data.paths={a: b}", "data.weights=[1]"),
     ("data=mixture", "data.paths={a: b}", "data.weights={a: -1}"),
     ("data=tokens", "data.path=.", "data.source.dtype=abc"),
+    ("data=synthetic", "data.samples=100000000000000000000"), ("data=synthetic", "data.image_size=0"),
+    ("data=synthetic", "data.channels=1000000"), ("data=synthetic", "data.classes=0"),
     ("data=text", "data.path=null"), ("data=text", "data.path=[1,2]"), ("data=text", "data.path=/dev/zero"),
 ]  # fmt: skip
 

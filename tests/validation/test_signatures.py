@@ -95,6 +95,11 @@ def test_sound_arguments_are_accepted(node):
             {"_target_": "torch.optim.SGD", "_partial_": True, "lr": {"a": 1}},
             ["node.lr={'a': 1}", "takes float or Tensor"],
         ),
+        (
+            {"_target_": "sample.net.Net", "width": 3, "_convert_": "alll"},
+            ["node._convert_='alll'", "partial, object, all"],
+        ),
+        ({"_target_": "sample.net.Net", "width": 3, "_args_": 5}, ["node._args_=5: must be a list"]),
         ({"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]}, ["node.save_dir=[1]", "str"]),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
         ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),

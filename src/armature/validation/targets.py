@@ -51,6 +51,7 @@ NEVER = (
     "torch.compile", "torch.ops", "torch.distributed", "torch.multiprocessing", "torch.utils.cpp_extension",
     "torch.utils.model_zoo", "torch.utils.bottleneck", "torch.utils.checkpoint", "setuptools", "pip", "pkg_resources",
 )  # fmt: skip
+CONVERSIONS = ("none", "partial", "object", "all")  # Hydra's _convert_
 PLAIN = ("collections", "datetime", "decimal", "fractions", "pathlib")  # of the standard library, harmless classes
 ROLES = {  # group → base classes of which one is needed
     "callbacks": ("Callback",),
@@ -135,6 +136,11 @@ def _node_problems(path: str, node: dict[str, Any], allowed: Sequence[str], *, c
         for key in ("_partial_", "_recursive_")
         if key in node and not isinstance(node[key], bool)
     ]
+    convert = node.get("_convert_")
+    if convert is not None and str(getattr(convert, "value", convert)).lower() not in CONVERSIONS:
+        found.append(f"{path}._convert_={convert!r}: must be one of {', '.join(CONVERSIONS)}.")
+    if not isinstance(node.get("_args_", []), list):
+        found.append(f"{path}._args_={node['_args_']!r}: must be a list of positional arguments.")
     if (refused := _forbidden(path, target, allowed)) is not None:
         return [refused]
     definition = signatures.find_definition(target)
