@@ -7,6 +7,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.forked import Forks
@@ -43,6 +44,22 @@ class Images(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Away(CSVLogger):
+    """Its service does not answer."""
+
+    def log_metrics(self, metrics, step=None):
+        raise ConnectionError("no answer")
+
+    def finalize(self, status):
+        raise ConnectionError("no answer")
+
+
+class Unreachable(CSVLogger):
+    @property
+    def experiment(self):
+        raise ConnectionError("no route")
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +105,17 @@ def test_a_bar_of_lightning_s_replaces_ours(forks):
     ended = forks.train(*COMMAND, "run.name=c", "logger=none", bar)
     assert "mine=" in ended.output
     assert Path(forks.cwd / "outputs" / "c" / "summary.json").exists()
+
+
+def test_a_service_that_is_away_ends_no_run_of_two_ranks(forks):
+    away = "+logger.away={_target_:tests.test_lightning_surface.Away,save_dir:.}"
+    ended = forks.train(*COMMAND, "run.name=d", away, "trainer.devices=2", "trainer.limit_val_batches=null", ranks=2)
+    assert "Away failed in log_metrics (no answer). The run continues; metrics.csv has" in ended.output
+    assert (forks.cwd / "outputs" / "d" / "summary.json").exists()
+
+
+def test_a_service_that_cannot_be_opened_is_one_line(forks):
+    away = "+logger.away={_target_:tests.test_lightning_surface.Unreachable,save_dir:.}"
+    ended = forks.train(*COMMAND, "run.name=e", away, "trainer.devices=2", ranks=2, expect=2)
+    assert "logger: Unreachable could not be opened (no route). Correct its group" in ended.output
+    assert "Traceback" not in ended.output
