@@ -99,7 +99,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
             "other weights or with norms (task.adapter.targets, train, dora). "
             "Type scripts/simulate.py with this command line."
         )
-    values = dict(each.lstrip("+").split("=", 1) for each in typed)
+    values = {key: value for key, _, value in (each.lstrip("+").partition("=") for each in typed)}
     micro, count, num_nodes = (
         cli.whole_number(key, values.get(key, "auto"))
         for key in ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes")
@@ -114,6 +114,9 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     print(f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of weights in 16 bits")
     if units:
         print(f"Run: {units:,.0f} {cost.unit}, {'as typed' if arguments.tokens else 'by trainer.max_steps'}")
+    chosen = "trainer.precision" not in values and cfg.trainer.precision == device.precision
+    if chosen and (slower := device.slow_in_fp32):
+        print(slower)
     print()
     print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
     adapters = ranking.with_adapters(cfg, device, runs, fixed=fixed)

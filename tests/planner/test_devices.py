@@ -48,6 +48,18 @@ def test_this_finds_the_file_of_the_gpu(driver_name: str, memory_gib: float, pea
     assert device.peak_flops["float16"] == peak
 
 
+def test_this_passes_over_files_without_names(tmp_path: Path, monkeypatch) -> None:
+    for name in ("t4", "mine"):
+        text = (devices.FOLDER / "t4.yaml").read_text()
+        kept = [line for line in text.splitlines() if name == "t4" or not line.startswith("names:")]
+        (tmp_path / f"{name}.yaml").write_text("\n".join(kept))
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    monkeypatch.setattr(hardware, "gpu_count", lambda: 1)
+    monkeypatch.setattr(hardware, "gpu_name", lambda: "Tesla T4")
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: None)
+    assert devices.this().name == "t4"
+
+
 def test_this_refuses_a_gpu_without_a_file(monkeypatch) -> None:
     monkeypatch.setattr(hardware, "gpu_count", lambda: 1)
     monkeypatch.setattr(hardware, "gpu_name", lambda: "NVIDIA GeForce 256")

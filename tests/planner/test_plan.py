@@ -10,11 +10,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from armature import config
+from armature import cli, config, hardware
+from armature.errors import ConfigError
 from armature.planner import devices, memory, picture, ranking, refine
 from armature.planner import layouts as layouts_of
 from armature.planner.setup import Setup
 from armature.simulation import settings
+from armature.validation import checks
 from tests import in_process
 from tests.planner.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
 from tests.planner.test_formulas import cost_of, mesh
@@ -66,6 +68,20 @@ def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
         r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$", out, re.MULTILINE
     )
     assert re.search(r"^  ddp on 2, 4: strategy=fsdp instead \([\d.]+-[\d.]+ GiB\)$", out, re.MULTILINE)
+
+
+def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(plan) -> None:
+    words = ("model=gpt2_124m", "data=synthetic", "hardware=v100", "trainer.devices=1", "--quick")
+    line = "Type trainer.precision=16-mixed for products that are 8 × as fast"
+    assert line in plan(*words)
+    assert line not in plan(*words, "trainer.precision=16-mixed")
+    assert line not in plan(*words, "trainer.precision=32-true")
+
+
+def test_a_batch_that_does_not_divide_is_named_once_in_the_command(plan) -> None:
+    words = ("model=llama3_1b", "data=synthetic", "data.global_batch_size=64", "hardware=h100_80gb")
+    (command,) = re.findall(r"^  python train.py .*$", plan(*words, "trainer.devices=5", "--quick"), re.MULTILINE)
+    assert re.findall(r"data.global_batch_size=\d+", command) == ["data.global_batch_size=65"]
 
 
 def test_offloaded_layouts_say_what_the_host_holds(plan) -> None:
@@ -243,6 +259,39 @@ def test_remedies_are_what_the_run_would_not_refuse(script: ModuleType) -> None:
     offered = {each.choice.name: " ".join(ranking.remedies(each, device)) for each in runs if not each.fits}
     assert "cpu_offload" in offered["fsdp 8"]
     assert "cpu_offload" not in offered["fsdp 8, expert 8"]
+
+
+PLANNED = [  # overrides, hardware, devices, machines
+    (GPT2, "rtx4090", 3, 1),
+    ([*LLAMA_1B, "trainer.precision=16-mixed"], "v100", 6, 1),
+    (LLAMA_8B, "a100_40gb", 4, 3),
+    (["model=qwen3_30b_a3b", "data=synthetic"], "h100_80gb", 8, 1),  # with Muon, the default
+    ([], "cpu", 2, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("typed", "name", "gpus", "nodes"), PLANNED)
+def test_every_layout_that_is_offered_passes_the_checks_before_launch(
+    script: ModuleType, typed: list[str], name: str, gpus: int, nodes: int, monkeypatch
+) -> None:
+    GlobalHydra.instance().clear()
+    cfg, device = script.composed([*typed, f"hardware={name}"])
+    runs, _ = ranking.rank(cfg, device, [(gpus, nodes)], fixed=ranking.Fixed())
+    assert len(runs) >= 2
+    monkeypatch.setattr(hardware, "gpu_count", lambda: 0 if name == "cpu" else gpus)
+    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: device.memory_bytes)
+    monkeypatch.setattr(hardware, "bf16_is_fast", lambda *_: device.precision == "bf16-mixed")
+    found: dict[str, list[str]] = {}
+    for each in runs:
+        command = [*typed, *each.words.replace("HOST:PORT", "node1:29500").split()]
+        GlobalHydra.instance().clear()
+        try:
+            checks.check(cli.compose(command), open_data=False, prepare=False, overrides=command)
+        except ConfigError as error:  # DeepSpeed need not be installed here
+            problems = [each for each in error.problems if "deepspeed is not installed" not in each]
+            found |= {each.words: problems} if problems else {}
+    assert found == {}
 
 
 def test_a_number_of_devices_is_one_that_whole_machines_have(monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from armature.planner import memory, ranking
@@ -105,7 +106,7 @@ def report(
     best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
     for place, (_, each) in enumerate(sorted(best.items())):
         lines += [] if place else ["", "Type:"]
-        lines.append(f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}")
+        lines.append(f"  {_command(typed, each.words)}")
     if any("data.global_batch_size=" in each.words for each in best.values()):
         lines.append("  (data.global_batch_size: one that divides among the ranks; this changes the result)")
     if not fitting:
@@ -130,9 +131,16 @@ def adapted(candidates: Sequence[Candidate], *, typed: str, unit: str) -> list[s
     lines = ["", f"Weights that are trained already (model.pretrained) can be fine-tuned on {gpus} by adapters:"]
     for each in candidates:
         low, high = each.units_per_second
-        lines.append(f"  {' '.join(filter(None, ('python train.py', typed, each.words)))}")
+        lines.append(f"  {_command(typed, each.words)}")
         lines.append(f"    {each.peak_bytes / GIB:.1f} GiB, {low:,.0f}-{high:,.0f} {unit}/s")
     return lines
+
+
+def _command(typed: str, words: str) -> str:
+    """Return the command of a layout, without the typed keys that it names itself."""
+    chosen = {word.partition("=")[0] for word in words.split()}
+    kept = [word for word in shlex.split(typed) if word.lstrip("+").partition("=")[0] not in chosen]
+    return " ".join(filter(None, ("python train.py", shlex.join(kept), words)))
 
 
 def _helped(runs: Sequence[Candidate], refused: Sequence[Candidate], device: Device) -> list[str]:
