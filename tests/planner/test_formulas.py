@@ -102,7 +102,13 @@ SIMULATED = [
 ]
 
 
+PIPELINE_8B = {"name": "llama3_8b", "layers": 4, "context": 2048, "reshard": False}  # the rank that needs most
 SIMULATED += [  # on 2026-11-23
+    ({**PIPELINE_8B, "micro": 4, "accumulate": 2, **mesh(pipe=2)}, 24.50),
+    ({**PIPELINE_8B, "micro": 4, "accumulate": 2, "schedule": "gpipe", **mesh(pipe=2)}, 31.93),
+    ({**PIPELINE_8B, "micro": 4, "accumulate": 2, "schedule": "interleaved_1f1b", "precision": "32-true",
+      **mesh(pipe=2)}, 24.56),
+    ({**PIPELINE_8B, "micro": 8, "microbatches": 8, **mesh(pipe=4)}, 19.73),
     ({"name": "llama3_8b", "layers": 4, "context": 2048, "micro": 4, "recompute": "every", **mesh(tensor=8)}, 5.54),
     ({**SINGLE_8B, "layers": 4, "context": 2048, "accumulate": 2, "kind": "ddp", "world_size": 8, "averaged": True,
       "separate_buckets": True}, 51.12),

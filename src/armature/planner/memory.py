@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from armature.parallel.split import SCHEDULES, pieces_in_flight
 from armature.planner.setup import Setup
 
 GIB = 2**30
@@ -98,7 +99,7 @@ def _stage_peak(setup: Setup, stage: int) -> tuple[dict[str, float], float, floa
 
 def _part(setup: Setup, stage: int) -> Part:
     cost, pipe, tensor = setup.cost, setup.axes["pipe"], setup.axes["tensor"]
-    blocks, first, last = setup.blocks_by_stage[stage], stage == 0, stage == pipe - 1
+    blocks, first, last = setup.blocks_by_rank[stage], stage == 0, stage == pipe - 1
     gathered = (cost.block - cost.experts) / tensor + cost.experts / setup.expert if cost.experts else None
     block = cost.block / tensor  # the tensor axis divides experts too, as ranks of the expert axis or of `rest`
     return Part(cost.first / tensor * first, blocks, block, cost.last / tensor * last, gathered or block)
@@ -231,8 +232,11 @@ def samples_in_flight(setup: Setup, stage: int) -> float:
     if pipe == 1:
         return setup.micro
     piece = setup.micro / setup.microbatches
-    waiting = setup.microbatches if setup.schedule == "gpipe" else min(pipe - stage, setup.microbatches)
-    return piece * waiting
+    return piece * _pieces_in_flight(setup, stage)
+
+
+def _pieces_in_flight(setup: Setup, rank: int) -> float:
+    return pieces_in_flight(setup.schedule, rank=rank, ranks=setup.axes["pipe"], microbatches=setup.microbatches)
 
 
 # ---------------------------------------------------------------- moments
@@ -251,9 +255,14 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     stays = (setup.kind == "ddp" and not setup.separate_buckets) or (
         setup.kind == "deepspeed" and setup.stage == 3
     )  # buckets; a flat buffer
+    gathered, unit_gradients = _gathered(setup, part)
+    late = setup.schedule == "gpipe" and pipe > 1  # all of the schedule's losses are computed before its backward
+    if pipe > 1:  # a schedule's gradients lie beside those before: Lightning's zero_grad comes after training_step
+        held["gradients"] *= 2
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
-    gathered, unit_gradients = _gathered(setup, part)
+    if pipe > 1 and _sharded(setup):  # gradients stay whole until the schedule's last micro-batch
+        unit_gradients = setup.reduced_bytes * part.total
     working += _dense_matrix(setup)
     end = piece * cost.losses / context * cost.width * (_norm_bytes(setup) + 2 * c) / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
@@ -262,6 +271,19 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     finish = max(_unit(setup, part.first), _unit(setup, part.gathered)) if setup.adapters is None else 0
     if setup.accumulate > 1:  # added to the one before
         finish = max(finish, tensor * _embedding_bytes(setup, part))
+    if pipe > 1:
+        pieces = _pieces_in_flight(setup, stage)
+        others = whole * (pieces - 1) / pieces + (block if setup.recompute == "none" else 0)
+        finish = max(finish, setup.weight_bytes * part.first) if not _sharded(setup) else finish
+        waiting = (pieces - 1 if late else 0) * _kept_by_loss(setup, part, piece)
+        at_loss = {**held, "gradients": state["gradients"] if late else held["gradients"]}
+        return [
+            {**at_loss, "activations": whole + end + waiting, "16-bit copies": copied,
+             "gathered": gathered, "temporary": max(loss, loss_backward) + unit_gradients},
+            {**held, "activations": others, "16-bit copies": copied,
+             "gathered": gathered, "temporary": working + unit_gradients + finish},
+            {**state, "temporary": _optimizer_temporary(setup, part)},
+        ]  # fmt: skip
     return [
         {**held, "activations": whole + end, "16-bit copies": copied,
          "gathered": last_gathered + arriving + _ahead(setup, part), "temporary": loss},
@@ -355,7 +377,8 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
         return 0, 0
     positions, matrix = piece * cost.losses / setup.axes["context"], cost.head_matrices / tensor
     logits = positions * cost.classes / tensor
-    if not cost.chunked_loss:
+    two_stages = setup.axes["pipe"] > 1 and SCHEDULES[setup.schedule].stages_per_rank > 1  # `Runner` computes the loss
+    if not cost.chunked_loss or two_stages:
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
     copy = 0 if c == 4 or (_sharded(setup) and setup.gathered_bytes == c) else c * matrix  # of the weight
@@ -363,6 +386,14 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
         return (c + 4) * chunk + copy + positions * cost.width * c, 3 * positions * cost.width * c
     workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c
     return workspace, (8 + c) * matrix + 3 * positions * cost.width * c
+
+
+def _kept_by_loss(setup: Setup, part: Part, piece: float) -> float:
+    """Return bytes that a chunked loss keeps until its backward: the head's gradient and copy, and the input's."""
+    if not part.last:
+        return 0
+    matrix, positions = setup.cost.head_matrices / setup.axes["tensor"], piece * setup.cost.losses
+    return (4 + setup.compute_bytes) * matrix + positions * setup.cost.width * setup.compute_bytes
 
 
 def _optimizer_temporary(setup: Setup, part: Part) -> float:

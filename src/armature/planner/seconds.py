@@ -79,7 +79,7 @@ def _compute(setup: Setup, device: Device) -> float:
     cost, tensor, pipe = setup.cost, setup.axes["tensor"], setup.axes["pipe"]
     flops_rate, bytes_rate = peak_flops(setup, device) * MATRIX_SHARE, device.memory_bytes_per_second * MEMORY_SHARE
     samples = setup.micro * setup.accumulate
-    tokens, blocks = samples * cost.positions / setup.axes["context"], setup.blocks_by_stage
+    tokens, blocks = samples * cost.positions / setup.axes["context"], setup.blocks_by_rank
     # a block, forward: a multiplication and an addition for each weight, and twice for each pair of positions
     products = tokens * 2 * cost.block_matrices / tensor / flops_rate
     attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
@@ -167,7 +167,7 @@ def _experts(setup: Setup, device: Device) -> float:
     cost, shared = setup.cost, setup.axes["context"] * setup.axes["tensor"]
     exchanges = 2 * (3 if setup.recompute == "every" else 2)
     size = setup.micro * setup.accumulate * cost.positions / shared * cost.rows * setup.compute_bytes
-    return _ring(exchanges * max(setup.blocks_by_stage) * size * setup.expert_load, setup.expert, 1, device)
+    return _ring(exchanges * max(setup.blocks_by_rank) * size * setup.expert_load, setup.expert, 1, device)
 
 
 def _context(setup: Setup, device: Device) -> float:
@@ -176,7 +176,7 @@ def _context(setup: Setup, device: Device) -> float:
     passes = 3 if setup.recompute == "every" else 2
     elements = (2 * cost.queries + cost.keys * setup.key_copies) / tensor
     size = setup.micro * setup.accumulate * cost.positions / context * elements * setup.compute_bytes
-    return _ring(passes * max(setup.blocks_by_stage) * size, context, tensor, device)
+    return _ring(passes * max(setup.blocks_by_rank) * size, context, tensor, device)
 
 
 def _tensor(setup: Setup, device: Device) -> float:
@@ -187,7 +187,7 @@ def _tensor(setup: Setup, device: Device) -> float:
     """
     cost, sequence = setup.cost, setup.sequence_parallel
     repeated = {"none": 0, "selective": 2 if sequence else 0}.get(str(setup.recompute), 3 if sequence else 2)
-    blocks = max(setup.blocks_by_stage)
+    blocks = max(setup.blocks_by_rank)
     if str(setup.recompute).isdigit():
         repeated *= memory.recomputed_blocks(setup, blocks) / blocks
     elements = setup.micro * setup.accumulate * cost.positions / setup.axes["context"] * cost.width

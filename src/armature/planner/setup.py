@@ -19,7 +19,7 @@ from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
 from armature.parallel.mesh import AXES, shards_sequence
-from armature.parallel.split import balance_blocks
+from armature.parallel.split import SCHEDULES, balance_blocks, stages_of_rank
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,17 @@ class Setup:
     @property
     def blocks_by_stage(self) -> Sequence[int]:
         """Blocks of each pipeline stage, balanced as the pipeline balances them."""
-        return _balanced(self.cost, self.axes["pipe"])
+        return _balanced(self.cost, self.axes["pipe"] * SCHEDULES[self.schedule].stages_per_rank)
+
+    @property
+    def blocks_by_rank(self) -> Sequence[int]:
+        """Blocks of each rank of a pipeline, which may hold two stages."""
+        ranks = self.axes["pipe"]
+        if ranks == 1:
+            return [self.cost.blocks]
+        of_stages = self.blocks_by_stage
+        held = [stages_of_rank(rank, ranks=ranks, schedule=self.schedule) for rank in range(ranks)]
+        return [sum(of_stages[stage] for stage in stages) for stages in held]
 
     def with_(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -186,7 +196,8 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     """Return the numbers of a configuration with its `auto` values decided; None if the model has no formula.
 
     With adapters (`task.adapter`) there is one if all Linears inside the blocks have them and nothing else is trained,
-    without DeepSpeed. There is none for pairs, which are several rows and pass the model twice.
+    without DeepSpeed. There is none for pairs, which are several rows and pass the model twice, nor for the schedule
+    zero_bubble, which keeps activations for gradients that it computes later.
 
     Raises ConfigError if the batch does not divide.
     """
@@ -197,6 +208,8 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     if adapter and (layout.kind == "deepspeed" or not _adapts_all(cfg, cost)):
         return None
     if signatures.class_attribute(cfg.task._target_, "reads") == "pairs":
+        return None
+    if layout.axes["pipe"] > 1 and layout.options.get("schedule") == "zero_bubble":
         return None
     batches = batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks)
     matrix_state, other_state = optimizer_bytes(cfg)
