@@ -132,6 +132,13 @@ KNOWN_WAITS = {
         "to host: parallel/gradients.py: torch._foreach_mul_(grads, by.to(device))",
         "to device: parallel/gradients.py: alike = [norms.to(device, torch.float32) for norms in alike]",
     },
+    # Muon's products are computed on the device
+    "fsdp 1, offloaded": {
+        "to device: parallel/distributed_matrices.py: "
+        "result = DTensor.from_local(function(matrix.full_tensor()), matrix.device_mesh, run_check=False)",
+        "to host: parallel/distributed_matrices.py: "
+        "return result.redistribute(placements=matrix.placements).to(matrix.device)",
+    },
 }
 
 
