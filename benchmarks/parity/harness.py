@@ -379,6 +379,7 @@ def _whole(module: Any, strategy: Any) -> dict[str, Any]:
     from armature.parallel.process_group import all_gather_object
 
     if hasattr(strategy, "deepspeed_engine"):
+        strategy.base = None  # else what checkpoints leave out is missing
         own = strategy.lightning_module_state_dict()
     else:
         state = module.state_dict()

@@ -24,7 +24,10 @@ TINY = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 160}
+GPT2 = {  # without its dropout, of which each rank draws another
+    "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 160,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "llama": TINY,
     "qwen3": {**TINY, "tie_word_embeddings": True, "head_dim": 16},
