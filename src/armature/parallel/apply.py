@@ -182,7 +182,7 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
     arguments = {"mesh": mesh, **sharding_arguments(options)}
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
     sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
-    dtensors.watch_frozen_weights(model)
+    dtensors.watch_weights(model)
     dtensors.carry_hooks(model)
     # weights that must not be rounded to `param_dtype`: in one process they are not
     rounds = options.param_dtype is not None

@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from armature.errors import ConfigError
+
+WATCHED_FORWARDS = 6  # of a model, for changes of its weights
 MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of a sharded weight and a plain tensor
 
 
@@ -115,20 +118,19 @@ class _Gather(torch.autograd.Function):
         return summed.redistribute(placements=[Replicate() if p.is_partial() else p for p in ctx.placements])
 
 
-def watch_frozen_weights(model: nn.Module) -> None:
-    """Let a model's first forwards in training raise ValueError if they change a weight that is not trained.
+def watch_weights(model: nn.Module) -> None:
+    """Let a model's first forwards in training raise ConfigError if they change a weight.
 
     Call it before `fully_shard`. A forward has gathered copies of the weights, and changes of a copy are lost. Only a
     few forwards are watched, since a sum over each weight costs time.
     """
-    if all(param.requires_grad for param in model.parameters()):
-        return
     before: dict[str, Tensor] = {}
-    forwards_left = 6
+    forwards_left = WATCHED_FORWARDS
 
     def sums() -> dict[str, Tensor]:
-        frozen = {n: p.detach() for n, p in model.named_parameters() if not (p.requires_grad or isinstance(p, DTensor))}
-        return {name: torch.stack([param.sum(), param.square().sum()]) for name, param in frozen.items()}
+        all_of_them = ((name, p.detach()) for name, p in model.named_parameters() if p.dtype != torch.bool)
+        gathered = {name: weight for name, weight in all_of_them if not isinstance(weight, DTensor)}
+        return {name: torch.stack([weight.sum(), weight.square().sum()]) for name, weight in gathered.items()}
 
     def begin(*_: Any) -> None:
         before.update(sums() if forwards_left and model.training else {})
@@ -137,17 +139,22 @@ def watch_frozen_weights(model: nn.Module) -> None:
         nonlocal forwards_left
         if before:
             forwards_left -= 1
-            changed = [n for n, value in sums().items() if n in before and not torch.equal(value, before[n])]
+            changed = [n for n, value in sums().items() if n in before and not _alike(value, before[n])]
             before.clear()
             if changed:
-                raise ValueError(
-                    f"{type(model).__name__}.forward changes weights that are not trained: {', '.join(changed[:3])}. "
-                    "Sharded over ranks, they are copies there, and the change would be lost. Move the change into the "
-                    "LightningModule (training_step or on_train_batch_end), where it works, or type strategy=ddp."
+                raise ConfigError(
+                    f"{type(model).__name__}.forward changes weights: {', '.join(changed[:3])} (an initialization from "
+                    "the first batch, or max_norm). Sharded over ranks, they are copies there, and the change would be "
+                    "lost. Move the change into the LightningModule (training_step or on_train_batch_end), where it "
+                    "works, or type strategy=ddp."
                 )
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def learn_gradient_types(model: nn.Module) -> None:
