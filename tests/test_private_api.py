@@ -239,6 +239,7 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch", "_C", None, "simulation/fake_cuda.py"),
     ("torch._C", "_disabled_torch_function_impl", None, "parallel/dtensors.py"),
     ("torch.utils", "_pytree", None, "parallel/dtensors.py"),
+    ("torch:Tensor", "_version", None, "parallel/dtensors.py"),
     ("torch._C", "_set_only_lift_cpu_tensors", None, "simulation/fake_cuda.py"),
     ("torch.cuda", "_lazy_init", (), "simulation/fake_cuda.py"),
     ("torch.cuda", "_lazy_call", ("callable", "kwargs"), "simulation/fake_cuda.py"),

@@ -16,20 +16,30 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 
+_MOST_PARTS = 256  # that are kept for `check_parts`, until the next step
+_watches_parts = False
 WATCHED_FORWARDS = 6  # of a model, for changes of its weights
 MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of a sharded weight and a plain tensor
 
 
-def support_user_code() -> None:
-    """Let `weight.data = …` and `weight[mask] = …` change a sharded weight, and `norm()` return an ordinary number.
+def support_user_code(*, watch_parts: bool = False) -> None:
+    """Let `weight.data = …` and `weight[…] = …` change a sharded weight, and `norm()` return an ordinary number.
 
-    torch's own assignment of `data` leaves the shard as it is, without an error: a momentum teacher would never move.
-    Lightning's `grad_norm` puts norms into `torch.tensor([…])`, which cannot read DTensors. torch.optim.Rprop sets
-    elements by masks, for which torch has no rule.
+    With `watch_parts`, `check_parts` finds changes of rows in place. Activations must not be DTensors then.
+
+    torch's own assignments leave the shard as it is, without an error: a momentum teacher would never move, and rows
+    would never be set, since torch gathers a tensor before it takes rows of it. Lightning's `grad_norm` puts norms into
+    `torch.tensor([…])`, which cannot read DTensors. torch.optim.Rprop sets elements by masks, for which torch has no
+    rule.
     """
     DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
+    global _watches_parts
+    _watches_parts = watch_parts
     DTensor.norm = _norm
     DTensor.__setitem__ = _set_items
+    DTensor.__getitem__ = _get_items
+    for name in ("chunk", "narrow", "select", "split", "unbind"):
+        setattr(DTensor, name, _part_taker(name))
 
 
 @torch.no_grad()
@@ -52,10 +62,64 @@ def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
 def _set_items(self: DTensor, key: Any, value: Any) -> None:
     number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
     masked = isinstance(key, DTensor) and key.dtype == torch.bool and key.shape == self.shape
-    if number and masked and key.placements == self.placements and not any(p.is_partial() for p in self.placements):
+    partial = any(p.is_partial() for p in self.placements)
+    if number and masked and key.placements == self.placements and not partial:
         self.to_local()[key.to_local()] = value  # each rank has the mask of its own elements
-    else:
+    elif partial or _shards(self) == 0 or (self.requires_grad and torch.is_grad_enabled()):
         Tensor.__setitem__(self, key, value)
+    else:
+        with torch.no_grad():
+            whole = self.full_tensor().clone()
+            whole[pytree.tree_map_only(DTensor, DTensor.full_tensor, key)] = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            )
+            replicated = DTensor.from_local(whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim)
+            self.copy_(replicated.redistribute(placements=self.placements))
+
+
+_parts: list[tuple[DTensor, int]] = []  # parts of weights and gradients that were gathered to be read, with versions
+
+
+def _get_items(self: DTensor, key: Any) -> Any:
+    part = Tensor.__getitem__(self, key)
+    keys = key if isinstance(key, tuple) else (key,)
+    if all(isinstance(each, int | slice | None) or each is Ellipsis for each in keys):  # a view in one process
+        _watch(self, part)
+    return part
+
+
+def _part_taker(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def take(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        taken = function(self, *args, **kwargs)
+        for part in taken if isinstance(taken, tuple | list) else (taken,):
+            _watch(self, part)
+        return taken
+
+    return take
+
+
+def _watch(whole: DTensor, part: Any) -> None:
+    learns = torch.is_grad_enabled() and whole.requires_grad  # a change of the part is an error of torch's then
+    if _watches_parts and not learns and isinstance(part, DTensor) and _shards(part) < _shards(whole):
+        _parts.append((part, part._version))
+        del _parts[:-_MOST_PARTS]
+
+
+def _shards(tensor: DTensor) -> int:
+    return sum(placement.is_shard() for placement in tensor.placements)
+
+
+def check_parts() -> None:
+    """Raise ConfigError if a part of a sharded weight or gradient was changed in place: it was a copy."""
+    parts = _parts[:]
+    _parts.clear()
+    if any(part._version != version for part, version in parts):
+        raise ConfigError(
+            "Rows of a sharded weight or gradient were changed in place, as in weight[0].zero_(), but they were "
+            "gathered copies: the change was lost. Write weight[0] = 0, which works, or type strategy=ddp."
+        )
 
 
 # ---------------------------------------------------------------- weights used outside of their model's forward

@@ -148,9 +148,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def build(self, module: L.LightningModule) -> None:
         self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
-        dtensors.support_user_code()
+        others = ("pipe", "context", "tensor")  # whose activations may be DTensors
+        weights_only = all(self.sizes[axis] == 1 for axis in others) and self.options["expert"] == 1
+        dtensors.support_user_code(watch_parts=weights_only)
         self._check_hooks(sharded=False)
-        models = models_of(module)
+        self._models = models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         if self.world_size > 1:
             self._check_ties([name for name, _ in models])
@@ -265,6 +267,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if not self._knows_hooks:
             self._check_hooks(sharded=True)
             self._knows_hooks = True
+        dtensors.check_parts()
         return super().training_step(*args, **kwargs)
 
     def _check_hooks(self, *, sharded: bool) -> None:
