@@ -38,6 +38,9 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+OF_ALL_RANKS = -1  # a stream that no rank trains with
+
+
 def begin(*, seed: int, stream: int, step: int = 0) -> None:
     """Seed streams that differ between ranks with different data, and from what was drawn before `step`."""
     torch.manual_seed(seed * 1_000_003 + stream + step * 7_919)
@@ -69,6 +72,12 @@ class RankRandomState:
 
     def __init__(self) -> None:
         self._held: dict[str, Any] | None = None
+
+    def begin(self, *, seed: int, stream: int) -> None:
+        """Begin this rank's stream with the first batch, unless a checkpoint's state is held."""
+        begin(seed=seed, stream=stream)
+        if self._held is None:
+            self.hold()
 
     def hold(self) -> None:
         self._held = capture()

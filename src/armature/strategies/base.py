@@ -120,7 +120,10 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             for i, optimizer in enumerate(self.optimizers)
         }
         if trainer.state.fn == TrainerFn.FITTING:
-            randomness.begin(seed=self.seed, stream=self.rng_stream)
+            self.random_state.begin(seed=self.seed, stream=self.rng_stream)
+            if not self.sharded and getattr(trainer, "begins_random_streams", False):
+                # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+                randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
 
     @override
     def build_once(self) -> None:

@@ -101,6 +101,7 @@ class Trainer(UsersTrainer):
         kwargs: Lightning's.
     """
 
+    begins_random_streams = True  # those of the ranks, with the first batch
     # Lightning reads the names of arguments here, for PL_TRAINER_* variables
     __signature__ = inspect.signature(L.Trainer)
 
