@@ -43,7 +43,7 @@ from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import loggers, not_finite, report, run_report, stock_callbacks
+from armature.training import loggers, not_finite, replicas, report, run_report, stock_callbacks
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -178,7 +178,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
         max_epochs=limits.epochs,
         before_training=[partial(_save_assets, data, directory), step_log.resume, progress.begin, checkpointing.begin],
-        step_ended=[checkpointing.step_ended, stop.step_ended],
+        step_ended=[replicas.step_ended, checkpointing.step_ended, stop.step_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),
     )

@@ -41,6 +41,8 @@ def check(cfg: DictConfig, session: Session) -> None:
         with session.limit("reading the order of the samples", seconds=session.deadlines.building, group="data"):
             if session.rank == 0:
                 session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
+        if (strategy := StrategyMixin.find(run.trainer)) is not None:
+            strategy.replicates_weights = False  # the run's own check would end it before `Watch` names the ranks
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)

@@ -42,10 +42,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         trained_count: those of them that are trained.
         frozen_bytes: of the others, as far as checkpoints hold them.
         remedies: what to type after an error of torch's, by words of its message.
+        replicates_weights: whether `replicated_weights` are the same on all ranks, and ordinary tensors.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
     """
 
     bubble_share: float = 0.0
+    replicates_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}
 
@@ -211,6 +213,10 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """
         named = state.parameter_names(self.module).items()
         return {name: param for param, name in named if param.is_floating_point()}  # pyright: ignore[reportReturnType]
+
+    def replicated_weights(self) -> dict[str, nn.Parameter]:
+        """Return the weights by name of which every rank has the whole."""
+        return dict(self.module.named_parameters())
 
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
         """Return the names that any rank has, each once, sorted. Called by all ranks."""

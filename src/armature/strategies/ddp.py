@@ -44,6 +44,7 @@ class DDP(StrategyMixin, DDPStrategy):
     reduces_gradients_once = True
     saves_files = True
     copies_buffers = True
+    replicates_weights = True
     remedies: ClassVar = {
         "Expected to have finished reduction":  # Lightning names a strategy of its own
             "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "

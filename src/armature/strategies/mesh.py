@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -54,6 +54,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
 
+    replicates_weights = True
     remedies: ClassVar = {
         dtensors.MIXED:
             "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
@@ -92,6 +93,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.applied: list[apply.ParallelizedModel] = []
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
+        self._models: Sequence[tuple[str, nn.Module]] = ()
         self._run_contexts, self._knows_hooks = ExitStack(), False
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
@@ -174,6 +176,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             self.applied.append(applied)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+
+    @override
+    def replicated_weights(self) -> dict[str, nn.Parameter]:
+        models = tuple(f"{name}." for name, _ in self._models)
+        return {name: param for name, param in self.module.named_parameters() if not name.startswith(models)}
 
     def _check_ties(self, models: Sequence[str]) -> None:
         """Raise ConfigError if models share a weight: each is sharded by itself, so each would train its own copy."""

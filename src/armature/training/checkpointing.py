@@ -21,7 +21,7 @@ from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
-from armature.training import stock_callbacks
+from armature.training import replicas, stock_callbacks
 from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
@@ -253,6 +253,7 @@ class Checkpointing(Checkpoint):
             if score is not None:
                 self.scores[step] = score
             return
+        replicas.check(trainer)
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
         self.save_begins()

@@ -1,0 +1,75 @@
+"""Find weights that users' code changes on some ranks only: training goes on without a word, and is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from armature.errors import ConfigError
+from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
+from armature.training.progress import completed_batches
+
+EVERY = 1024  # steps between two checks later in a run
+_PARTS = {torch.float64: 1e-4, torch.float32: 1e-4}  # of its norm that a weight may differ by; of shorter types:
+_PART_OF_SHORT = 0.02
+
+Sums = Mapping[str, tuple[float, float, float]]  # name → sum, norm, and the part of the norm that may differ
+
+
+def step_ended(trainer: L.Trainer) -> None:
+    """Check after steps 1, 2, 4, 8, … and every EVERY steps: it reads each weight once."""
+    step = completed_batches(trainer)
+    if step % EVERY == 0 or step & (step - 1) == 0:
+        check(trainer)
+
+
+def check(trainer: L.Trainer) -> None:
+    """Raise ConfigError if ranks that must hold the same weights do not. Called by all ranks."""
+    strategy = StrategyMixin.find(trainer)
+    if strategy is None or strategy.world_size == 1 or not strategy.replicates_weights:
+        return
+    everyones = process_group.all_gather_object(sums(strategy.replicated_weights()))
+    if (found := first_difference(everyones)) is None:
+        return
+    name, rank = found
+    first, other = (f"{each[name][1]:.6g}" if name in each else "missing" for each in (everyones[0], everyones[rank]))
+    raise ConfigError(
+        f"{type(trainer.lightning_module).__name__}: {name} is not the same on all ranks after step "
+        f"{completed_batches(trainer)}: its norm is {first} on rank 0 and {other} on rank {rank}. Code beside the "
+        "optimizer changes it by a rank's own samples or random numbers, or its gradients are not reduced. Reduce what "
+        "changes it over the ranks (trainer.strategy.reduce, self.all_gather), draw it once and send it "
+        "(trainer.strategy.broadcast), or type strategy=single trainer.devices=1."
+    )
+
+
+@torch.no_grad()
+def sums(weights: Mapping[str, Tensor]) -> Sums:
+    found = {}
+    for name, weight in weights.items():
+        values = torch.view_as_real(weight) if weight.is_complex() else weight
+        if values.is_floating_point() and values.numel():
+            part = _PARTS.get(values.dtype, _PART_OF_SHORT)
+            norm = torch.linalg.vector_norm(values.float() if part == _PART_OF_SHORT else values)
+            found[name] = (float(values.sum(dtype=torch.float64)), float(norm), part)
+    return found
+
+
+def first_difference(everyones: Sequence[Sums]) -> tuple[str, int] | None:
+    """Return the first weight that differs from rank 0's by more than rounding, and the rank."""
+    for rank, own in enumerate(everyones):
+        for name in dict.fromkeys((*everyones[0], *own)):
+            if name not in own or name not in everyones[0] or _differ(everyones[0][name], own[name]):
+                return name, rank
+    return None
+
+
+def _differ(one: tuple[float, float, float], two: tuple[float, float, float]) -> bool:
+    largest = max(one[1], two[1])
+    if not math.isfinite(largest):
+        return False  # trainer.on_nan reports it
+    return max(abs(one[0] - two[0]), abs(one[1] - two[1])) > max(one[2], two[2]) * largest
