@@ -82,6 +82,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (FIT, "setup_data", ("self",), "training/fit_loop.py"),
     (FIT, "_iteration_based_training", ("self",), "training/fit_loop.py"),
     (FIT, "on_advance_start", ("self",), "training/fit_loop.py"),
+    (FIT, "on_advance_end", ("self",), "training/fit_loop.py"),
     (FIT, "epoch_loop", None, "training/fit_loop.py"),
     (FIT, "epoch_progress", None, "training/fit_loop.py"),
     (FIT, "_data_fetcher", None, "training/loops.py"),

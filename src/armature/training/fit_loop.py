@@ -93,6 +93,11 @@ class FitLoop(_FitLoop):
             function()
         super().on_advance_start()
 
+    @override
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        self.epoch_loop.stop_together()
+
     def restore_progress(self, *, epoch: int, started: bool) -> None:
         """Set the counters of a resumed run: complete epochs, and whether some batches of the next one are done."""
         progress: Any = self.epoch_progress

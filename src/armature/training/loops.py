@@ -28,7 +28,7 @@ from armature.data.prefetch import TRANSFER_HOOKS
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden, is_watched
-from armature.training import epoch_start, stopped_validation
+from armature.training import agreement, epoch_start, stopped_validation
 from armature.training.progress import data_of
 from armature.training.stop import StoppedBySignal
 from armature.training.timings import DataWait
@@ -65,6 +65,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._in_eval: list[str] | None = None  # while it validates
         self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
         self._takes_index = True
+        self._may_stop: bool | None = None  # whether code of users may set trainer.should_stop on some ranks only
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -94,7 +95,8 @@ class EpochLoop(_TrainingEpochLoop):
         if batch is None and not takes_iterator:
             self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
         else:
-            skips_epoch = call_hooks(trainer, "on_train_batch_start", batch, index) == -1
+            skips_epoch = call_hooks(trainer, agreement.HOOK, batch, index) == -1
+            skips_epoch = agreement.skipped(trainer.lightning_module, skips_epoch, batch_idx=index)
             call_strategy(trainer, "on_train_batch_start", batch, index)
             if skips_epoch:
                 progress.increment_by(0, is_last_batch=True)
@@ -132,6 +134,7 @@ class EpochLoop(_TrainingEpochLoop):
         trainer._logger_connector.update_train_step_metrics()
 
         # save and stop where due
+        self.stop_together()
         if self._accumulated_batches_reached():
             for function in self.step_ended:
                 function()
@@ -287,6 +290,13 @@ class EpochLoop(_TrainingEpochLoop):
     def _is_training_done(self) -> bool:
         return self.last_batch_is_done or self._num_ready_batches_reached()
 
+    def stop_together(self) -> None:
+        """Let `trainer.should_stop`, which code of users may set on one rank, hold on all. Called by all ranks."""
+        if self._may_stop is None:
+            self._may_stop = agreement.may_stop(self.trainer)
+        if self._may_stop:
+            agreement.stop_together(self.trainer)
+
     # ------------------------------------------------------------ validation
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -324,6 +334,7 @@ class EpochLoop(_TrainingEpochLoop):
         self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
+        self.stop_together()
 
     @property
     def modules_in_eval(self) -> list[str]:

@@ -1,0 +1,65 @@
+"""What users' hooks decide on one rank must hold on all: a rank that trains on would wait for the others forever.
+
+Ranks ask each other only if the users' code may decide such a thing, since that costs time in every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+
+from armature.errors import ConfigError
+from armature.parallel import process_group
+
+HOOK = "on_train_batch_start"
+FLAG = "should_stop"
+_NOT_USERS = ("lightning.", "armature.", "pytorch_lightning.", "torch.", "torchmetrics.", "builtins.")
+
+
+def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:
+    """Return `skips`, whether the hook has returned -1, which leaves the epoch.
+
+    Raises:
+        ConfigError: ranks differ.
+    """
+    if process_group.ranks() == 1 or not _may_skip(getattr(module, HOOK)):
+        return skips
+    everyones = process_group.all_gather_object(skips)
+    if any(each != skips for each in everyones):
+        raise ConfigError(
+            f"{type(module).__name__}.{HOOK} returns -1 on rank {everyones.index(True)} and not on rank "
+            f"{everyones.index(False)} (batch {batch_idx}). All ranks must leave the epoch together: decide by what "
+            "all of them know, such as trainer.strategy.reduce(value) or self.all_gather(value)."
+        )
+    return skips
+
+
+def _may_skip(hook: Any) -> bool:
+    code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
+    return code is None or -1 in code.co_consts
+
+
+def stop_together(trainer: Any) -> None:
+    """Set `trainer.should_stop` on all ranks if it is set on any. Called by all ranks, equally often."""
+    trainer.should_stop = bool(process_group.all_sum(torch.tensor(float(trainer.should_stop))))
+
+
+def may_stop(trainer: Any) -> bool:
+    """Return whether there are several ranks, and code of users that mentions `should_stop`."""
+    owners = (trainer.lightning_module, *trainer.callbacks) if process_group.ranks() > 1 else ()
+    classes = {base for owner in owners for base in type(owner).__mro__}
+    users = (base for base in classes if not f"{base.__module__}.".startswith(_NOT_USERS))
+    return any(FLAG in code.co_names for base in users for value in vars(base).values() for code in _codes(value))
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    function = getattr(value, "__func__", getattr(value, "fget", value))
+    waiting = [getattr(inspect.unwrap(function), "__code__", None)] if callable(function) else []
+    while waiting:
+        if isinstance(code := waiting.pop(), CodeType):
+            yield code
+            waiting += code.co_consts  # functions within

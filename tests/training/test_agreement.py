@@ -1,0 +1,51 @@
+"""What hooks decide on some ranks only."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from armature.training import agreement
+
+
+class SkipsLocally:
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch > 0 else None
+
+
+class SkipsNever:
+    def on_train_batch_start(self, batch, batch_idx):
+        return None
+
+
+def on_two_ranks(monkeypatch, others: bool) -> None:
+    monkeypatch.setattr(agreement.process_group, "ranks", lambda: 2)
+    monkeypatch.setattr(agreement.process_group, "all_gather_object", lambda own: [own, others])
+
+
+def test_a_rank_that_leaves_the_epoch_alone_is_named(monkeypatch):
+    on_two_ranks(monkeypatch, False)
+    assert not agreement.skipped(SkipsLocally(), False, batch_idx=3)
+    with pytest.raises(ValueError, match=r"SkipsLocally.on_train_batch_start returns -1 on rank 0 .* 1 \(batch 3\)"):
+        agreement.skipped(SkipsLocally(), True, batch_idx=3)
+
+
+def test_ranks_do_not_ask_each_other_where_no_code_can_skip(monkeypatch):
+    on_two_ranks(monkeypatch, True)
+    assert not agreement.skipped(SkipsNever(), False, batch_idx=0)
+
+
+class Stops:
+    def on_train_epoch_end(self, trainer):
+        def stop():
+            trainer.should_stop = True
+
+        stop()
+
+
+def test_code_that_may_stop_a_run_is_found(monkeypatch):
+    monkeypatch.setattr(agreement.process_group, "ranks", lambda: 2)
+    for module, callbacks, expected in (
+        (Stops(), [], True), (SkipsNever(), [Stops()], True), (SkipsNever(), [SkipsLocally()], False),
+    ):  # fmt: skip
+        trainer = SimpleNamespace(lightning_module=module, callbacks=callbacks)
+        assert agreement.may_stop(trainer) is expected
