@@ -467,6 +467,44 @@ def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
     assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
 
 
+class Counting(IterableDataset):
+    """Each pass has another order, by a counter or by a generator that draws on."""
+
+    def __init__(self, record) -> None:
+        self.epoch, self.record, self.rng = 0, record, np.random.default_rng(0)
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        self.epoch += 1
+        return (self.record(self, i) for i in range(12))
+
+
+RECORDS = {
+    "tensors": lambda self, i: (torch.tensor([i + self.epoch, float("nan")]), "a"),
+    "arrays": lambda self, i: {"x": np.array([i, self.epoch])},
+    "texts": lambda self, i: f"{self.epoch}/{i}",
+    "numbers": lambda self, i: float(self.rng.random()),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
+def test_an_iterable_dataset_that_differs_from_pass_to_pass_is_refused(record, monkeypatch):
+    monkeypatch.setattr(Streamed, "dataset", lambda self, split: Counting(record))
+    with pytest.raises(ConfigError, match=r"Counting yields other samples when it is read again, .* set_epoch"):
+        _ = Streamed(global_batch_size=4).train_size
+    module = Plain(lambda data: DataLoader(Counting(record), batch_size=4))
+    with pytest.raises(ConfigError, match="Counting yields other samples"):
+        PlainData(module, seed=5).setup("fit")
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1.0, float("nan")]), np.array([float("nan")]), float("nan"), object])
+def test_an_iterable_dataset_with_values_that_equal_nothing_is_read(value, monkeypatch):
+    monkeypatch.setattr(Streamed, "dataset", lambda self, split: Counting(lambda self, i: value))
+    assert Streamed(global_batch_size=4).train_size == 12
+
+
 class ByStage(L.LightningDataModule):
     """As Lightning's page on data modules has it: each stage makes the data of that stage alone."""
 

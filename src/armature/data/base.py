@@ -332,6 +332,8 @@ class DataModule(L.LightningDataModule):
         if split not in self._datasets:
             limited = split == "train" and self.train_limit is not None
             dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
+            if split == "train" and isinstance(dataset, iterable.IterableStream):
+                dataset.check_repeats()
             self._datasets[split] = cast(Any, []) if dataset is None else dataset
         return self._datasets[split]
 

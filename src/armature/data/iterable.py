@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as loader_worker
 from typing_extensions import override
@@ -63,6 +66,16 @@ class IterableStream(Stream):
         with seeded(""):
             return list(itertools.islice(self.records(0, 0), 3))
 
+    def check_repeats(self) -> None:
+        """Raise ConfigError if a second pass from the same random state begins with other records."""
+        first, again = self.first_records(), self.first_records()
+        if first and not _alike(first, again):
+            raise ConfigError(
+                f"{type(self.dataset).__name__} yields other samples when it is read again, so a resume could not "
+                "repeat them. Let __iter__ draw from torch's, NumPy's or Python's global generator, or begin a "
+                "generator of its own anew, and count epochs in set_epoch(epoch) only."
+            )
+
     @override
     def sample(self, record: Any) -> Any:
         return record
@@ -91,6 +104,24 @@ class IterableStream(Stream):
 def adapt(dataset: Any, *, seed: int, limited: bool = False) -> Any:
     """Return a Stream of an IterableDataset, and anything else as it is."""
     return IterableStream(dataset, seed=seed, limited=limited) if isinstance(dataset, IterableDataset) else dataset
+
+
+def _alike(first: list[Any], again: list[Any]) -> bool:
+    """Return whether records hold the same tensors, arrays and plain values; other objects are not compared."""
+    leaves, others = tree_leaves(first), tree_leaves(again)
+    return len(leaves) == len(others) and all(map(_equal, leaves, others))
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, int | str | bytes):
+        return type(one) is not type(two) or one == two
+    if isinstance(one, float | np.ndarray | Tensor) and type(one) is type(two):
+        try:
+            same = (one == two) | ((one != one) & (two != two))  # a NaN is the same as another
+            return bool(same if isinstance(same, bool) else same.all())
+        except Exception:
+            return False  # of other shapes
+    return True
 
 
 @contextmanager

@@ -153,6 +153,8 @@ def read_loader(
     common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options}
     if isinstance(loader.dataset, IterableDataset):
         stream = iterable.adapt(loader.dataset, seed=seed, limited=limited)
+        if training and not predicting:
+            stream.check_repeats()
         return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, **common)
     dataset: Any = loader.dataset
     draw, shuffled = _order(loader, owner=owner, seed=seed)
