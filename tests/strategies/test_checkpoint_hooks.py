@@ -125,6 +125,23 @@ def test_weights_of_a_module_that_is_made_in_on_fit_start_come_back(tmp_path):
     fit(tmp_path, never, ckpt=path, max_steps=3)
 
 
+class MadeWhileTraining(Module):
+    def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+        if not hasattr(self, "previous"):
+            self.previous = copy.deepcopy(self.layer)
+
+
+def test_weights_that_no_resume_can_load_are_named_when_they_are_saved_first(tmp_path):
+    module = MadeWhileTraining()
+    trainer = fit(tmp_path, module)
+    with pytest.warns(UserWarning, match=r"hold previous\.bias, previous\.weight, which did not exist when training"):
+        trainer.save_checkpoint(tmp_path / "step=000002")
+    trainer.save_checkpoint(tmp_path / "again")  # once
+    module.on_load_checkpoint = lambda checkpoint: None
+    module.more = nn.Linear(1, 1)
+    trainer.save_checkpoint(tmp_path / "hooked")
+
+
 def test_initial_weights_of_a_module_that_is_none_are_left_out_with_a_warning(tmp_path):
     path, strategy = saved_by(tmp_path, LateTeacher()), SingleDevice()
     strategy.connect(LateTeacher())

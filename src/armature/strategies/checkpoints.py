@@ -73,6 +73,7 @@ class CheckpointMixin(LayoutMixin):
     _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
     copies_buffers: bool = False
     _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
+    _first_names: Set[str] | None = None  # of weights and saved buffers, when training began; of those warned of, too
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -161,6 +162,7 @@ class CheckpointMixin(LayoutMixin):
         own = process_group.all_gather_object(
             (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums)
         )
+        self._warn_of_late_names()
         self._warn_of_unequal_buffers(buffers.unequal([each[-1] for each in own]))
         meta |= {
             "param_groups": groups,
@@ -271,6 +273,7 @@ class CheckpointMixin(LayoutMixin):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.note_names()
         self.restore_gradients()
 
     def restore_gradients(self) -> None:
@@ -303,6 +306,23 @@ class CheckpointMixin(LayoutMixin):
         """Return what has changed since the start, such as `requires_grad` of weights that a callback unfroze."""
         first = self.first_flags
         return {name: value for name, value in state.flags(self.module).items() if first.get(name, value) != value}
+
+    def note_names(self) -> None:
+        """Note once which weights and buffers there are when everything is loaded: a resume can load these."""
+        if self._first_names is None:
+            self._first_names = {*state.module_state(self.module)}
+
+    def _warn_of_late_names(self) -> None:
+        """Name each weight or buffer that has come while training, and that no hook prepares a resume for."""
+        names = {*state.module_state(self.module)}
+        late = sorted(names - self._first_names) if self._first_names is not None else []
+        if late and not self._hooks_change_weights:
+            self._first_names = names | (self._first_names or set())
+            rank_zero_warn(
+                f"Checkpoints hold {', '.join(late[:5])}{' …' if len(late) > 5 else ''}, which did not exist when "
+                f"training began, so no resume can load them: it builds {type(self.module).__name__} anew. Make them "
+                "in __init__ or configure_model, or in on_load_checkpoint if checkpoint['state_dict'] has them."
+            )
 
     # ------------------------------------------------------------ buffers that ranks have on their own
     def _warn_of_unequal_buffers(self, names: Collection[str]) -> None:

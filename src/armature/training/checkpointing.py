@@ -149,6 +149,8 @@ class Checkpointing(Checkpoint):
         Raises:
             ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also `stock_callbacks`.
         """
+        if (strategy := StrategyMixin.find(trainer)) is not None:
+            strategy.note_names()
         plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
         stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
