@@ -2,6 +2,7 @@
 
 from tests.lightning_habits.cells import ALL, CALLBACKS, FIND_UNUSED, NO_CLIP, SINGLE, STOCK, callback, regression
 from tests.lightning_habits.more import MORE
+from tests.lightning_habits.newest import NEWEST
 from tests.lightning_habits.runs import Habit
 
 AFTER_BATCHNORM = ("running_mean", "val/loss", "val/acc", "val/acc_best")  # biases before BatchNorm, under Adam
@@ -316,6 +317,7 @@ HABITS = [
     *CALLED,
     *DATA,
     *MORE,
+    *NEWEST,
 ]
 
 if __name__ == "__main__":

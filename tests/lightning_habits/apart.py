@@ -1,0 +1,123 @@
+"""What ranks do apart from one another: values by their own data, work of rank 0 alone."""
+
+import torch
+from torchmetrics import MeanMetric
+
+from tests.lightning_habits.regression import Regressor
+
+
+class LogsByData(Regressor):
+    """A loss of some samples is logged if the batch has such samples, which is so on some ranks only."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        chosen = x[:, 0] > 0.8
+        if chosen.any():
+            self.log("chosen", (self(x[chosen]) - y[chosen]).abs().mean(), batch_size=int(chosen.sum()),
+                     on_step=False, on_epoch=True, sync_dist=True)  # fmt: skip
+        return super().training_step(batch, batch_idx)
+
+
+class LogsNamesByData(Regressor):
+    """A value per class that occurs in the batch: names and their order differ between ranks."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        kinds = x[:, :3].argmax(1)
+        for kind in dict.fromkeys(kinds.tolist()):
+            own = x[kinds == kind]
+            self.log(f"kind/{kind}", own.mean(), batch_size=len(own), on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+class MetricByData(Regressor):
+    """A metric object that some ranks update."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        if (x[:, 0] > 1.0).any():
+            self.metric(x[x[:, 0] > 1.0].mean())
+            self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class MetricUpdatedByData(MetricByData):
+    """A metric object that some ranks update, computed by hand at the end of the epoch."""
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        if (x[:, 0] > 1.0).any():
+            self.metric.update(x[x[:, 0] > 1.0])
+        return Regressor.training_step(self, batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("metric", self.metric.compute())
+        self.metric.reset()
+
+
+class SamplesOnRankZero(Regressor):
+    """Images of the validation are made on rank 0 alone: its forward waits for nobody."""
+
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.sampled = self(torch.ones(2, 8, device=self.device)).sum()
+
+
+class SkipsByData(Regressor):
+    """The rest of the epoch is left out if a batch is too easy, which some ranks see."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 4 and float(batch[0].mean()) > 0 else None
+
+
+class StopsByData(Regressor):
+    """One rank decides to stop."""
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1 and self.global_rank == self.trainer.world_size - 1:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+class StepsByData(Regressor):
+    """The update is left out on ranks whose loss is too large."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        loss = optimizer_closure()
+        if float(loss) < 0.5:
+            optimizer.step()
+
+
+class LocalBuffer(Regressor):
+    """A running mean of this rank's inputs, which no code reduces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.zeros(8))
+
+    def training_step(self, batch, batch_idx):
+        self.running.lerp_(batch[0].mean(0), 0.2)
+        return super().training_step((batch[0] - self.running, batch[1]), batch_idx)
+
+
+class LocalBufferInside(Regressor):
+    """The same inside of the network."""
+
+    class Centered(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("running", torch.zeros(8))
+
+        def forward(self, x):
+            if self.training:
+                self.running.lerp_(x.detach().mean(0), 0.2)
+            return x - self.running
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(self.Centered(), *self.net)

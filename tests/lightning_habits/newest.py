@@ -1,0 +1,71 @@
+"""Habits of research code, of ranks apart, and of data with a memory."""
+
+from tests.lightning_habits.cells import ALL, NO_CLIP, SINGLE, regression
+
+WITH_COPIES = ("single", "ddp2")  # under fsdp a save warns that rank 0's buffers are kept
+LOST = {"fsdp2": "forward changes weights"}
+UNEQUAL = "is not the same on all ranks"
+UNEQUAL_EVERYWHERE = {"ddp2": UNEQUAL, "fsdp2": UNEQUAL}
+
+RESEARCH = [
+    regression("actnorm", "research.Glow", refused=LOST),
+    regression("actnorm_inside", "research.GlowInside", refused=LOST),
+    regression("actnorm_local", "research.Glow", "+task.everywhere=false", refused={"ddp2": UNEQUAL, **LOST}),
+    regression("langevin", "research.Langevin", random=True, refused={"ddp2": UNEQUAL}, sample=("ddp2",)),
+    regression("drawn_at_start", "research.DrawnAtStart", random=True),
+    regression("drawn_at_train_start", "research.DrawnAtTrainStart", layouts=("single", "ddp2")),
+    regression("dual_ascent", "research.DualAscent", refused=UNEQUAL_EVERYWHERE),
+    regression("revives_units", "research.RevivesUnits", random=True, refused={"ddp2": UNEQUAL}),
+    regression("kmeans_at_start", "research.KMeansAtStart"),
+    regression("codebook", "research.Codebook", random=True, layouts=WITH_COPIES),
+    regression("codebook_weight", "research.Codebook", "+task.weight=true", refused=UNEQUAL_EVERYWHERE),
+    regression("adaptive_weight", "research.AdaptiveWeight", random=True),
+    regression("adversary", "research.Adversary"),
+    regression("adaptive_clipping", "research.AdaptiveClipping"),
+    regression("ensemble", "research.Ensemble"),
+    regression("lazy_penalty", "research.LazyPenalty", NO_CLIP, layouts=("single", "ddp2")),
+    regression("mixed_types", "weights.MixedTypes"),
+    regression("odd_parameters", "weights.OddParameters"),
+    regression("materialized", "weights.Materialized"),
+    regression("materialized_in_setup", "weights.MaterializedInSetup"),
+    regression("sets_rows", "weights.SetsRows", sample=("fsdp2",)),
+    regression("sets_columns", "weights.SetsColumns"),
+    regression("zeroes_row", "weights.ZeroesRow", refused={"fsdp2": "were changed in place"}),
+    regression("scales_rows", "weights.ScalesRows", refused={"fsdp2": "were changed in place"}),
+    regression("zeroes_gradients", "weights.ZeroesGradients", refused={"fsdp2": "were changed in place"}),
+    regression("shadow_buffers", "weights.ShadowBuffers", layouts=("single", "ddp2")),
+    regression("schedules_free", "weights.SchedulesFree"),
+]
+APART = [
+    regression("logs_by_data", "apart.LogsByData"),
+    regression("logs_names_by_data", "apart.LogsNamesByData"),
+    regression("metric_by_data", "apart.MetricByData", random=True),
+    regression("metric_updated_by_data", "apart.MetricUpdatedByData"),
+    regression("samples_on_rank_zero", "apart.SamplesOnRankZero", layouts=("single", "ddp2")),
+    regression("skips_by_data", "apart.SkipsByData", refused=dict.fromkeys(("ddp2", "fsdp2"), "returns -1 on rank")),
+    regression("stops_by_data", "apart.StopsByData", stop=3),
+    regression("steps_by_data", "apart.StepsByData", random=True, layouts=WITH_COPIES, refused={"ddp2": UNEQUAL}),
+    regression("local_buffer", "apart.LocalBuffer", random=True, layouts=WITH_COPIES),
+    regression("local_buffer_inside", "apart.LocalBufferInside", random=True, layouts=WITH_COPIES),
+]
+STREAMS = [
+    regression(
+        "stateful_sampler", data="streams.StatefulSampler", layouts=SINGLE,
+        refused=dict.fromkeys(ALL, "draws other samples the second time"),
+    ),
+    regression(
+        "counting_sampler", data="streams.CountingSampler", layouts=SINGLE,
+        refused=dict.fromkeys(ALL, "draws other samples the second time"),
+    ),
+    regression("set_epoch_sampler", data="streams.SetEpochSampler"),
+    regression(
+        "counting_stream", data="streams.CountingStream", layouts=SINGLE,
+        refused=dict.fromkeys(ALL, "yields other samples when it is read again"),
+    ),
+    regression("replay", "streams.Replays", data="streams.Replay"),
+    regression("replay_stream", "streams.Replays", data="streams.ReplayStream"),
+    regression("hard_examples", "streams.SetsWeights", data="streams.HardExamples"),
+    regression("sampler_weights", "streams.SetsSamplerWeights", data="streams.HardExamples"),
+    regression("loader_attributes", "streams.LoaderAttributes", data="plain.Vectors"),
+]  # fmt: skip
+NEWEST = [*RESEARCH, *APART, *STREAMS]
