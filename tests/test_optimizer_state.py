@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from armature.checkpoint import state
+from tests.lightning_habits.weights import ScheduleFree
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
@@ -14,3 +15,13 @@ def test_weights_stay_as_they_are_also_with_eps_0(make):
     assert all(torch.equal(weight, torch.ones(2)) for weight in weights)
     assert optimizer.state[weights[0]]
     assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [(0.1, 0), (0.1, 1e-6)]
+
+
+def test_an_optimizer_that_steps_in_its_training_mode_alone_gets_state():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = ScheduleFree([weight], lr=0.1)
+    state.create_state(optimizer)
+    assert torch.equal(weight, torch.ones(2))
+    assert "z" in optimizer.state[weight]
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["k"], group["train_mode"]) == (0.1, 0, False)

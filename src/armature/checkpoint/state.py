@@ -130,7 +130,9 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
     if optimizer.state:
         return
     # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements
-    before = [{key: group[key] for key in ("lr", "eps") if key in group} for group in optimizer.param_groups]
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones refuse to step otherwise
+        train()
     for group in optimizer.param_groups:
         if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
             group["eps"] = 1e-8
