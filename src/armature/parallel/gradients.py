@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -107,7 +108,8 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     if not pieces:
         return torch.zeros(0, dtype=torch.float32, device=device)
     own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece, _ in pieces]
-    each = torch._foreach_norm(own, 2, dtype=torch.promote_types(own[0].dtype, torch.float32))
+    dtype = reduce(torch.promote_types, {piece.dtype for piece in own}, torch.float32)  # some parts may be float64
+    each = torch._foreach_norm(own, 2, dtype=dtype)
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
     alike = [norms.to(device, torch.float32) for norms in alike]
