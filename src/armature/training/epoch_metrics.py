@@ -16,9 +16,12 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from armature.parallel import process_group
+
 log = logging.getLogger(__name__)
 
 Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
+_NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute")
 
 
@@ -184,6 +187,32 @@ def restore(
             continue
         metric._update_count = 1
         results[key] = metric
+
+
+def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device) -> list[str]:
+    """Give logged values the same order on all ranks, which reduce them one after another. Called by all ranks.
+
+    Code may log a value if its batch has some samples, so ranks log other names, or the same in another order. Values
+    of different names would be mixed, or the run would hang.
+
+    Returns:
+        The keys that only other ranks have logged, with values that count for nothing, to be removed after the epoch.
+    """
+    own = {k: f | {"value": _NOTHING.get(f["reduce_fx"], 0.0), "samples": 0} if "value" in f else f
+           for k, f in collect(results, module).items()}  # fmt: skip
+    everyones = process_group.all_gather_object(own)
+    order = dict.fromkeys(key for each in everyones for key in each)
+    if all([*each] == [*order] for each in everyones):
+        return []
+    missing = {k: next(each[k] for each in everyones if k in each) for k in order if k not in own}
+    known = {key: results[key].meta for key in missing if key in results}  # of earlier epochs
+    restore(results, missing, module, reduce=reduce, device=device)
+    for key, meta in known.items():
+        results[key].meta = meta
+    ordered = {key: results[key] for key in [*order, *results] if key in results}
+    results.clear()
+    results.update(ordered)
+    return [key for key in missing if key not in known]
 
 
 def clear(results: Any, restored: Facts) -> None:

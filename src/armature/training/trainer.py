@@ -17,6 +17,7 @@ from typing_extensions import override
 from armature.data.users_view import UsersTrainer
 from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
+from armature.training import epoch_metrics
 from armature.training.fit_loop import FitLoop
 from armature.training.loops import EpochLoop
 
@@ -48,6 +49,7 @@ class LoggerConnector(_LoggerConnector):
         self.reserved: frozenset[str] = frozenset()
         self.epoch: Callable[[], float] | None = None
         self.step_values: set[str] = set()
+        self._of_others: list[str] = []  # keys of values that only other ranks have logged in this epoch
 
     @override
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -72,6 +74,31 @@ class LoggerConnector(_LoggerConnector):
         if not name.startswith("train/"):
             return f"{name}_module"
         return f"{name}_epoch" if self._first_loop_iter is None else f"{name}_step"
+
+    @override
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        self._align()
+
+    @override
+    def on_epoch_end(self) -> None:
+        self._align()  # what hooks have logged since
+        super().on_epoch_end()
+
+    def _align(self) -> None:
+        trainer, results = self._trainer, self.trainer._results
+        if results is not None and trainer.world_size > 1:
+            self._of_others += epoch_metrics.align(
+                results, trainer.lightning_module, reduce=trainer.strategy.reduce, device=trainer.strategy.root_device
+            )
+
+    @override
+    def reset_results(self) -> None:
+        super().reset_results()
+        for key in self._of_others:
+            if self.trainer._results is not None:
+                self.trainer._results.pop(key, None)
+        self._of_others = []
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Set values of `callback_metrics`, for callbacks that monitor them, except those that the module logs."""
