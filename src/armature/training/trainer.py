@@ -87,7 +87,7 @@ class LoggerConnector(_LoggerConnector):
 
     def _align(self) -> None:
         trainer, results = self._trainer, self.trainer._results
-        if results is not None and trainer.world_size > 1:
+        if results is not None and trainer.world_size > 1 and not trainer.sanity_checking:
             self._of_others += epoch_metrics.align(
                 results, trainer.lightning_module, reduce=trainer.strategy.reduce, device=trainer.strategy.root_device
             )
