@@ -117,3 +117,30 @@ def test_gathering_goes_on_after_a_backward_within_it() -> None:
             pass
         assert vars(dtensors.DTensor)["__torch_function__"] is outer
     assert vars(dtensors.DTensor)["__torch_function__"] is before
+
+
+def read() -> dict[str, Any]:
+    from armature.parallel import mesh, process_group
+
+    model = stack()
+    if (ranks := process_group.ranks()) > 1:
+        dtensors.support_user_code()
+        device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": ranks}, device_type="cpu")
+        apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
+    weight = model[0].weight.detach()
+    return {
+        "mean": weight.mean().item(),
+        "largest": float(weight.abs().max()),
+        "norm": torch.linalg.vector_norm(weight).item(),
+        "sum": weight.square().sum().tolist(),
+        "rows": weight.tolist(),
+        "any": bool((weight == weight.max()).any()),
+    }
+
+
+@pytest.mark.slow
+def test_a_number_that_is_read_is_that_of_the_whole_weight() -> None:
+    alone = read()
+    for found in on_ranks(read, ranks=2):
+        for key, value in alone.items():
+            assert found[key] == pytest.approx(value, rel=1e-6) if key != "rows" else found[key] == value

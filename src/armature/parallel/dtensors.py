@@ -38,6 +38,8 @@ def support_user_code(*, watch_parts: bool = False) -> None:
     DTensor.norm = _norm
     DTensor.__setitem__ = _set_items
     DTensor.__getitem__ = _get_items
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
+        setattr(DTensor, name, _whole_reader(name))
     for name in ("chunk", "narrow", "select", "split", "unbind"):
         setattr(DTensor, name, _part_taker(name))
 
@@ -57,6 +59,16 @@ def _assign(target: DTensor, value: Tensor) -> None:
 def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
     norm = Tensor.norm(self, *args, **kwargs)
     return norm.full_tensor() if isinstance(norm, DTensor) and norm.ndim == 0 else norm
+
+
+def _whole_reader(name: str) -> Callable[[DTensor], Any]:
+    """Return a method that reads a value of all ranks; torch's own reads this rank's part of a sum, mean or maximum."""
+    function = getattr(Tensor, name)
+
+    def read(self: DTensor) -> Any:
+        return function(self if all(p.is_replicate() for p in self.placements) else self.full_tensor())
+
+    return read
 
 
 def _set_items(self: DTensor, key: Any, value: Any) -> None:
@@ -192,9 +204,8 @@ def watch_weights(model: nn.Module) -> None:
     forwards_left = WATCHED_FORWARDS
 
     def sums() -> dict[str, Tensor]:
-        all_of_them = ((name, p.detach()) for name, p in model.named_parameters() if p.dtype != torch.bool)
-        gathered = {name: weight for name, weight in all_of_them if not isinstance(weight, DTensor)}
-        return {name: torch.stack([weight.sum(), weight.square().sum()]) for name, weight in gathered.items()}
+        gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        return {n: torch.stack([p.sum(), torch.linalg.vector_norm(p)]) for n, p in gathered.items() if _counts(p)}
 
     def begin(*_: Any) -> None:
         before.update(sums() if forwards_left and model.training else {})
@@ -215,6 +226,10 @@ def watch_weights(model: nn.Module) -> None:
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
+
+
+def _counts(weight: Tensor) -> bool:
+    return weight.is_floating_point() or weight.is_complex()  # not the codes of 4-bit weights
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
