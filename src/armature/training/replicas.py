@@ -49,14 +49,16 @@ def check(trainer: L.Trainer) -> None:
 
 @torch.no_grad()
 def sums(weights: Mapping[str, Tensor]) -> Sums:
-    found = {}
+    """Return the sums of the weights that have values. The host waits for the device once."""
+    parts, both = {}, []
     for name, weight in weights.items():
         values = torch.view_as_real(weight) if weight.is_complex() else weight
         if values.is_floating_point() and values.numel():
-            part = _PARTS.get(values.dtype, _PART_OF_SHORT)
-            norm = torch.linalg.vector_norm(values.float() if part == _PART_OF_SHORT else values)
-            found[name] = (float(values.sum(dtype=torch.float64)), float(norm), part)
-    return found
+            parts[name] = _PARTS.get(values.dtype, _PART_OF_SHORT)
+            norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+            both.append(torch.stack([values.sum(dtype=torch.float64), norm.double()]))
+    numbers = torch.stack(both).tolist() if both else []
+    return {name: (total, norm, part) for (name, part), (total, norm) in zip(parts.items(), numbers, strict=True)}
 
 
 def first_difference(everyones: Sequence[Sums]) -> tuple[str, int] | None:
