@@ -72,6 +72,11 @@ def test_what_a_module_s_constructor_requires_is_named():
     ]
 
 
+def test_arguments_may_refer_to_what_is_decided_for_this_machine():
+    bar = "+callbacks.bar={_target_:lightning.pytorch.callbacks.RichProgressBar,refresh_rate:'${trainer.devices}'}"
+    assert checks._target_problems(composed("trainer.devices=auto", "trainer.accelerator=cpu", bar)) == []
+
+
 def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):
     typed = ["model.width=100", "model.heads=3", "~task.preview_prompt", "~task.preview_tokens"]
     own = composed(f"task._target_={USERS}.Plain", *typed, "~task.preview_temperature")

@@ -26,6 +26,9 @@ def sample(tmp_path, monkeypatch):
         "def typed(*, tags: Sequence[str] = (), pair: tuple[float, float] = (0, 1), size: Optional[int] = None,\n"
         "          kind: Literal['a', 'b'] = 'a', weights: 'dict[str, float] | None' = None, file: Path = None,\n"
         "          names: list[str] = [], other: Union[int, Unknown] = 1): ...\n"
+        "def loose(*, depths: Tuple[int] = (2, 2), names: List[str] = None, anchors: list[Tensor] = (),\n"
+        "          sizes: list[int] = (), options: dict[str, int] = {}, share: int = 0.5): ...\n"
+        "@dataclass\nclass Loose:\n    depths: list[int] = None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     signatures._tree.cache_clear()
@@ -59,6 +62,13 @@ def found(**node):
             "tags": {"_target_": "sample.net.Options"},
             "file": {"_target_": "sample.net.build", "path": "x"},
         },
+        {"_target_": "sample.net.loose", "depths": [2, 2, 6, 2], "names": None, "anchors": [[1, 2]], "share": 0.5},
+        {
+            "_target_": "sample.net.loose",
+            "sizes": {"_target_": "sample.net.build", "path": "x"},
+            "options": {"_target_": "sample.net.build", "path": "x"},
+        },
+        {"_target_": "sample.net.Loose", "depths": None},
         {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},
     ],
@@ -91,6 +101,9 @@ def test_sound_arguments_are_accepted(node):
                 ("names", "a", "list[str]"),
             ]
         ),
+        ({"_target_": "sample.net.loose", "depths": [2, "a"]}, ["node.depths=[2, 'a']", "takes Tuple[int] here"]),
+        ({"_target_": "sample.net.loose", "depths": None}, ["node.depths=null", "takes Tuple[int] here"]),
+        ({"_target_": "sample.net.Loose", "depths": 2}, ["node.depths=2", "takes list[int] here"]),
         (
             {"_target_": "torch.optim.SGD", "_partial_": True, "lr": {"a": 1}},
             ["node.lr={'a': 1}", "takes float or Tensor"],

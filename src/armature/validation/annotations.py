@@ -20,7 +20,9 @@ def accepts(annotation: ast.expr | None, value: Any) -> bool:
 
 
 def takes_tensor(annotation: ast.expr | None) -> bool:
-    return any(_name(member) == "Tensor" for member in _members(annotation))
+    """Return whether an annotation mentions a tensor, also within brackets."""
+    nodes = (node for member in _members(annotation) for node in ast.walk(member) if isinstance(node, ast.expr))
+    return any(_name(node) == "Tensor" for node in nodes)
 
 
 def words(annotation: ast.expr | None) -> str:
@@ -53,7 +55,7 @@ def _members(annotation: ast.expr | None) -> list[ast.expr]:
 def _is_a(value: Any, member: ast.expr) -> bool | None:
     """Return None if this cannot be told."""
     name = _name(member)
-    if isinstance(value, dict) and "_target_" in value and name not in PLAIN:
+    if isinstance(value, dict) and "_target_" in value:
         return None  # what it builds is not known
     if isinstance(member, ast.Subscript) and name == "Literal":
         if not all(isinstance(each, ast.Constant) for each in _elements(member)):
@@ -80,7 +82,8 @@ def _is_list(value: Any, member: ast.Subscript, name: str) -> bool:
     if not isinstance(value, list):
         return name in _TEXTS_TOO and isinstance(value, str)
     inner = _elements(member)
-    if name in ("tuple", "Tuple") and not (len(inner) == 2 and _name(inner[1]) == "..."):
+    # people write tuple[int] for a tuple of any length
+    if name in ("tuple", "Tuple") and len(inner) != 1 and not any(_name(each) == "..." for each in inner):
         return len(value) == len(inner) and all(map(accepts, inner, value))
     return all(accepts(inner[0], each) for each in value)
 

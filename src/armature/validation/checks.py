@@ -89,13 +89,7 @@ def check(
 
 def decide(cfg: DictConfig) -> DictConfig:
     """Replace `auto` by the value for this machine, so that config.yaml records what ran."""
-    cfg = cfg.copy()
-    if cfg.trainer.accelerator == "auto":
-        cfg.trainer.accelerator = hardware.default_accelerator()
-    if cfg.trainer.devices == "auto":
-        cfg.trainer.devices = max(1, hardware.gpu_count()) if cfg.trainer.accelerator == "gpu" else 1
-    if cfg.trainer.precision == "auto":
-        cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
+    cfg = _for_this_machine(cfg)
     if cfg.launch.max_restarts == "auto":
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
     if not signatures.derives_from(
@@ -104,6 +98,17 @@ def decide(cfg: DictConfig) -> DictConfig:
         with open_dict(cfg):
             for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
                 cfg.data.setdefault(key, value)
+    return cfg
+
+
+def _for_this_machine(cfg: DictConfig) -> DictConfig:
+    cfg = cfg.copy()
+    if cfg.trainer.accelerator == "auto":
+        cfg.trainer.accelerator = hardware.default_accelerator()
+    if cfg.trainer.devices == "auto":
+        cfg.trainer.devices = max(1, hardware.gpu_count()) if cfg.trainer.accelerator == "gpu" else 1
+    if cfg.trainer.precision == "auto":
+        cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
     return cfg
 
 
@@ -193,8 +198,8 @@ def _dangling(cfg: DictConfig) -> list[str]:
 
 
 def _target_problems(cfg: DictConfig) -> list[str]:
-    cfg = cfg.copy()
-    for key in ("name", "dir", "id"):  # decided later; arguments may refer to them
+    cfg = _for_this_machine(cfg)  # arguments may refer to what is decided later
+    for key in ("name", "dir", "id"):
         cfg.run[key] = cfg.run[key] or f"<run.{key}>"
     return targets.problems(plain(cfg), [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])])
 

@@ -43,15 +43,17 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
     silent = all(str(node["_target_"]).startswith(SILENT) for node in callbacks.values())
     asked = {"checkpoint.monitor": cfg["checkpoint"]["monitor"]}
     asked |= {f"callbacks.{name}.monitor": node["monitor"] for name, node in callbacks.items() if "monitor" in node}
+    at_end = [name.replace("val/", "test/", 1) for name in known]  # what a trial of a sweep may be compared by
     for key, name in asked.items():
+        names = [*known, *OF_STEPS, *(at_end if key == "checkpoint.monitor" else ())]
         if isinstance(name, str) and name.startswith("val/") and name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
             hint = f" Did you mean {key}={near[0]}?" if near else ""
             yield f"{key}={name}: the task logs {', '.join(known)}.{hint}"
         elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
             yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
-        elif silent and name not in (*known, *OF_STEPS) and not str(name).startswith("val/"):
-            near = difflib.get_close_matches(str(name), names := [*known, *OF_STEPS], 1, 0.5)
+        elif silent and name not in names and not str(name).startswith("val/"):
+            near = difflib.get_close_matches(str(name), names, 1, 0.5)
             hint = f" Did you mean {key}={near[0]}?" if near else ""
             yield f"{key}={name}: there is no metric of this name. There are {', '.join(names)}.{hint}"
 

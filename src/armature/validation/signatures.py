@@ -53,10 +53,19 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
         annotation = signature.parameters[key]
         if annotations.takes_tensor(annotation) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
-        if not annotations.accepts(annotation, value):
+        if not annotations.accepts(annotation, value) and not _is_default(signature.defaults.get(key), value):
             shown = "null" if value is None else repr(value)
             found.append(f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here.")
     return found
+
+
+def _is_default(default: ast.expr | None, value: Any) -> bool:
+    """Return whether a value is the parameter's default, which annotations may leave out: `x: list[int] = None`."""
+    if not isinstance(default, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.UnaryOp):
+        return False
+    made = _literal(default)
+    made = list(made) if isinstance(made, tuple) else made
+    return type(made) is type(value) and made == value
 
 
 def _module_file(name: str) -> Path | None:
@@ -159,6 +168,8 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
         fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
         own = Signature({item.target.id: item.annotation for item in fields if isinstance(item.target, ast.Name)})
         own.required = [i.target.id for i in fields if i.value is None and isinstance(i.target, ast.Name)]
+        given = {i.target.id: i.value for i in fields if i.value is not None and isinstance(i.target, ast.Name)}
+        own.defaults = {name: value for name, value in given.items() if not isinstance(value, ast.Call)}  # field(…)
         return _with_bases(module, node, own) if node.bases else own
     inherited = _with_bases(module, node, Signature(open=bool(node.bases)))
     inherited.required = next((signature_of(*base).required for base in _bases(module, node)), [])
