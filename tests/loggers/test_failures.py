@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from armature import errors
 from armature.errors import ConfigError
-from armature.loggers import CALLED, MOST_FAILURES, forgive_failures, writes_rows
+from armature.loggers import CALLED, MOST_FAILURES, forgive_failures, open_problems, writes_rows
 from armature.loggers.tensorboard import TensorBoard
 from armature.training import loggers
 
@@ -51,6 +52,19 @@ def test_a_service_that_comes_back_is_used_again(caplog):
     assert caplog.text.count("failed") == 1
 
 
+def test_rows_that_fail_within_log_metrics_count(caplog):
+    class Rows(Away):
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            self.write_rows([{**metrics, "step": step}])
+
+    logger: Any = Rows("save")
+    forgive_failures([logger])
+    for step in range(2 * MOST_FAILURES):
+        logger.log_metrics({"a": 1}, step)
+    assert logger.calls == ["write_rows"] * MOST_FAILURES
+    assert "Rows failed in write_rows (no answer to write_rows)" in caplog.text
+
+
 def test_rows_are_still_written_together(tmp_path):
     logger = TensorBoard(str(tmp_path), name="", version="")
     forgive_failures([logger])
@@ -64,6 +78,11 @@ class Unreachable:
     @property
     def experiment(self) -> Any:
         raise ConnectionError("no route to host")
+
+
+def test_a_secret_is_masked_where_a_service_cannot_be_opened(monkeypatch):
+    monkeypatch.setattr(errors, "_hidden", {"to host"})
+    assert open_problems([Unreachable()]) == {0: "Unreachable could not be opened (no route ***)."}
 
 
 def test_a_service_that_cannot_be_opened_ends_the_first_start_and_no_resume(caplog):

@@ -11,7 +11,8 @@ from typing_extensions import TypeIs
 from armature.errors import error_line, masked
 from armature.validation import values
 
-CALLED = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")  # by a Trainer
+WRITES = ("log_metrics", "write_rows")
+CALLED = (*WRITES, "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")  # by a Trainer, StepLog
 MOST_FAILURES = 3  # in a row: a service that is away may take minutes for each
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ def log_hyperparameters(loggers: Iterable[Any], hyperparameters: dict[str, Any])
         try:
             logger.log_hyperparams(hyperparameters)
         except Exception as error:  # each service has errors of its own
-            log.warning("%s did not take the configuration (%s). config.yaml has it.", type(logger).__name__, error)
+            why = masked(str(error))
+            log.warning("%s did not take the configuration (%s). config.yaml has it.", type(logger).__name__, why)
 
 
 def open_problems(loggers: Iterable[Any]) -> dict[int, str]:
@@ -44,7 +46,7 @@ def open_problems(loggers: Iterable[Any]) -> dict[int, str]:
         try:
             _ = getattr(logger, "experiment", None)
         except Exception as error:  # each service has errors of its own
-            found[i] = f"{type(logger).__name__} could not be opened ({error_line(error)})."
+            found[i] = f"{type(logger).__name__} could not be opened ({masked(error_line(error))})."
     return found
 
 
@@ -66,6 +68,7 @@ class Failures:
     def call(self, method: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
         if self.in_a_row >= MOST_FAILURES:
             return None
+        before = self.in_a_row
         try:
             result = method(*args, **kwargs)
         except Exception as error:  # each service has errors of its own
@@ -78,7 +81,7 @@ class Failures:
             if self.in_a_row == MOST_FAILURES:
                 log.error("%s failed %d times in a row and is not used again in this start.", self.name, MOST_FAILURES)
             return None
-        if what == "log_metrics":
+        if what in WRITES and self.in_a_row == before:  # log_metrics may call write_rows, whose failure counts
             self.in_a_row = 0
         return result
 

@@ -36,7 +36,7 @@ def open_services(trainer: L.Trainer, *, resumes: bool) -> None:
     if found and not resumes:
         remedy = "Correct its group in the configuration or start its service, or type logger=tensorboard."
         raise ConfigError([f"logger: {problem} {remedy}" for problem in found.values()])
-    for problem in found.values():
+    for problem in found.values() if process_group.rank() == 0 else ():
         log.error("%s The run resumes without it; metrics.csv has the same numbers.", problem)
     # a module that uses self.logger.experiment still finds one
     trainer.loggers = [DummyLogger() if i in found else logger for i, logger in enumerate(trainer.loggers)]
