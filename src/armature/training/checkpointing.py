@@ -266,7 +266,7 @@ class Checkpointing(Checkpoint):
             trainer.save_checkpoint(self._path(step), storage_options=self.writer)
             self._saved_step = step
         except OSError as error:
-            self._failed(trainer, step, error, final=final)
+            self._failed(trainer, step, error, last=last, final=final)
         self.step_log.restart_clock()
 
     def _finish_pending(self, trainer: Trainer, *, last: bool = False) -> None:
@@ -297,8 +297,9 @@ class Checkpointing(Checkpoint):
     def _describe(self, step: int, error: OSError) -> str:
         """Remove leftovers, which makes room, and return what failed and which checkpoint is the newest. On rank 0."""
         free, newest = "", self._newest or "unknown"
-        if directory.is_local(self.folder):  # torch does not always report a full disk as such
-            free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
+        with suppress(OSError):  # the folder may not exist: the first save creates it
+            if directory.is_local(self.folder):  # torch does not always report a full disk as such
+                free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
         with suppress(OSError), directory.errors_of_store(self.folder):  # a store may still be away
             directory.clear_leftovers(self.folder)
             newest = directory.read_last(self.folder) or "none yet"
