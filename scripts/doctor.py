@@ -90,11 +90,12 @@ def command() -> None:
     if any(each in ("-h", "--help") for each in sys.argv[1:]):
         print(__doc__)
         return
-    options.update(take_options())
+    as_json = "--json" in sys.argv
     try:
+        options.update(take_options())
         cli.run(main, config_dir=ROOT / "configs")
     except cli.Refused as refused:
-        if options["--json"]:
+        if as_json and environment.is_first("RANK", "SLURM_PROCID"):
             remedy = "Correct the command; nothing else was examined."
             show([finding.failure("launch", masked(each), remedy=remedy) for each in refused.problems], as_json=True)
         raise

@@ -85,14 +85,23 @@ def test_a_deadline_that_is_no_time_is_refused(typed, monkeypatch, capsys):
     assert f"{typed}: type a number of seconds" in capsys.readouterr().err
 
 
-def test_a_command_that_is_refused_is_json_too(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor.py", "--json", "trainer.devcies=2"])
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [("trainer.devcies=2", "Did you mean 'trainer.devices'?"), ("--deadline=nan", "type a number of seconds")],
+)
+def test_a_command_that_is_refused_is_json_too_on_the_first_rank(typed, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--json", typed])
     with pytest.raises(SystemExit) as ended:
         in_process.load("doctor").command()
     assert ended.value.code == 2
     shown = json.loads(capsys.readouterr().out)
     assert shown["exit_code"] == 2
-    assert "Did you mean 'trainer.devices'?" in shown["findings"][0]["what"]
+    assert said in shown["findings"][0]["what"]
+    monkeypatch.setattr(sys, "argv", ["doctor.py", "--json", typed])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        in_process.load("doctor").command()
+    assert capsys.readouterr().out == ""
 
 
 # ------------------------------------------------------------ environment
