@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,3 +232,16 @@ def test_a_base_for_what_is_no_adapter_is_refused(tmp_path):
     write_base(tmp_path / "base")
     with pytest.raises(ConfigError, match="--base x: only for an adapter's folder"):
         inference.load(tmp_path / "base", base="x")
+
+
+@pytest.mark.parametrize(
+    ("says", "table", "longest"),
+    [({}, None, inference.LONGEST), ({"max_position_embeddings": 64}, None, 64), ({}, 48, 48)],
+)
+def test_a_model_of_transformers_generates_as_far_as_it_says(tmp_path, monkeypatch, says, table, longest):
+    model = SimpleNamespace(inner=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None)))
+    monkeypatch.setattr(inference.others, "arguments", lambda *_, **__: {})
+    monkeypatch.setattr(inference.built, "build", lambda node: model)
+    monkeypatch.setattr(inference.built, "weight_problems", lambda _: [])
+    monkeypatch.setattr(inference.built, "positions", lambda _: table)
+    assert inference._built_by_transformers(tmp_path, says, ConfigError([])).context == longest

@@ -109,7 +109,7 @@ def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigE
         raise ConfigError(problems)
     own = getattr(model.inner.config.get_text_config(), "max_position_embeddings", None)  # also of GPT-2's n_positions
     longest = architecture.longest_context(config) or own, built.positions(model)
-    model.context = min(LONGEST, *filter(None, longest))
+    model.context = min([LONGEST, *filter(None, longest)])  # BLOOM and Mamba say nothing
     return model
 
 
