@@ -13,6 +13,14 @@ class LeaveOut(L.Callback):
             dist.all_reduce(torch.zeros(3, device=pl_module.device))
 
 
+class StopLate(L.Callback):
+    """Stop all ranks at a condition that never holds."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object):
+        if trainer.global_step > 1_000_000:
+            trainer.should_stop = True
+
+
 class SendFirst(L.Callback):
     """Let both ranks send before they receive."""
 

@@ -193,7 +193,7 @@ def with_source(wait: str) -> str:
     ("fault", "line"),
     [
         ("LeaveOut", "rank 0 at tests/simulation/faults.py:13 in on_before_zero_grad: allreduce of 12 bytes"),
-        ("SendFirst", "rank 1 at tests/simulation/faults.py:21 in on_before_zero_grad: send of 12 bytes to rank 0"),
+        ("SendFirst", "rank 1 at tests/simulation/faults.py:29 in on_before_zero_grad: send of 12 bytes to rank 0"),
     ],
 )
 def test_a_callback_that_would_hang_is_named(fault, line):
@@ -201,3 +201,10 @@ def test_a_callback_that_would_hang_is_named(fault, line):
     overrides += ["launch.allowed_packages=[armature,torch,lightning,tests]"]
     (problem,) = problems(recorded("strategy=ddp", "trainer.devices=2", *overrides))
     assert line in problem
+
+
+@pytest.mark.slow
+def test_code_that_may_stop_ranks_does_not_end_a_simulation_before_its_step():
+    overrides = ["+callbacks.late={_target_: tests.simulation.faults.StopLate}", "model.layers=2"]
+    overrides += ["launch.allowed_packages=[armature,torch,lightning,tests]"]
+    assert problems(recorded("strategy=ddp", "trainer.devices=2", *overrides)) == []

@@ -30,6 +30,7 @@ from armature.parallel.pipeline import Message, Runner
 from armature.simulation.hooks import with_values, wrap
 from armature.simulation.meter import Meter
 from armature.strategies.ddp import DDP
+from armature.training import agreement
 
 DATA_METHODS = ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader", "save_assets")
 
@@ -43,6 +44,7 @@ def install(*, devices: int, capability: tuple[int, int]) -> None:
     wrap(mesh, "expert_mesh", with_values)
     for name in ("capture", "restore"):
         wrap(randomness, name, with_values)
+    wrap(agreement, "stop_together", with_values)  # a number without a value would end the run
     initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
     device_dtype_mixin._DeviceDtypeModuleMixin.cpu = lambda self: self  # fake tensors cannot be swapped
     torch.Tensor.pin_memory = lambda self, device=None: self
