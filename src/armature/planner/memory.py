@@ -262,7 +262,7 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
     if pipe > 1 and _sharded(setup):  # gradients stay whole until the schedule's last micro-batch
-        unit_gradients = setup.reduced_bytes * part.total
+        unit_gradients = setup.reduced_bytes * _trained(setup, part)
     working += _dense_matrix(setup)
     end = piece * cost.losses / context * cost.width * (_norm_bytes(setup) + 2 * c) / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
@@ -274,7 +274,8 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     if pipe > 1:
         pieces = _pieces_in_flight(setup, stage)
         others = whole * (pieces - 1) / pieces + (block if setup.recompute == "none" else 0)
-        finish = max(finish, setup.weight_bytes * part.first) if not _sharded(setup) else finish
+        if not _sharded(setup) and setup.adapters is None:
+            finish = max(finish, setup.weight_bytes * part.first)
         waiting = (pieces - 1 if late else 0) * _kept_by_loss(setup, part, piece)
         at_loss = {**held, "gradients": state["gradients"] if late else held["gradients"]}
         return [
@@ -370,6 +371,13 @@ def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
     return gathered, 2 * _unit(setup, trained)
 
 
+def _trained(setup: Setup, part: Part) -> float:
+    """Return parameters of one stage whose gradients a rank holds unsharded."""
+    if setup.adapters is not None:
+        return part.blocks * setup.adapted
+    return part.first + part.blocks * part.gathered + part.last
+
+
 def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
     """Return temporary bytes of the head and the loss, and of their backward."""
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
@@ -377,8 +385,8 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
         return 0, 0
     positions, matrix = piece * cost.losses / setup.axes["context"], cost.head_matrices / tensor
     logits = positions * cost.classes / tensor
-    two_stages = setup.axes["pipe"] > 1 and SCHEDULES[setup.schedule].stages_per_rank > 1  # `Runner` computes the loss
-    if not cost.chunked_loss or two_stages:
+    of_outputs = SCHEDULES[setup.schedule].stages_per_rank > 1 or setup.axes["context"] > 1  # as `Runner` computes it
+    if not cost.chunked_loss or (setup.axes["pipe"] > 1 and of_outputs):
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
     copy = 0 if c == 4 or (_sharded(setup) and setup.gathered_bytes == c) else c * matrix  # of the weight
@@ -392,7 +400,8 @@ def _kept_by_loss(setup: Setup, part: Part, piece: float) -> float:
     """Return bytes that a chunked loss keeps until its backward: the head's gradient and copy, and the input's."""
     if not part.last:
         return 0
-    matrix, positions = setup.cost.head_matrices / setup.axes["tensor"], piece * setup.cost.losses
+    matrix = setup.cost.head_matrices / setup.axes["tensor"] if setup.adapters is None else 0
+    positions = piece * setup.cost.losses
     return (4 + setup.compute_bytes) * matrix + positions * setup.cost.width * setup.compute_bytes
 
 
