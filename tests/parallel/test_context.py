@@ -23,7 +23,7 @@ from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check, randomness
 from armature.parallel.context import Positions
 from armature.parallel.mesh import AXES
-from armature.planner import memory
+from armature.planner import activations
 from armature.planner.setup import Setup
 from benchmarks.parity.context import LAYOUTS
 from benchmarks.parity.harness import DECODER, Job, alone, difference, fit, fit_once, mesh, on_ranks, repeats
@@ -216,7 +216,7 @@ LONG = {
 def test_a_rank_keeps_the_activations_that_the_planner_predicts(context: int) -> None:
     axes = dict.fromkeys(AXES, 1) | {"context": context}
     setup = Setup(cost=cost(LONG), kind="mesh", axes=axes, world_size=context, precision="32-true")
-    predicted = memory.kept_by_block(setup, "none") * LONG["layers"]
+    predicted = activations.kept_by_block(setup, "none") * LONG["layers"]
     for found in on_ranks(kept_bytes, context, ranks=context):
         assert found == pytest.approx(predicted, rel=0.1)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from armature.parallel.split import SCHEDULES, pieces_in_flight
+from armature.parallel.split import SCHEDULES
+from armature.planner import activations
 from armature.planner.setup import Setup
 
 GIB = 2**30
@@ -133,7 +134,7 @@ def _weights_and_state(setup: Setup, part: Part) -> dict[str, float]:
 
 def _embedding_bytes(setup: Setup, part: Part) -> float:
     """Return bytes of the embedding's part if its gradient is whole until the optimizer's step: no FSDP, untied."""
-    whole = _is_unsharded(setup) and setup.axes["tensor"] > 1 and not setup.cost.tied
+    whole = activations.is_unsharded(setup) and setup.axes["tensor"] > 1 and not setup.cost.tied
     return setup.weight_bytes * part.first if whole else 0
 
 
@@ -172,81 +173,14 @@ def _deepspeed_state(setup: Setup, total: float, optimizer: float) -> dict[str, 
     }
 
 
-# ---------------------------------------------------------------- activations
-def kept_by_block(setup: Setup, recompute: str | int) -> float:
-    """Return bytes that one block keeps of one sample's forward pass for backward."""
-    cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
-    between = tensor if setup.sequence_parallel else 1  # ranks that share the positions between blocks
-    positions, copied = cost.positions / setup.axes["context"], cost.keys * (setup.key_copies - 1)
-    if recompute == "none":
-        norms = cost.norms * _norm_bytes(setup) * cost.width / between
-        adapters = 0 if setup.adapters is None else setup.adapters.rank * len(cost.linears)
-        dropped = 0  # each adapter's own input after dropout, and its mask
-        if setup.adapters is not None and setup.adapters.dropout:
-            dropped = (c + 1) * sum(columns for _, columns in cost.linears)
-        routed = (setup.expert_load - 1) * cost.routed  # beyond the mean
-        inner = c * (cost.inner + routed + copied) / tensor
-        return positions * (norms + c * cost.shared_inputs + c * adapters + inner + dropped)
-    stream = residual_bytes(setup) * cost.width / between
-    if recompute == "selective":
-        products = (cost.products - cost.outputs) / tensor + cost.outputs
-        if setup.adapters is not None:  # each Linear has two more products
-            rows = sum(rows for rows, _ in cost.linears)
-            products += (rows - cost.outputs) / tensor + cost.outputs + setup.adapters.rank * len(cost.linears)
-        if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
-            products += (2 * cost.queries + cost.keys + copied) / tensor
-        if setup.expert > 1:  # so are the rows that arrive and return; products are as many as rows arrive
-            beyond = setup.expert_load - 1
-            products += ((2 + beyond) * cost.rows + beyond * (cost.routed - cost.rows) / 2) / tensor
-        return positions * (stream + c * products)
-    return positions * stream
-
-
-def _norm_bytes(setup: Setup) -> float:
-    """Return bytes that a norm keeps per element. A frozen one keeps its input, and not what its weight multiplies."""
-    return setup.cost.norm_bytes / (1 if setup.adapters is None else 2)
-
-
-def residual_bytes(setup: Setup) -> int:
-    """Return bytes of an element of the residual stream: of the embedding's output."""
-    return setup.gathered_bytes if _sharded(setup) or setup.kind == "deepspeed" else setup.weight_bytes
-
-
-def recomputed_blocks(setup: Setup, blocks: int) -> int:
-    """Return how many of so many blocks are computed again in backward."""
-    if setup.recompute == "none":
-        return 0
-    return -(-blocks // int(setup.recompute)) if str(setup.recompute).isdigit() else blocks
-
-
-def _kept(setup: Setup, blocks: int) -> float:
-    """Return bytes that the blocks keep of one sample."""
-    recomputed = recomputed_blocks(setup, blocks)
-    how = "every" if str(setup.recompute).isdigit() else setup.recompute
-    return recomputed * kept_by_block(setup, how) + (blocks - recomputed) * kept_by_block(setup, "none")
-
-
-def samples_in_flight(setup: Setup, stage: int) -> float:
-    """Return samples whose activations a stage holds at once."""
-    pipe = setup.axes["pipe"]
-    if pipe == 1:
-        return setup.micro
-    piece = setup.micro / setup.microbatches
-    return piece * _pieces_in_flight(setup, stage)
-
-
-def _pieces_in_flight(setup: Setup, rank: int) -> float:
-    return pieces_in_flight(setup.schedule, rank=rank, ranks=setup.axes["pipe"], microbatches=setup.microbatches)
-
-
 # ---------------------------------------------------------------- moments
 def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -> list[dict[str, float]]:
     cost, c = setup.cost, setup.compute_bytes
     tensor, pipe, context = setup.axes["tensor"], setup.axes["pipe"], setup.axes["context"]
     between = tensor if setup.sequence_parallel else 1
     piece = setup.micro if pipe == 1 else setup.micro / setup.microbatches
-    whole = _kept(setup, part.blocks) * samples_in_flight(setup, stage)
-    block = piece * kept_by_block(setup, "none")
+    whole = activations.kept_by_blocks(setup, part.blocks) * activations.samples_in_flight(setup, stage)
+    block = piece * activations.kept_by_block(setup, "none")
     working = block if setup.recompute != "none" else 0  # computed again when backward reaches the block
     gradients = piece * cost.positions / context * c * cost.inner / tensor
     working += gradients / 2  # of about half of them at a time
@@ -261,10 +195,11 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
         held["gradients"] *= 2
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
-    if pipe > 1 and _sharded(setup):  # gradients stay whole until the schedule's last micro-batch
+    if pipe > 1 and activations.is_sharded(setup):  # gradients stay whole until the schedule's last micro-batch
         unit_gradients = setup.reduced_bytes * _trained(setup, part)
     working += _dense_matrix(setup)
-    end = piece * cost.losses / context * cost.width * (_norm_bytes(setup) + 2 * c) / between if part.last else 0
+    after_blocks = activations.norm_bytes(setup) + 2 * c
+    end = piece * cost.losses / context * cost.width * after_blocks / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
     last_gathered = _unsharded(setup, _last_unit(setup, part))
     arriving = 0 if setup.adapters is None else last_gathered  # its buffer; else a gradient is larger
@@ -272,9 +207,9 @@ def _moments(setup: Setup, part: Part, stage: int, state: Mapping[str, float]) -
     if setup.accumulate > 1:  # added to the one before
         finish = max(finish, tensor * _embedding_bytes(setup, part))
     if pipe > 1:
-        pieces = _pieces_in_flight(setup, stage)
+        pieces = activations.micro_batches_in_flight(setup, stage)
         others = whole * (pieces - 1) / pieces + (block if setup.recompute == "none" else 0)
-        if not _sharded(setup) and setup.adapters is None:
+        if not activations.is_sharded(setup) and setup.adapters is None:
             finish = max(finish, setup.weight_bytes * part.first)
         waiting = (pieces - 1 if late else 0) * _kept_by_loss(setup, part, piece)
         at_loss = {**held, "gradients": state["gradients"] if late else held["gradients"]}
@@ -304,13 +239,13 @@ def _low_copies(setup: Setup, part: Part) -> tuple[float, float]:
     Backward needs those of blocks that are not recomputed. Autocast keeps the others up to the end of forward, except
     for frozen weights.
     """
-    wider = setup.gathered_bytes > setup.compute_bytes if _sharded(setup) else setup.kind != "deepspeed"
+    wider = setup.gathered_bytes > setup.compute_bytes if activations.is_sharded(setup) else setup.kind != "deepspeed"
     autocast = setup.precision.endswith("-mixed") and wider
     if not autocast or setup.matrix_bytes is not None:
         return 0, 0
     cost = setup.cost
     block = 2 * (cost.block_matrices + cost.idle_matrices) / setup.axes["tensor"]
-    saved = (part.blocks - recomputed_blocks(setup, part.blocks)) * block
+    saved = (part.blocks - activations.recomputed_blocks(setup, part.blocks)) * block
     return (saved if setup.adapters is not None else part.blocks * block), saved
 
 
@@ -322,18 +257,9 @@ def _dense_matrix(setup: Setup) -> float:
     return (4 + (setup.compute_bytes if setup.compute_bytes < 4 else 2)) * largest
 
 
-def _is_unsharded(setup: Setup) -> bool:
-    return setup.kind == "mesh" and setup.data_ranks * setup.axes["context"] == 1
-
-
-def _sharded(setup: Setup) -> bool:
-    mesh = setup.kind == "mesh" and not _is_unsharded(setup)
-    return mesh or (setup.kind == "deepspeed" and setup.stage == 3)
-
-
 def _unsharded(setup: Setup, parameters: float) -> float:
     """Return bytes of a unit's gathered weights."""
-    return setup.gathered_bytes * parameters if _sharded(setup) else 0
+    return setup.gathered_bytes * parameters if activations.is_sharded(setup) else 0
 
 
 def _last_unit(setup: Setup, part: Part) -> float:
@@ -343,12 +269,12 @@ def _last_unit(setup: Setup, part: Part) -> float:
 
 def _unit(setup: Setup, parameters: float) -> float:
     """Return bytes of a unit's unsharded gradients and of the buffer in which they are reduced."""
-    return (setup.gathered_bytes + setup.reduced_bytes) * parameters if _sharded(setup) else 0
+    return (setup.gathered_bytes + setup.reduced_bytes) * parameters if activations.is_sharded(setup) else 0
 
 
 def _ahead(setup: Setup, part: Part) -> float:
     """Return bytes of the gathered weights that stay so from forward to backward, beside the last unit."""
-    if not _sharded(setup) or (setup.kind == "mesh" and setup.reshard):
+    if not activations.is_sharded(setup) or (setup.kind == "mesh" and setup.reshard):
         return 0
     if setup.kind == "deepspeed":
         return setup.compute_bytes * max(0, min(part.total, DEEPSPEED_KEPT) - _last_unit(setup, part))
@@ -360,7 +286,7 @@ def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
     """Return bytes of gathered weights while backward runs, and of one unit's gradients on their way."""
     if setup.kind == "deepspeed" and setup.stage < 3:
         return (1 if setup.on_cpu else 2) * setup.compute_bytes * DEEPSPEED_BUCKET, 0  # two overlap, whatever the model
-    if not _sharded(setup):
+    if not activations.is_sharded(setup):
         return 0, 0
     blocks = max(1, round(setup.min_unit / part.block)) if part.block < setup.min_unit else 1
     unit = min(part.blocks, blocks) * part.gathered
@@ -389,7 +315,7 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
     if not cost.chunked_loss or (setup.axes["pipe"] > 1 and of_outputs):
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
-    copy = 0 if c == 4 or (_sharded(setup) and setup.gathered_bytes == c) else c * matrix  # of the weight
+    copy = 0 if c == 4 or (activations.is_sharded(setup) and setup.gathered_bytes == c) else c * matrix  # of the weight
     if setup.adapters is not None:  # the head has no gradient
         return (c + 4) * chunk + copy + positions * cost.width * c, 3 * positions * cost.width * c
     workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c

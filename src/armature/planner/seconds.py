@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from armature.parallel import split
-from armature.planner import memory
+from armature.planner import activations, memory
 from armature.planner.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 from armature.planner.setup import Setup
 
@@ -83,7 +83,7 @@ def _compute(setup: Setup, device: Device) -> float:
     # a block, forward: a multiplication and an addition for each weight, and twice for each pair of positions
     products = tokens * 2 * cost.block_matrices / tensor / flops_rate
     attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
-    kept = samples * memory.kept_by_block(setup, "none") / bytes_rate
+    kept = samples * activations.kept_by_block(setup, "none") / bytes_rate
     forward = products + attention + FORWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
     towards = 2 if setup.adapters is None else 1  # inputs and weights; frozen weights have no gradients
     backward = towards * products + 2.5 * attention + BACKWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
@@ -189,9 +189,9 @@ def _tensor(setup: Setup, device: Device) -> float:
     repeated = {"none": 0, "selective": 2 if sequence else 0}.get(str(setup.recompute), 3 if sequence else 2)
     blocks = max(setup.blocks_by_rank)
     if str(setup.recompute).isdigit():
-        repeated *= memory.recomputed_blocks(setup, blocks) / blocks
+        repeated *= activations.recomputed_blocks(setup, blocks) / blocks
     elements = setup.micro * setup.accumulate * cost.positions / setup.axes["context"] * cost.width
-    ends = 2 * (setup.compute_bytes + memory.residual_bytes(setup))  # head; embedding, both forward and backward
+    ends = 2 * (setup.compute_bytes + activations.residual_bytes(setup))  # head; embedding, both forward and backward
     return _ring(((8 + repeated) * blocks * setup.compute_bytes + ends) * elements, setup.axes["tensor"], 1, device)
 
 
@@ -206,7 +206,7 @@ def _pipeline(setup: Setup, device: Device) -> float:
         sent -= 2 if v_shaped else 1
     shared = (setup.axes["tensor"] if setup.sequence_parallel else 1) * setup.axes["context"]
     elements = setup.micro * setup.accumulate * setup.cost.positions * setup.cost.width / shared
-    return sent * elements * memory.residual_bytes(setup) / _rate(2, setup.world_size // pipe, device)
+    return sent * elements * activations.residual_bytes(setup) / _rate(2, setup.world_size // pipe, device)
 
 
 def _ring(size: float, ranks: int, stride: int, device: Device) -> float:
