@@ -34,7 +34,7 @@ POLICY = {
 class Trainer:
     """As much of one as a save asks for; its disk is full at the given steps."""
 
-    is_global_zero, world_size, callbacks = True, 1, ()
+    is_global_zero, world_size, callbacks, strategy = True, 1, (), None
 
     def __init__(self, full_at: set[int]) -> None:
         self.global_step, self.full_at = 0, full_at
