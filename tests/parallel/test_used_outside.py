@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from armature.models.mixture import plan as mixture
 from armature.models.mixture.model import MixtureDecoder
 from armature.parallel import apply, dtensors
+from armature.training import epoch_metrics
 from benchmarks.parity.harness import on_ranks
 from tests.parallel.building import decoder_on_meta, options, parallelize
 
@@ -128,7 +129,10 @@ def read() -> dict[str, Any]:
         device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": ranks}, device_type="cpu")
         apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
     weight = model[0].weight.detach()
+    results = epoch_metrics.Results(training=True)
+    results.log("training_step", "mean", weight.mean(), on_step=True, on_epoch=False)
     return {
+        "logged": type(results["training_step.mean"]._forward_cache) is torch.Tensor,  # rank 0 alone reads it
         "mean": weight.mean().item(),
         "largest": float(weight.abs().max()),
         "norm": torch.linalg.vector_norm(weight).item(),
@@ -144,3 +148,29 @@ def test_a_number_that_is_read_is_that_of_the_whole_weight() -> None:
     for found in on_ranks(read, ranks=2):
         for key, value in alone.items():
             assert found[key] == pytest.approx(value, rel=1e-6) if key != "rows" else found[key] == value
+
+
+def kept_parts() -> list[Any]:
+    from armature.parallel import mesh, process_group
+
+    dtensors.support_user_code(watch_parts=True)
+    device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": process_group.ranks()}, device_type="cpu")
+    model = stack()
+    apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
+    dtensors._MOST_BYTES = 1  # the weight is larger
+    weight = model[0].weight.detach()
+    with torch.inference_mode():  # such a part has no version
+        float(weight[0].sum())
+    dtensors.check_parts()
+    weight[0].zero_()
+    float(weight[1].sum())
+    kept = len(dtensors._parts)
+    with pytest.raises(ValueError, match="Rows of a sharded weight"):
+        dtensors.check_parts()
+    dtensors.check_parts()
+    return [kept, len(dtensors._parts)]
+
+
+@pytest.mark.slow
+def test_gathered_parts_are_not_kept_and_a_change_of_one_is_remembered() -> None:
+    assert on_ranks(kept_parts, ranks=2) == [[1, 0]] * 2

@@ -179,3 +179,21 @@ def _changes_in_forward(part: str) -> str:
 @pytest.mark.parametrize("part", ["teacher", "student"])
 def test_a_forward_that_changes_weights_is_refused(part: str) -> None:
     assert f"Pair.forward changes weights: {part}.weight (" in _changes_in_forward(part)
+
+
+def test_a_change_of_one_row_is_seen_in_bf16() -> None:
+    import torch
+    from torch import nn
+
+    from armature.parallel import dtensors
+
+    model = nn.Linear(64, 4096, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    dtensors.watch_weights(model)
+
+    def halve_a_row(module: nn.Module, inputs: Any) -> None:
+        model.weight.data[0].mul_(0.5)
+
+    model.register_forward_pre_hook(halve_a_row)
+    with pytest.raises(ValueError, match=r"Linear\.forward changes weights: weight"):
+        model(torch.ones(1, 64, dtype=torch.bfloat16))

@@ -8,6 +8,8 @@ from armature.training import agreement
 
 
 class SkipsLocally:
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu"))
+
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch > 0 else None
 
@@ -20,6 +22,7 @@ class SkipsNever:
 def on_two_ranks(monkeypatch, others: bool) -> None:
     monkeypatch.setattr(agreement.process_group, "ranks", lambda: 2)
     monkeypatch.setattr(agreement.process_group, "all_gather_object", lambda own: [own, others])
+    monkeypatch.setattr(agreement.process_group, "all_sum", lambda own: own + others)
 
 
 def test_a_rank_that_leaves_the_epoch_alone_is_named(monkeypatch):
@@ -27,6 +30,20 @@ def test_a_rank_that_leaves_the_epoch_alone_is_named(monkeypatch):
     assert not agreement.skipped(SkipsLocally(), False, batch_idx=3)
     with pytest.raises(ValueError, match=r"SkipsLocally.on_train_batch_start returns -1 on rank 0 .* 1 \(batch 3\)"):
         agreement.skipped(SkipsLocally(), True, batch_idx=3)
+
+
+def test_ranks_that_agree_send_one_number(monkeypatch):
+    on_two_ranks(monkeypatch, True)
+    monkeypatch.setattr(agreement.process_group, "all_gather_object", None)
+    assert agreement.skipped(SkipsLocally(), True, batch_idx=0)
+
+
+@pytest.mark.parametrize(("own", "others"), [(False, False), (False, True), (True, False)])
+def test_a_stop_of_one_rank_is_one_of_all(monkeypatch, own, others):
+    on_two_ranks(monkeypatch, others)
+    trainer = SimpleNamespace(should_stop=own, strategy=SimpleNamespace(root_device="cpu"))
+    agreement.stop_together(trainer)
+    assert trainer.should_stop is (own or others)
 
 
 def test_ranks_do_not_ask_each_other_where_no_code_can_skip(monkeypatch):

@@ -75,6 +75,7 @@ def test_a_loop_may_be_replaced(epochs):
     loops(trainer, epochs=epochs)
     trainer.fit(module, loader())
     assert (len(module.seen), trainer.completed_batches, trainer.max_steps) == (8, 8, -1)
+    assert trainer.begins_random_streams is not epochs
 
 
 class Tuned(Module):

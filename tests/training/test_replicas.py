@@ -30,3 +30,18 @@ def test_a_weight_that_one_rank_has_alone_differs():
 
 def test_weights_that_are_not_finite_are_left_to_on_nan():
     assert replicas.first_difference([weights(), weights(float("nan"))]) is None
+
+
+def test_weights_that_torch_cannot_add_up_are_left_out():
+    class Quantized(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.sum:
+                raise NotImplementedError
+            return super().__torch_function__(func, types, args, kwargs)
+
+    named = {
+        "float8": torch.zeros(8, dtype=torch.float8_e4m3fn), "quantized": torch.zeros(8).as_subclass(Quantized),
+        "scale": nn.Parameter(torch.tensor(2.0)),
+    }  # fmt: skip
+    assert replicas.sums(named) == {"scale": (2.0, 2.0, 1e-4)}  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 
-_MOST_PARTS = 256  # that are kept for `check_parts`, until the next step
+_MOST_BYTES = 1 << 26  # of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
 _watches_parts = False
 WATCHED_FORWARDS = 6  # of a model, for changes of its weights
 MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of a sharded weight and a plain tensor
@@ -89,7 +89,8 @@ def _set_items(self: DTensor, key: Any, value: Any) -> None:
             self.copy_(replicated.redistribute(placements=self.placements))
 
 
-_parts: list[tuple[DTensor, int]] = []  # parts of weights and gradients that were gathered to be read, with versions
+_parts: list[tuple[DTensor, int, int]] = []  # that were gathered to be read, with versions and bytes of the whole
+_changed_parts = False  # whether one that is no longer kept was changed
 
 
 def _get_items(self: DTensor, key: Any) -> Any:
@@ -115,8 +116,17 @@ def _part_taker(name: str) -> Callable[..., Any]:
 def _watch(whole: DTensor, part: Any) -> None:
     learns = torch.is_grad_enabled() and whole.requires_grad  # a change of the part is an error of torch's then
     if _watches_parts and not learns and isinstance(part, DTensor) and _shards(part) < _shards(whole):
-        _parts.append((part, part._version))
-        del _parts[:-_MOST_PARTS]
+        if part.is_inference():  # it has no version
+            return
+        _parts.append((part, part._version, whole.numel() * whole.element_size()))
+        while len(_parts) > 1 and sum(size for *_, size in _parts) > _MOST_BYTES:
+            _forget_part()
+
+
+def _forget_part() -> None:
+    global _changed_parts
+    part, version, _ = _parts.pop(0)
+    _changed_parts |= part._version != version
 
 
 def _shards(tensor: DTensor) -> int:
@@ -125,9 +135,11 @@ def _shards(tensor: DTensor) -> int:
 
 def check_parts() -> None:
     """Raise ConfigError if a part of a sharded weight or gradient was changed in place: it was a copy."""
-    parts = _parts[:]
-    _parts.clear()
-    if any(part._version != version for part, version in parts):
+    global _changed_parts
+    while _parts:
+        _forget_part()
+    changed, _changed_parts = _changed_parts, False
+    if changed:
         raise ConfigError(
             "Rows of a sharded weight or gradient were changed in place, as in weight[0].zero_(), but they were "
             "gathered copies: the change was lost. Write weight[0] = 0, which works, or type strategy=ddp."
@@ -205,7 +217,7 @@ def watch_weights(model: nn.Module) -> None:
 
     def sums() -> dict[str, Tensor]:
         gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
-        return {n: torch.stack([p.sum(), torch.linalg.vector_norm(p)]) for n, p in gathered.items() if _counts(p)}
+        return {n: _sums(p) for n, p in gathered.items() if _counts(p)}
 
     def begin(*_: Any) -> None:
         before.update(sums() if forwards_left and model.training else {})
@@ -229,7 +241,13 @@ def watch_weights(model: nn.Module) -> None:
 
 
 def _counts(weight: Tensor) -> bool:
-    return weight.is_floating_point() or weight.is_complex()  # not the codes of 4-bit weights
+    numbers = weight.is_floating_point() or weight.is_complex()  # not the codes of 4-bit weights
+    return numbers and weight.element_size() > 1  # torch cannot add up float8
+
+
+def _sums(weight: Tensor) -> Tensor:
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # a sum in bf16 would not see a row that changes
+    return torch.stack([weight.sum(dtype=dtype), torch.linalg.vector_norm(weight, dtype=dtype).to(dtype)])
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

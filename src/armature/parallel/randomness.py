@@ -72,12 +72,14 @@ class RankRandomState:
 
     def __init__(self) -> None:
         self._held: dict[str, Any] | None = None
+        self._begins = False  # whether the first batch, which is to come, restores it
 
     def begin(self, *, seed: int, stream: int) -> None:
         """Begin this rank's stream with the first batch, unless a checkpoint's state is held."""
         begin(seed=seed, stream=stream)
         if self._held is None:
             self.hold()
+        self._begins = True
 
     def hold(self) -> None:
         self._held = capture()
@@ -85,11 +87,12 @@ class RankRandomState:
     def restore(self) -> None:
         if self._held is not None:
             restore(self._held)
-            self._held = None
+            self._held, self._begins = None, False
 
     def gather(self, layout: str) -> dict[str, Any]:
-        """Return the current states of all ranks, for a checkpoint. Called by all ranks."""
-        return {"layout": layout, "ranks": process_group.all_gather_object(capture())}
+        """Return the states of all ranks, for a checkpoint: those held, before the first batch. Called by all ranks."""
+        own = self._held if self._begins else capture()
+        return {"layout": layout, "ranks": process_group.all_gather_object(own)}
 
     def load(self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int) -> None:
         """Hold this rank's state from a checkpoint, if it has any.

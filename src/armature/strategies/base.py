@@ -116,16 +116,19 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 )
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
+        self._first_names = None  # of another module, if the Trainer has fitted one before
         self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
         self.first_groups = {
             i: {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
             for i, optimizer in enumerate(self.optimizers)
         }
         if trainer.state.fn == TrainerFn.FITTING:
-            self.random_state.begin(seed=self.seed, stream=self.rng_stream)
-            if not self.sharded and getattr(trainer, "begins_random_streams", False):
-                # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
-                randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
+            if getattr(trainer, "begins_random_streams", False):
+                self.random_state.begin(seed=self.seed, stream=self.rng_stream)
+                if not self.sharded:  # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+                    randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
+            else:
+                randomness.begin(seed=self.seed, stream=self.rng_stream)
 
     @override
     def build_once(self) -> None:

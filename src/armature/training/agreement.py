@@ -14,6 +14,7 @@ import torch
 
 from armature.errors import ConfigError
 from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
 
 HOOK = "on_train_batch_start"
 FLAG = "should_stop"
@@ -26,7 +27,9 @@ def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:
     Raises:
         ConfigError: ranks differ.
     """
-    if process_group.ranks() == 1 or not _may_skip(getattr(module, HOOK)):
+    if (ranks := process_group.ranks()) == 1 or not _may_skip(getattr(module, HOOK)):
+        return skips
+    if _count(module.trainer, skips) in (0, ranks):
         return skips
     everyones = process_group.all_gather_object(skips)
     if any(each != skips for each in everyones):
@@ -45,7 +48,13 @@ def _may_skip(hook: Any) -> bool:
 
 def stop_together(trainer: Any) -> None:
     """Set `trainer.should_stop` on all ranks if it is set on any. Called by all ranks, equally often."""
-    trainer.should_stop = bool(process_group.all_sum(torch.tensor(float(trainer.should_stop))))
+    trainer.should_stop = _count(trainer, trainer.should_stop) > 0
+
+
+def _count(trainer: Any, yes: bool) -> int:
+    """Return the number of ranks that say yes. The CPUs communicate, unless Lightning has made the group."""
+    device = "cpu" if StrategyMixin.find(trainer) is not None else trainer.strategy.root_device
+    return int(process_group.all_sum(torch.tensor(int(yes), device=device)))
 
 
 def may_stop(trainer: Any) -> bool:

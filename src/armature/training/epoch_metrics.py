@@ -12,9 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from armature.parallel import process_group
 
@@ -22,7 +29,15 @@ log = logging.getLogger(__name__)
 
 Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
 _NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
-_META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute")
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute", "add_dataloader_idx", "dataloader_idx")
+
+
+class Results(_ResultCollection):
+    """Lightning's, with whole values of sharded weights: rank 0 alone reads them, for the bar."""
+
+    @override
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        super().update_metrics(key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
@@ -193,13 +208,20 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
     """Give logged values the same order on all ranks, which reduce them one after another. Called by all ranks.
 
     Code may log a value if its batch has some samples, so ranks log other names, or the same in another order. Values
-    of different names would be mixed, or the run would hang.
+    of different names would be mixed, or the run would hang. A value that no rank reduces stays on its own ranks, as
+    does one of a group that the caller has chosen.
 
     Returns:
         The keys that only other ranks have logged, with values that count for nothing, to be removed after the epoch.
     """
-    own = {k: f | {"value": _NOTHING.get(f["reduce_fx"], 0.0), "samples": 0} if "value" in f else f
-           for k, f in collect(results, module).items()}  # fmt: skip
+    own = {}
+    for key, facts in collect(results, module).items():
+        value, sync = results[key].value, results[key].meta.sync
+        if "value" not in facts:
+            own[key] = facts
+        elif sync.should and not sync.rank_zero_only and sync.group is None:
+            empty = {"value": _NOTHING.get(facts["reduce_fx"], 0.0), "samples": 0}
+            own[key] = facts | empty | {"type": str(value.dtype).removeprefix("torch."), "device": value.device.type}
     everyones = process_group.all_gather_object(own)
     order = dict.fromkeys(key for each in everyones for key in each)
     if all([*each] == [*order] for each in everyones):
@@ -209,6 +231,10 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
     restore(results, missing, module, reduce=reduce, device=device)
     for key, meta in known.items():
         results[key].meta = meta
+    for key, facts in missing.items():
+        if "type" in facts:  # as on the rank that logged it: unlike tensors cannot be reduced
+            results[key].to(device if device.type == facts["device"] else torch.device("cpu"))
+            results[key].value = results[key].value.to(getattr(torch, facts["type"]))
     ordered = {key: results[key] for key in [*order, *results] if key in results}
     results.clear()
     results.update(ordered)

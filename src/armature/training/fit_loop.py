@@ -92,11 +92,21 @@ class FitLoop(_FitLoop):
         for function in functions:
             function()
         super().on_advance_start()
+        self._stop_together()
+
+    @override
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        self._stop_together()
 
     @override
     def on_advance_end(self) -> None:
         super().on_advance_end()
-        self.epoch_loop.stop_together()
+        self._stop_together()
+
+    def _stop_together(self) -> None:
+        if isinstance(self.epoch_loop, EpochLoop):
+            self.epoch_loop.stop_together()
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:
         """Set the counters of a resumed run: complete epochs, and whether some batches of the next one are done."""

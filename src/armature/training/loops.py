@@ -28,7 +28,7 @@ from armature.data.prefetch import TRANSFER_HOOKS
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden, is_watched
-from armature.training import agreement, epoch_start, stopped_validation
+from armature.training import agreement, epoch_metrics, epoch_start, stopped_validation
 from armature.training.progress import data_of
 from armature.training.stop import StoppedBySignal
 from armature.training.timings import DataWait
@@ -57,6 +57,7 @@ class EpochLoop(_TrainingEpochLoop):
         step_ended: list[Callable[[], None]],
     ) -> None:  # fmt: skip
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
+        self._results = epoch_metrics.Results(training=True)
         self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
         self.step_ended = step_ended

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from armature.errors import ConfigError
 from armature.parallel import process_group
@@ -53,10 +53,13 @@ def sums(weights: Mapping[str, Tensor]) -> Sums:
     parts, both = {}, []
     for name, weight in weights.items():
         values = torch.view_as_real(weight) if weight.is_complex() else weight
-        if values.is_floating_point() and values.numel():
+        ordinary = type(weight) in (Tensor, nn.Parameter)  # a class of quantized weights may not add them up
+        if ordinary and values.is_floating_point() and values.element_size() > 1 and values.numel():
             parts[name] = _PARTS.get(values.dtype, _PART_OF_SHORT)
-            norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
-            both.append(torch.stack([values.sum(dtype=torch.float64), norm.double()]))
+            dtype = torch.promote_types(values.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(values, dtype=dtype)
+            total = values.sum(-1, dtype=dtype).sum(dtype=torch.float64)  # at once it would copy the weight to float64
+            both.append(torch.stack([total, norm.double()]).to(both[0].device if both else total.device))
     numbers = torch.stack(both).tolist() if both else []
     return {name: (total, norm, part) for (name, part), (total, norm) in zip(parts.items(), numbers, strict=True)}
 

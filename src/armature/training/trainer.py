@@ -128,7 +128,6 @@ class Trainer(UsersTrainer):
         kwargs: Lightning's.
     """
 
-    begins_random_streams = True  # those of the ranks, with the first batch
     # Lightning reads the names of arguments here, for PL_TRAINER_* variables
     __signature__ = inspect.signature(L.Trainer)
 
@@ -162,6 +161,11 @@ class Trainer(UsersTrainer):
         loop = self.fit_loop.epoch_loop
         limit = loop.max_global_batches if isinstance(loop, EpochLoop) else None
         return self.fit_loop.max_steps if limit is None or self.fit_loop.max_steps != -1 else limit
+
+    @property
+    def begins_random_streams(self) -> bool:
+        """Whether the ranks' random streams begin with the first batch: a loop of Lightning's does not begin them."""
+        return isinstance(self.fit_loop, FitLoop)
 
     @property
     def completed_batches(self) -> int:

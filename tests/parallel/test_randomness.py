@@ -1,0 +1,40 @@
+"""The random state of a rank that is held until the first batch."""
+
+import random
+
+import pytest
+import torch
+
+from armature.parallel import randomness
+
+
+@pytest.fixture(autouse=True)
+def same_afterwards():
+    before = randomness.capture()
+    yield
+    randomness.restore(before)
+
+
+def test_a_save_before_the_first_batch_holds_the_rank_s_own_stream():
+    """Such as that of Lightning's Tuner: all ranks would resume with the stream of the set-up."""
+    state = randomness.RankRandomState()
+    state.begin(seed=1, stream=3)
+    randomness.begin(seed=1, stream=randomness.OF_ALL_RANKS)
+    torch.rand(2)
+    saved = state.gather("ddp")
+    state.restore()
+    expected = torch.rand(2), random.random()
+    resumed = randomness.RankRandomState()
+    resumed.load(saved, layout="ddp", seed=1, stream=3, step=0)
+    resumed.restore()
+    assert torch.equal(torch.rand(2), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_a_save_while_training_holds_what_is_drawn_next():
+    state = randomness.RankRandomState()
+    state.begin(seed=1, stream=3)
+    state.restore()
+    torch.rand(2)
+    saved = state.gather("ddp")
+    assert torch.equal(saved["ranks"][0]["torch"], torch.get_rng_state())
