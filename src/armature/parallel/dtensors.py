@@ -66,7 +66,7 @@ def _whole_reader(name: str) -> Callable[[DTensor], Any]:
     function = getattr(Tensor, name)
 
     def read(self: DTensor) -> Any:
-        return function(self if all(p.is_replicate() for p in self.placements) else self.full_tensor())
+        return function(self.full_tensor())  # which communicates only if ranks hold parts
 
     return read
 
@@ -94,7 +94,7 @@ _changed_parts = False  # whether one that is no longer kept was changed
 
 
 def _get_items(self: DTensor, key: Any) -> Any:
-    part = Tensor.__getitem__(self, key)
+    part = _taken(Tensor.__getitem__, self, key)
     keys = key if isinstance(key, tuple) else (key,)
     if all(isinstance(each, int | slice | None) or each is Ellipsis for each in keys):  # a view in one process
         _watch(self, part)
@@ -105,12 +105,19 @@ def _part_taker(name: str) -> Callable[..., Any]:
     function = getattr(Tensor, name)
 
     def take(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        taken = function(self, *args, **kwargs)
+        taken = _taken(function, self, *args, **kwargs)
         for part in taken if isinstance(taken, tuple | list) else (taken,):
             _watch(self, part)
         return taken
 
     return take
+
+
+def _taken(function: Callable[..., Any], whole: DTensor, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_inference_mode_enabled() or whole.is_inference():
+        return function(whole, *args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():  # in inference mode torch makes no view of a sharded weight
+        return function(whole, *args, **kwargs)
 
 
 def _watch(whole: DTensor, part: Any) -> None:
