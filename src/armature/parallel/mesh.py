@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # slowest first: the ranks of a tensor group are neighbors
 AXES = ("pipe", "replicate", "shard", "context", "tensor")
+# precision → type in which sharded weights are gathered; their gradients are reduced in fp32. Others: the weights' own
+GATHERED_IN = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16"}
 
 
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:

@@ -18,7 +18,7 @@ from armature.finetune.check import LORA
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
-from armature.parallel.mesh import AXES, shards_sequence
+from armature.parallel.mesh import AXES, GATHERED_IN, shards_sequence
 from armature.parallel.split import SCHEDULES, balance_blocks, stages_of_rank
 from armature.validation import signatures
 
@@ -114,7 +114,7 @@ class Setup:
         """Bytes of an element of the gradients that a mesh reduces: fp32 with 16-bit products, else as computed."""
         if self.reduce_dtype is not None:
             return _element_bytes(self.reduce_dtype)
-        return 4 if self.precision.startswith("bf16") or self.precision == "16-mixed" else self.gathered_bytes
+        return 4 if self.precision in GATHERED_IN else self.gathered_bytes
 
     @property
     def weight_bytes(self) -> int:

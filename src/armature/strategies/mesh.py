@@ -24,8 +24,6 @@ from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
-# types in which weights are gathered, by precision; gradients are then reduced in fp32
-COMPUTED = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
@@ -215,10 +213,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             name: getattr(self, name) for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
         }
         options["keep_last_gathered"] = not several
-        computed = COMPUTED.get(str(self.precision_plugin.precision))
-        for key, default in (("param_dtype", computed), ("reduce_dtype", computed and torch.float32)):
-            name = options[key]
-            options[key] = default if name is None else getattr(torch, name)
+        gathered = mesh.GATHERED_IN.get(str(self.precision_plugin.precision))
+        for key, default in (("param_dtype", gathered), ("reduce_dtype", gathered and "float32")):
+            name = default if options[key] is None else options[key]
+            options[key] = None if name is None else getattr(torch, name)
         if several and options["reshard_after_forward"] is False:
             log.warning(
                 "strategy.reshard_after_forward=false does not apply to a LightningModule with several models, whose "

@@ -81,7 +81,7 @@ def _reduced(cfg: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, s
     for key in ("reduce_dtype", "param_dtype"):
         if options[key] is not None:
             return f"strategy.{key}={options[key]}", options[key]
-        if str(precision).startswith("bf16") or precision == "16-mixed":
+        if precision in mesh.GATHERED_IN:
             break  # they are reduced in fp32 unless reduce_dtype is typed
     own = {"16-true": "float16", "64-true": "float64"}
     return f"trainer.precision={precision}", own.get(precision, "float32")
