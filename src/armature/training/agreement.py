@@ -32,13 +32,11 @@ def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:
     if _count(module.trainer, skips) in (0, ranks):
         return skips
     everyones = process_group.all_gather_object(skips)
-    if any(each != skips for each in everyones):
-        raise ConfigError(
-            f"{type(module).__name__}.{HOOK} returns -1 on rank {everyones.index(True)} and not on rank "
-            f"{everyones.index(False)} (batch {batch_idx}). All ranks must leave the epoch together: decide by what "
-            "all of them know, such as trainer.strategy.reduce(value) or self.all_gather(value)."
-        )
-    return skips
+    raise ConfigError(
+        f"{type(module).__name__}.{HOOK} returns -1 on rank {everyones.index(True)} and not on rank "
+        f"{everyones.index(False)} (batch {batch_idx}). All ranks must leave the epoch together: decide by what "
+        "all of them know, such as trainer.strategy.reduce(value) or self.all_gather(value)."
+    )
 
 
 def _may_skip(hook: Any) -> bool:

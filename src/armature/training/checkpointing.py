@@ -280,9 +280,8 @@ class Checkpointing(Checkpoint):
     def _failed(self, trainer: Trainer, step: int, error: OSError, *, last: bool = False, final: bool = False) -> None:
         """Handle a save that failed on one of the ranks. Called by all ranks. NotSaved: the run ends because of it."""
         self.scores.pop(step, None)
-        ends = final or self.on_failure == "stop"
-        what = process_group.on_rank_0(partial(self._describe, step, error)) if ends else ""
-        if ends:
+        if final or self.on_failure == "stop":
+            what = process_group.on_rank_0(partial(self._describe, step, error))
             why = "The run is not finished without it" if final else "checkpoint.on_failure=stop ends the run"
             message = (
                 f"{what} {why}: once there is room, or the store answers, type the same command with its run.name."

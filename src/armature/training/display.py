@@ -16,6 +16,7 @@ from rich.table import Table
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.timings import MAX_DATA_WAIT
+from armature.validation.relations import OF_STEPS
 
 SHOWN = ("loss", "train/loss", "lr")  # names that the bar shows anyway
 
@@ -187,7 +188,7 @@ class Bar(Display, ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            found, of_step = trainer.callback_metrics, StepLog.MONITORED
+            found, of_step = trainer.callback_metrics, OF_STEPS
             # of this validation, whatever their names: values that it has replaced
             names = sorted(name for name in found if found[name] is not self._before.get(name) and name not in of_step)
             values = " ".join(f"{name} {float(found[name]):.4f}" for name in names)

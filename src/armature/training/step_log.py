@@ -79,7 +79,6 @@ class StepLog(Callback):
     COLUMNS = frozenset(
         {"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm", "train/loss_scale", "train/skipped"}
     )
-    MONITORED = OF_STEPS
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from armature.errors import ConfigError
@@ -46,16 +46,19 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
     at_end = [name.replace("val/", "test/", 1) for name in known]  # what a trial of a sweep may be compared by
     for key, name in asked.items():
         names = [*known, *OF_STEPS, *(at_end if key == "checkpoint.monitor" else ())]
-        if isinstance(name, str) and name.startswith("val/") and name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f" Did you mean {key}={near[0]}?" if near else ""
-            yield f"{key}={name}: the task logs {', '.join(known)}.{hint}"
+        of_validation = isinstance(name, str) and name.startswith("val/")
+        if of_validation and name not in known:
+            yield f"{key}={name}: the task logs {', '.join(known)}.{_meant(key, name, known)}"
         elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
             yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
-        elif silent and name not in names and not str(name).startswith("val/"):
-            near = difflib.get_close_matches(str(name), names, 1, 0.5)
-            hint = f" Did you mean {key}={near[0]}?" if near else ""
+        elif silent and name not in names and not of_validation:
+            hint = _meant(key, str(name), names)
             yield f"{key}={name}: there is no metric of this name. There are {', '.join(names)}.{hint}"
+
+
+def _meant(key: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f" Did you mean {key}={near[0]}?" if near else ""
 
 
 def _is_known(node: Any) -> bool:
