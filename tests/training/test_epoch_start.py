@@ -76,7 +76,8 @@ def test_attributes_are_set_again_and_what_the_checkpoint_holds_stays():
     groups, schedule = str(optimizer.param_groups), trainer.lr_scheduler_configs[0].scheduler.state_dict()
     watch = epoch_start.SavedAttributes(trainer, {})
     module.on_load_checkpoint({"epochs": 4})
-    weights, drawn = epoch_start.copy_weights(trainer), torch.get_rng_state()
+    weights = epoch_start.copy_weights(trainer, (epoch_start.HOOK,))
+    drawn = torch.get_rng_state()
     expected = {name: value.clone() for name, value in module.state_dict().items()}
 
     epoch_start.repeat(trainer, watch.find())

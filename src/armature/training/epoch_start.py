@@ -1,8 +1,9 @@
 """Make hooks of the start of training and of an epoch harmless after a resume inside an epoch.
 
 `on_train_epoch_start` sets attributes for the epoch (a loss weight, a curriculum) that no checkpoint holds, so it is
-called again. `on_train_start` is called by Lightning at each start. What both change of what the checkpoint holds
-(weights, optimizers, schedules, saved attributes) is undone: the checkpoint has it as it was inside the epoch.
+called again. `on_fit_start` and `on_train_start` are called by Lightning at each start. What they change of what the
+checkpoint holds (weights, optimizers, schedules, saved attributes) is undone: the checkpoint has it as it was inside
+the epoch.
 """
 
 from __future__ import annotations
@@ -131,9 +132,9 @@ def undone(trainer: Any) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- weights
-def copy_weights(trainer: Any) -> dict[str, Tensor]:
-    """Return copies of weights and saved buffers, if a user's hook may change them before the first batch."""
-    if not any(users_hooks(trainer, name) for name in ("on_train_start", HOOK)):
+def copy_weights(trainer: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return copies of weights and saved buffers, if users have a hook of these names, which may change them."""
+    if not any(users_hooks(trainer, name) for name in names):
         return {}
     return {name: value.detach().clone() for name, value in _weights(trainer.lightning_module).items()}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
@@ -39,6 +40,7 @@ class RestoreProgress(Callback):
         self._random: dict[str, Any] | None = None  # of this rank, when its epoch began; None: no hook can draw
         self._attributes: epoch_start.SavedAttributes | None = None
         self._saved_attributes: epoch_start.Saved = []
+        self._weights: dict[str, Tensor] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
         self._trainer: OurTrainer | None = None
 
     @property
@@ -90,6 +92,8 @@ class RestoreProgress(Callback):
         self._attributes = epoch_start.SavedAttributes(trainer, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._attributes is not None and not trainer.strategy.restore_checkpoint_after_setup:
+            self._weights = epoch_start.copy_weights(trainer, ("on_fit_start",))
         self._find_attributes()
 
     def _find_attributes(self) -> None:
@@ -97,7 +101,12 @@ class RestoreProgress(Callback):
             self._saved_attributes, self._attributes = self._attributes.find(), None
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before the first batch, and before the validation that a checkpoint owes: restore metric objects."""
+        """Before the first batch, and before the validation that a checkpoint owes: restore weights and metric objects.
+
+        Lightning has loaded the weights before `on_fit_start`, which may draw them anew as at the first start.
+        """
+        weights, self._weights = self._weights, {}
+        epoch_start.put_back(trainer.lightning_module, weights)
         if self._states:
             epoch_metrics.restore_states(trainer.lightning_module, self._states, **self._ranks(trainer))
 
@@ -136,7 +145,8 @@ class RestoreProgress(Callback):
             own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
-        weights = epoch_start.copy_weights(trainer)  # Lightning has restored them: on_train_start must not change them
+        # Lightning has restored them: on_train_start must not change them
+        weights = epoch_start.copy_weights(trainer, ("on_train_start", epoch_start.HOOK))
         same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
 
         def replace_logged() -> None:
