@@ -203,3 +203,23 @@ def test_nothing_is_saved_as_a_hyperparameter():
 def test_a_batch_of_another_form_is_reported(batch, has):
     with pytest.raises(TypeError, match=f"A batch has {has}: each sample of .* must be"):
         inputs_and_targets(batch)
+
+
+class WithoutLoss(nn.Module):
+    """Returns its loss from `forward` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 3)
+
+    def forward(self, inputs, targets=None):
+        outputs = self.layer(inputs.flatten(1))
+        return outputs if targets is None else nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def test_a_model_without_a_method_loss_is_evaluated_by_what_it_trains_with():
+    task, data = ImageClassification(WithoutLoss, **FACTORIES), Data(images=True, batch_size=5)
+    (val,) = trainer().validate(task, data, verbose=False)
+    with torch.no_grad():
+        loss = task.model(data.inputs[:8], data.targets[:8])
+    assert val["val/loss"] == pytest.approx(loss.item(), rel=1e-6)

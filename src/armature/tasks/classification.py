@@ -13,7 +13,8 @@ from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
 class Classification(Task):
     """Logs the loss in nats per sample, and accuracy: the share of samples whose likeliest class is right.
 
-    The training loss is the model's `loss`, such as `VisionTransformer.loss`.
+    The training loss is the model's `loss`, such as `VisionTransformer.loss`. A model without that method returns its
+    loss from `forward(inputs, targets)`, and evaluation calls it twice.
     """
 
     @override
@@ -33,7 +34,9 @@ class Classification(Task):
         inputs, targets = inputs_and_targets(batch)
         outputs = self.model(inputs)
         counted = targets != IGNORED
-        metrics["loss"].update(self.model.loss(outputs, targets), weight=counted.sum())  # pyright: ignore[reportCallIssue]
+        has_loss = callable(getattr(self.model, "loss", None))
+        loss = self.model.loss(outputs, targets) if has_loss else self.loss_of(batch)  # pyright: ignore[reportCallIssue]
+        metrics["loss"].update(loss, weight=counted.sum())
         metrics["accuracy"].update((outputs.argmax(dim=-1) == targets).float(), weight=counted.float())
 
 
