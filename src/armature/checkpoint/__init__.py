@@ -28,11 +28,12 @@ A resume:
    sizes only. The first complete checkpoint counts: the one that `last` names, then from newest to oldest.
 2. Each rank's worker calls `storage.first_intact`, which compares checksums, each rank those of a share of the files.
    A checkpoint of weights only becomes `strategy.initial_weights`; any other is `trainer.fit`'s `ckpt_path`.
-3. Lightning sets up the strategy, which builds the model, and calls `on_fit_start`, in which callbacks register their
-   tensors. Then it calls the strategy's `load_checkpoint`: `state.load` fills weights, optimizer state and callbacks'
-   tensors in place, and the rank's random state is held.
-4. Lightning restores callbacks, data module, loops and schedulers from meta.pt. `training` sets the counters of its
-   loops from the optimizer steps and samples that the checkpoint has seen, whatever the layout was.
+3. The strategy builds the model, and Lightning calls its `load_checkpoint`: `state` fills weights in place, the rank's
+   random state is held, and `of_ranks` gives each rank what its hooks had saved. Callbacks and the data module load
+   their state. Then comes `on_fit_start`, in which callbacks register their tensors.
+4. Lightning restores optimizers, whose state and callbacks' tensors are filled in place, loops and schedulers.
+   `training` sets the counters of its loops from the optimizer steps and samples that the checkpoint has seen, whatever
+   the layout was.
 5. Before the first batch, rows of metrics.csv after the checkpoint are dropped, and `Checkpointing.begin` removes
    leftovers and runs a validation that was due at the checkpoint's step.
 6. At the start of the first epoch the held random state is restored, so that training draws what it would have drawn.
