@@ -125,6 +125,28 @@ def test_weights_of_a_module_that_is_made_in_on_fit_start_come_back(tmp_path):
     fit(tmp_path, never, ckpt=path, max_steps=3)
 
 
+class LateBuffer(Module):
+    def __init__(self, *, made: bool = True) -> None:
+        super().__init__()
+        self.made = made
+
+    def on_fit_start(self) -> None:
+        if self.made:
+            self.register_buffer("moving", torch.zeros(2))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
+        if self.made:
+            self.moving += 1
+
+
+def test_a_buffer_that_on_fit_start_registers_comes_back(tmp_path):
+    path = saved_by(tmp_path, first := LateBuffer())
+    fit(tmp_path, again := LateBuffer(), ckpt=path, max_steps=3)
+    assert again.moving.tolist() == (first.moving + 1).tolist() == [3, 3]
+    with pytest.raises(ConfigError, match="Not in the model: moving"):
+        fit(tmp_path, LateBuffer(made=False), ckpt=path, max_steps=3)
+
+
 class MadeWhileTraining(Module):
     def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
         if not hasattr(self, "previous"):
@@ -145,7 +167,7 @@ def test_weights_that_no_resume_can_load_are_named_when_they_are_saved_first(tmp
 def test_initial_weights_of_a_module_that_is_none_are_left_out_with_a_warning(tmp_path):
     path, strategy = saved_by(tmp_path, LateTeacher()), SingleDevice()
     strategy.connect(LateTeacher())
-    with pytest.warns(UserWarning, match=r"teacher\.weight.* is not loaded, since the module has None there"):
+    with pytest.warns(UserWarning, match=r"teacher\.weight.* is not loaded, since the module does not have it"):
         strategy.load_initial_weights(path)
 
 

@@ -150,3 +150,19 @@ def test_order_and_names_are_aligned_once_each(monkeypatch):
     here, added = aligned(monkeypatch, log, partial(log, names="cb"))
     assert [*here] == ["training_step.a", "training_step.b", "training_step.c"]
     assert added == ["training_step.a"]
+
+
+def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_the_epoch_ends():
+    def log(results, name, value):
+        results.log("training_step", name, torch.tensor(value), on_step=True, on_epoch=False, batch_size=1)
+
+    stopped, resumed = epoch_metrics.Results(training=True), epoch_metrics.Results(training=True)
+    for name, value in (("penalty", 0.5), ("loss", 2.0)):
+        log(stopped, name, value)
+    resumed.newest = epoch_metrics.newest_of(stopped)
+    assert resumed.metrics(on_step=True)["log"] == {"penalty": 0.5, "loss": 2.0}
+    log(resumed, "loss", 1.0)
+    assert [*resumed.metrics(on_step=True)["log"].items()] == [("penalty", 0.5), ("loss", 1.0)]
+    assert resumed.metrics(on_step=False)["log"] == {}
+    resumed.reset()
+    assert resumed.metrics(on_step=True)["log"] == {}

@@ -147,15 +147,16 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
 
 # ---------------------------------------------------------------- loading weights
 def load_weights(
-    checkpoint: Path, module: nn.Module, *, strict: bool = True, may_lack: Callable[[str], bool] | None = None
-) -> dict[str, Any]:
+    checkpoint: Path, module: nn.Module, *, strict: bool = True, may_lack: Callable[[str], bool] | None = None,
+    grows: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Load the weights, in place if the names are the module's. Called by all ranks; as `place_weights`."""
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
     known, held = _names_of_all_ranks(module.state_dict()), _weight_names(saved)
     lacking = {name for name in known - held if may_lack is None or not may_lack(name)}
     if lacking or held - known or any(name.endswith(_EXTRA_STATE) for name in known):
         weights = read_weights(checkpoint, module)
-        return place_weights(checkpoint, module, weights, strict=strict, may_lack=may_lack)
+        return place_weights(checkpoint, module, weights, strict=strict, may_lack=may_lack, grows=grows)
     own = {name: value for name, value in own.items() if name in held}
     _check_sizes(checkpoint, saved, own)
     storage.read_tensors(checkpoint, dict(own))
@@ -182,16 +183,18 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
 
 def place_weights(
     source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True,
-    may_lack: Callable[[str], bool] | None = None,
+    may_lack: Callable[[str], bool] | None = None, grows: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Load weights through torch's `load_state_dict`, and so with the hooks of modules. Called by all ranks.
 
     Return those of modules that are None, as one that `on_fit_start` makes: torch passes over them without a word.
+    With `grows` also those that the module lacks.
 
     Args:
         source: where the weights come from, for messages.
         weights: by name; each sharded as in the module, or whole and the same on all ranks.
         may_lack: whether the source may lack the weight of a name, which then stays as it is.
+        grows: whether a hook may still make modules and buffers.
 
     Raises:
         ConfigError: names or sizes differ from the module's. With strict=False only sizes are compared.
@@ -199,7 +202,7 @@ def place_weights(
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
     chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
-    late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
+    late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module) or (grows and name not in own)}
     load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack)
     return late
 

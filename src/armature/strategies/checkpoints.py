@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import buffers, directory, lightning_file, plain, resume, state, storage
+from armature.checkpoint import buffers, directory, lightning_file, of_ranks, plain, resume, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.finetune import base
 from armature.models.adapters import is_adapter
@@ -24,6 +24,7 @@ from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies import hooks
 from armature.strategies.layout import LayoutMixin
+from armature.training import epoch_start
 from armature.training.progress import completed_batches
 
 HOOK = "on_load_checkpoint"
@@ -70,7 +71,7 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    _late: Mapping[str, Any] = MappingProxyType({})  # weights of modules that `on_fit_start` makes
+    _late: Mapping[str, Any] = MappingProxyType({})  # what `on_fit_start` makes: weights of modules, and buffers
     copies_buffers: bool = False
     _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
     _first_names: Set[str] | None = None  # of weights and saved buffers, when training began; of those warned of, too
@@ -144,6 +145,8 @@ class CheckpointMixin(LayoutMixin):
             meta["state_dict"] = tensors | others.get(state.OTHER, {})
             process_group.on_rank_0(partial(lightning_file.write, path, meta))
             return
+        several, callbacks = self.world_size > 1, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        digests = of_ranks.digests(meta, callbacks) if several else {}
         meta |= others
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out} | self.extra_tensors()
@@ -160,16 +163,17 @@ class CheckpointMixin(LayoutMixin):
         # of the modules that this rank has
         sums = buffers.sums(self.module) if 1 < self.world_size == self.data_size and not self.copies_buffers else {}
         own = process_group.all_gather_object(
-            (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums)
+            (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums, digests)
         )
         self._warn_of_late_names()
-        self._warn_of_unequal_buffers(buffers.unequal([each[-1] for each in own]))
+        self._warn_of_unequal_buffers(buffers.unequal([each[2] for each in own]))
+        meta |= of_ranks.entries(meta, [each[3] for each in own], layout=self.layout)
         meta |= {
             "param_groups": groups,
             "random": self.random_state.gather(self.layout),
             "flags": {name: value for flags, *_ in own for name, value in flags.items()},
         }
-        if resized := {name for _, names, _ in own for name in names}:
+        if resized := {name for _, names, *_ in own for name in names}:
             meta[buffers.RESIZED] = sorted(resized)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
@@ -202,6 +206,7 @@ class CheckpointMixin(LayoutMixin):
         if directory.is_file(path):
             return lightning_file.read(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
+        of_ranks.restore(meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING)
         meta[state.OPTIMIZER] = [
             meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
@@ -238,13 +243,11 @@ class CheckpointMixin(LayoutMixin):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, as `on_load_checkpoint` of the module left them."""
         late, fits = {}, self.module.trainer.state.fn == TrainerFn.FITTING
+        options: Any = {"may_lack": self.from_base.__contains__, "grows": fits and self._grows}
         if "state_dict" in checkpoint:
-            late = state.place_weights(
-                self._source, self.module, checkpoint["state_dict"], strict=strict,
-                may_lack=self.from_base.__contains__,
-            )  # fmt: skip
+            late = state.place_weights(self._source, self.module, checkpoint["state_dict"], strict=strict, **options)
         elif self._loading is not None:
-            late = state.load_weights(self._loading, self.module, strict=strict, may_lack=self.from_base.__contains__)
+            late = state.load_weights(self._loading, self.module, strict=strict, **options)
         self._late = late if fits else {}
         if not fits:
             _warn_of_left_out(self._source, late)
@@ -298,6 +301,11 @@ class CheckpointMixin(LayoutMixin):
         )
         _warn_of_left_out(path, late)
 
+    @property
+    def _grows(self) -> bool:
+        """Whether users have a hook `on_fit_start`, which may make modules and buffers."""
+        return bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
+
     def _may_lack(self, name: str) -> bool:
         return is_adapter(name) or name in self.from_base
 
@@ -339,7 +347,7 @@ class CheckpointMixin(LayoutMixin):
 
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
     if late:
-        rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module has None there.")
+        rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module does not have it.")
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,17 +28,47 @@ from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
+Newest = Mapping[str, Mapping[str, float]]
 Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
 _NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute", "add_dataloader_idx", "dataloader_idx")
 
 
 class Results(_ResultCollection):
-    """Lightning's, with whole values of sharded weights: rank 0 alone reads them, for the bar."""
+    """Lightning's, with whole values of sharded weights: rank 0 alone reads them, for the bar.
+
+    Attributes:
+        newest: what `newest_of` returned when the checkpoint was saved that this epoch was resumed from. The values
+            stand in the rows until they are logged again or the epoch ends, as in a run that was not stopped.
+    """
+
+    newest: Newest = MappingProxyType({})
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        found = super().metrics(on_step)
+        if not on_step or not self.newest:
+            return found
+        kinds: dict[str, Any] = {**found}
+        for kind, values in kinds.items():
+            kinds[kind] = {k: torch.tensor(v) for k, v in self.newest.get(kind, {}).items()} | values
+        return kinds
+
+    @override
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        super().reset(metrics, fx)
+        if metrics is None and fx is None:  # the epoch ends
+            self.newest = MappingProxyType({})
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         super().update_metrics(key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def newest_of(results: Results) -> dict[str, dict[str, float]]:
+    """Return the values that were logged last in steps of this epoch, by what they are for, and by name."""
+    found = results.metrics(on_step=True)
+    return {kind: {name: float(value) for name, value in values.items()} for kind, values in found.items()}
 
 
 @contextmanager
@@ -244,6 +275,7 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
 def clear(results: Any, restored: Facts) -> None:
     """Discard restored values after their epoch, so that they are logged anew with the caller's own settings."""
     vars(results).pop("update_metrics", None)
+    results.newest = MappingProxyType({})
     for key in restored:
         results.pop(key, None)
 

@@ -34,6 +34,7 @@ class RestoreProgress(Callback):
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
         self._states: list[epoch_metrics.Facts] = []  # of each rank
         self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
+        self._newest: list[epoch_metrics.Newest] = []  # of each rank
         self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
@@ -56,15 +57,16 @@ class RestoreProgress(Callback):
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         assert trainer is not None
-        module = trainer.lightning_module
+        module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
         own = (
-            self._ordered(self._left | epoch_metrics.collect(trainer.fit_loop.epoch_loop._results, module)),
+            self._ordered(self._left | epoch_metrics.collect(results, module)),
             epoch_metrics.metric_states(module),
             _data_rank(trainer),
             trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,
+            epoch_metrics.newest_of(results),
         )
-        logged, states, data_ranks, in_eval, random = zip(*process_group.all_gather_object(own), strict=True)
+        logged, states, data_ranks, in_eval, random, newest = zip(*process_group.all_gather_object(own), strict=True)
         return {
             "epoch": trainer.current_epoch,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -73,6 +75,7 @@ class RestoreProgress(Callback):
             "logged": list(logged),
             "states": list(states),
             "in_eval": sorted({name for names in in_eval for name in names}),
+            "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
         }
 
@@ -81,7 +84,7 @@ class RestoreProgress(Callback):
         self._logged, self._states = state_dict["logged"], state_dict.get("states", [])
         self._step_values = state_dict.get("step_values", [])
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
-        self._in_eval = state_dict.get("in_eval")
+        self._newest, self._in_eval = state_dict.get("newest", []), state_dict.get("in_eval")
         random, trainer = state_dict.get("random"), self._trainer
         # under another layout ranks draw other numbers anyway
         if random and len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
@@ -140,9 +143,11 @@ class RestoreProgress(Callback):
         restored = {n: torch.tensor(v) for n, v in self._metrics.items() if n not in known}
         trainer.callback_metrics.update(restored)
         trainer.step_metrics.step_values.update(self._step_values)
-        module, own = trainer.lightning_module, {}
+        module, own, newest = trainer.lightning_module, {}, {}
         if self._logged and (closing or mid_epoch):
             own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
+        if self._newest and mid_epoch:
+            newest = self._newest[trainer.global_rank if len(self._newest) == trainer.world_size else 0]
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
         # Lightning has restored them: on_train_start must not change them
@@ -161,6 +166,7 @@ class RestoreProgress(Callback):
             results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)
             results.clear()
+            results.newest = newest
             if closing:
                 self._restore_left(trainer)
             elif own:
