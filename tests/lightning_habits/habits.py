@@ -77,7 +77,7 @@ REGRESSION = [
     regression("skips_steps", "regression.SkipsSteps", layouts=SINGLE),
     regression("reductions", "regression.Reductions", apart=("mine_local",), sample=("single", "ddp2")),
     regression("collects_outputs", "regression.CollectsOutputs"),
-    regression("collects_train_outputs", "regression.CollectsTrainOutputs"),
+    regression("collects_train_outputs", "regression.CollectsTrainOutputs", sample=("ddp2",)),
     regression("two_loaders", "regression.TwoLoaders", "data._target_=tests.lightning_habits.data.TwoLoaders"),
     regression("initialized_in_setup", "regression.InitializedInSetup", sample=SINGLE),
     regression("built_in_setup", "regression.BuiltInSetup"),
