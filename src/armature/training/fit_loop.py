@@ -24,6 +24,7 @@ class FitLoop(_FitLoop):
     """
 
     epoch_loop: EpochLoop  # unless a user has put another one of Lightning's in its place
+    owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
     asks_for_data = False  # else a hook or the user's code asks a data module for its training data
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
@@ -35,6 +36,8 @@ class FitLoop(_FitLoop):
     @override
     def done(self) -> bool:
         loop = self.epoch_loop
+        if self.owes_epoch_end:
+            return False
         return (isinstance(loop, EpochLoop) and loop.all_global_batches_are_done) or super().done
 
     @override
@@ -101,6 +104,7 @@ class FitLoop(_FitLoop):
 
     @override
     def on_advance_end(self) -> None:
+        self.owes_epoch_end = False
         super().on_advance_end()
         self._stop_together()
 

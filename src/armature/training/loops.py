@@ -391,7 +391,7 @@ class EpochLoop(_TrainingEpochLoop):
         if batches:
             self._restart_stage = BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
         self.val_loop.restarting = False
-        self.val_loop._has_run = closing  # nothing but the end of the epoch is left
+        self.val_loop._has_run = closing or self.last_batch_is_done  # nothing but the end of the epoch is left
 
     def close_epoch(self) -> None:
         """Forget that the run was resumed: at the end of a resumed epoch."""

@@ -106,12 +106,17 @@ class RestoreProgress(Callback):
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch, and before the validation that a checkpoint owes: restore weights and metric objects.
 
+        A run that was stopped after its last step still has to end its epoch.
         Lightning has loaded the weights before `on_fit_start`, which may draw them anew as at the first start.
         """
         weights, self._weights = self._weights, {}
         epoch_start.put_back(trainer.lightning_module, weights)
         if self._states:
             epoch_metrics.restore_states(trainer.lightning_module, self._states, **self._ranks(trainer))
+        loop = trainer.fit_loop
+        progress: Any = loop.epoch_progress.current
+        if completed_batches(trainer) and loop.epoch_loop.last_batch_is_done and progress.ready > progress.completed:
+            loop.owes_epoch_end = True
 
     def _ranks(self, trainer: OurTrainer) -> dict[str, Any]:
         data_ranks = process_group.all_gather_object(_data_rank(trainer))
