@@ -139,6 +139,8 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
+            if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:  # it takes no dense ones
+                param.grad = param.grad.to_sparse()
     optimizer.step()
     for group, values in zip(optimizer.param_groups, before, strict=True):
         group.update(values)

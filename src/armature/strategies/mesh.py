@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
@@ -24,6 +24,8 @@ from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
+
+FREED = "storage of size 0"  # in torch's error about a weight whose memory FSDP has freed
 
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
@@ -260,20 +262,40 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             gradients.average(others, group=mesh.data_group(self.device_mesh))
         self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
 
+    @contextmanager
     @override
-    def _step_context(self) -> AbstractContextManager[None]:
+    def _step_context(self) -> Iterator[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
         sharding = self.data_size * self.sizes["context"]
-        return nullcontext() if others or sharding == 1 or self.compile != "none" else dtensors.gathers()
+        with nullcontext() if others or sharding == 1 or self.compile != "none" else dtensors.gathers():
+            try:
+                yield
+            except RuntimeError as error:
+                if FREED not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{type(self.module).__name__}: a gradient of a gradient (create_graph=True) needs weights that "
+                    f"FSDP frees after the first one, under {self.layout}. Type strategy=ddp, or strategy=single."
+                ) from error
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_hooks:
             self._check_hooks(sharded=True)
+            self._check_sparse()
             self._knows_hooks = True
         dtensors.check_parts()
         return super().training_step(*args, **kwargs)
+
+    def _check_sparse(self) -> None:
+        """Raise ConfigError if a sharded weight would have sparse gradients, which no DTensor can hold."""
+        for name, part in self.module.named_modules():
+            if getattr(part, "sparse", False) is True and isinstance(getattr(part, "weight", None), DTensor):
+                raise ConfigError(
+                    f"{name}: {type(part).__name__}(sparse=True) has gradients that cannot be sharded, under "
+                    f"{self.layout}. Type strategy=ddp, or build it with sparse=False and an optimizer such as AdamW."
+                )
 
     def _check_hooks(self, *, sharded: bool) -> None:
         """Raise ConfigError if hooks of weights would never be called."""
