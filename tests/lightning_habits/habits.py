@@ -88,7 +88,7 @@ REGRESSION = [
     regression("tied", "regression.Tied"),
     regression("draws", "regression.Draws", random=True, sample=SINGLE),
     regression("teacher_copy", "regression.TeacherCopy"),
-    regression("gradient_penalty", "regression.Penalty"),
+    regression("gradient_penalty", "regression.Penalty", refused={"fsdp2": "a gradient of a gradient"}),
     regression("manual", "regression.Manual", NO_CLIP, sample=SINGLE),
     regression("manual_clip_default", "regression.Manual"),
     regression("manual_accumulation", "regression.ManualAccumulation", NO_CLIP, sample=SINGLE),
