@@ -48,6 +48,9 @@ def main() -> None:
         run(args)
     except ConfigError as error:
         cli.refuse(error.problems)
+    except OSError as error:  # a full disk, a folder that may not be written
+        reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        cli.refuse([f"{args.source} → {args.target}: {reason}. Make room, or name another place."])
 
 
 def run(args: argparse.Namespace) -> None:

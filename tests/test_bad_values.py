@@ -88,6 +88,15 @@ TOGETHER = [
     ("data=tokens", "data.path=.", "data.source.dtype=abc"),
     ("data=synthetic", "data.samples=100000000000000000000"), ("data=synthetic", "data.image_size=0"),
     ("data=synthetic", "data.channels=1000000"), ("data=synthetic", "data.classes=0"),
+    *(("strategy=fsdp", "trainer.devices=2", each) for each in (
+        "strategy.shard=a b", "strategy.pipe=", "strategy.schedule=abc", "strategy.stages=[1]")),
+    ("data=mixture", "data.paths={a: b}", "data.source.field=[a]"),
+    ("data=mixture", "data.paths={a: b}", "data.source.cache_dir=-1"),
+    ("data=mixture", "data.paths={a: b}", "data.source.paths={a: 1}"),
+    *(("data=hf", "data.path=csv", "model=example", "task=example", f"data.data_files={each}")
+      for each in ("-1", "{train: 1}")),
+    ("experiment=example", "data.held_out=100000000000000000000"),
+    ("data=tokens", "data.path=.", "data.source.tokenizer=nowhere"),
     ("data=text", "data.path=null"), ("data=text", "data.path=[1,2]"), ("data=text", "data.path=/dev/zero"),
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ from armature.errors import ConfigError, error_line, own_frames
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
-from armature.validation import targets
+from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
 
@@ -62,6 +62,8 @@ def open_run(
     config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
     typed = pretrained.KEY in typed_keys
     OmegaConf.update(cfg, "run.dir", str(run_path))
+    if wrong := values.problems_of(typed_keys, OmegaConf.to_container(cfg)):  # pyright: ignore[reportArgumentType]
+        raise ConfigError(wrong)
     targets.check(cfg, overrides=overrides or [], packages=packages)
     if typed and pretrained.named_by(cfg) is not None:
         pretrained.locate(cfg)

@@ -58,6 +58,7 @@ def test_a_table_of_parquet(tmp_path):
     ("text", "changes", "message"),
     [
         ("a,b\n1,2\n", {"target": "c"}, "has no column c. Its columns: a, b"),
+        ("a,kind\n1,x\n", {"target": "kin"}, "has no column kin. Its columns: a, kind. Type data.target=…"),
         ("a,b\nx,2\n", {"target": "b"}, "column a holds 'x', which is no number"),
         ("a,b\nnan,2\n", {"target": "b"}, "column a holds 'nan' in data row 1"),
         ("a,b\n1\n", {"target": "b"}, "row 2 has not as many cells as the header"),

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from armature import config
 from armature.errors import ConfigError
-from armature.validation import overrides
+from armature.validation import overrides, values
 
 TEXT = """
 seed: 1
@@ -84,3 +84,12 @@ def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, 
     kept = overrides.keep_references(OmegaConf.to_container(raw), config.without_secrets(raw))
     assert kept == {"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", 3], "d": 2}
     assert config.CONFIGS.is_dir()
+
+
+def test_a_typed_value_out_of_its_range_is_refused_and_a_saved_one_is_not(tmp_path):
+    cfg = changed(REFERRING, tmp_path, "data.eval_batch_size=-1", "data.seed=-1")
+    plain = OmegaConf.to_container(cfg)
+    assert values.problems_of(["data.eval_batch_size", "data.path"], plain) == [
+        "data.eval_batch_size=-1: must be a positive whole number, or null for the data module's own."
+    ]
+    assert values.problems_of(["data.path"], plain) == []

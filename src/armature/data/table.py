@@ -144,6 +144,8 @@ class TableData(LabeledData):
             raise ConfigError(
                 f"data.features={typed}, but the model was trained with {known}. Leave data.features out."
             )
+        if known is None and typed is None and self.target not in columns:  # they are all columns but the target
+            raise ConfigError(self._lacks([self.target], columns=columns))
         features = known or typed or self._all_features(columns)
         if not features:
             raise ConfigError(f"data.path={self.path} has no column but the target {self.target} to learn from.")

@@ -46,6 +46,8 @@ class TokenFiles:
         self.check()
 
     def check(self) -> None:
+        if self.tokenizer_path is not None:
+            tokenizer.require_file(self.tokenizer_path)
         train = self.tokens("train")
         if len(train) <= self.context:
             raise ConfigError(f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}.")

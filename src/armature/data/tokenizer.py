@@ -64,13 +64,18 @@ def document_token(tokenizer: Tokenizer) -> int | None:
     return next((i for i in map(tokenizer.token_to_id, BEGINNINGS) if i is not None), None)
 
 
-def load_external(path: str) -> Tokenizer:
-    """Return a tokenizer that was trained elsewhere, by another run or by Hugging Face. Raises ConfigError."""
+def require_file(path: str) -> None:
+    """Raise ConfigError if there is no such tokenizer.json."""
     if not Path(path).is_file():
         raise ConfigError(
             f"data.source.tokenizer={path}: no such file. Name a tokenizer.json: a run directory has one, and so has a "
             "model from Hugging Face."
         )
+
+
+def load_external(path: str) -> Tokenizer:
+    """Return a tokenizer that was trained elsewhere, by another run or by Hugging Face. Raises ConfigError."""
+    require_file(path)
     try:
         tokenizer = load(Path(path))
     except ConfigError as error:

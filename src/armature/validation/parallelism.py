@@ -272,11 +272,14 @@ def _lengths(cfg: Mapping[str, Any], plan: Plan, *of_data: str) -> dict[str, int
 
 def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     pipe, plan, strategy = layout.axes["pipe"], layout.plan, layout.options
+    if layout.kind == "mesh" and pipe == 1 and strategy["stages"] is not None:
+        return [
+            f"strategy.stages={list(strategy['stages'])} says which blocks each stage of a pipeline holds, but "
+            "strategy.pipe=1. Type strategy.stages=null, or strategy=pipeline."
+        ]
     if pipe == 1 or plan is None:
         return []
     schedule = strategy["schedule"]
-    if schedule not in SCHEDULES:
-        return [f"strategy.schedule={schedule}: there is no such schedule. Type one of {', '.join(SCHEDULES)}."]
     problems: list[str] = []
     stages, layers = pipe * SCHEDULES[schedule][0], cfg["model"].get(plan.layers)
     if isinstance(layers, int) and layers < stages:

@@ -116,6 +116,12 @@ def named_paths(value: Any) -> str | None:
     return None if good else "must be a path or a list of them for each name, as in {a: a/*.txt, b: b}"
 
 
+def files(value: Any) -> str | None:
+    """Paths, also by the name of their split."""
+    wrong = named_paths(value) if isinstance(value, dict) else paths(value)
+    return wrong and "must be a file, a pattern, a list of them, or these by split: {train: a.csv, test: b.csv}"
+
+
 def named_weights(value: Any) -> str | None:
     positive = number(above=0)
     good = value is None or (isinstance(value, dict) and value and not any(map(positive, value.values())))

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.config import Config
 from armature.errors import MASK, hide, masked
+from armature.parallel.split import SCHEDULES
 from armature.validation import rules
 from armature.validation.rules import Rule
 
@@ -37,6 +38,7 @@ OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
     "data.image_mode": (None, "L", "RGB", "RGBA"),
     "data.source.dtype": ("uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"),
     "strategy.sequence_parallel": ("auto", True, False),
+    "strategy.schedule": tuple(SCHEDULES),
 }
 ALIASES = {
     "trainer.precision": {
@@ -71,10 +73,22 @@ def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
     """Return every value out of its range; `plain` is the resolved configuration."""
     found = [*_choices(plain, CHOICES), *_ranges(plain, RANGES), *_trainer(plain), *_not_finite(plain), *_names(plain)]
     found += [*_optimizer(plain.get("optimizer")), *_arguments(plain), *secrets(cfg)]
-    ours = [group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))]
+    ours = _ours(plain)
     found += _choices(plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours})
     found += _ranges(plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours})
     return found
+
+
+def problems_of(keys: Sequence[str], plain: dict[str, Any]) -> list[str]:
+    """Return which of these keys, typed for a saved run, have values out of their range."""
+    ours = [f"{group}." for group in _ours(plain)]
+    own = {key: rule for key, rule in OWN_RANGES.items() if key.startswith(tuple(ours))}
+    return [*_ranges(plain, {key: rule for key, rule in {**RANGES, **own}.items() if key in keys})]
+
+
+def _ours(plain: dict[str, Any]) -> list[str]:
+    """Return the groups whose class is ours."""
+    return [group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))]
 
 
 # ---------------------------------------------------------------- ranges
@@ -133,7 +147,7 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.seed": rules.number(least=0, most=2**32 - 1, whole=True),
     "data.shift": rules.number(least=0, most=8, whole=True),
     "data.samples": rules.number(least=1, most=10**12, whole=True),
-    "data.held_out": _count,
+    "data.held_out": rules.number(least=1, most=10**12, whole=True),
     "data.noise": rules.number(least=0),
     "data.context": _size,
     "data.val_fraction": rules.number(least=0, below=1),
@@ -173,7 +187,13 @@ ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse th
         "classes": rules.number(least=1, most=2**24, whole=True, null="tokens"),
     },
     "armature.data.corpus.Corpus": _bytes_and_end,
-    "armature.data.mixture.Mixture": _bytes_and_end,
+    "armature.data.mixture.Mixture": {
+        **_bytes_and_end,
+        "paths": rules.named_paths,
+        "field": rules.text("the name of a field"),
+        "cache_dir": rules.text("a folder", null="the usual one"),
+    },
+    "armature.data.hf.HFData": {"data_files": rules.files},
     "armature.data.streamed_text.Shards": _bytes_and_end,
     "armature.data.mixture.MixtureData": {"paths": rules.named_paths, "weights": rules.named_weights},
     "armature.callbacks.ema.EMA": {"decay": rules.number(above=0, below=1)},
