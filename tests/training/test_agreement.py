@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch import LightningModule
 
 from armature.training import agreement
 
@@ -49,6 +50,39 @@ def test_a_stop_of_one_rank_is_one_of_all(monkeypatch, own, others):
 def test_ranks_do_not_ask_each_other_where_no_code_can_skip(monkeypatch):
     on_two_ranks(monkeypatch, True)
     assert not agreement.skipped(SkipsNever(), False, batch_idx=0)
+
+
+SKIP = -1
+
+
+class SkipsByName:
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch > 0:
+            return SKIP
+        return None
+
+
+class SkipsAsItsBase(SkipsByName):
+    def on_train_batch_start(self, batch, batch_idx):
+        return super().on_train_batch_start(batch, batch_idx)
+
+
+class ReturnsEarly:
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx > -1:
+            return
+        super().on_train_batch_start(batch, batch_idx)
+
+
+def test_a_hook_may_leave_the_epoch_by_any_value_that_it_returns(monkeypatch):
+    on_two_ranks(monkeypatch, True)
+    for kind in (SkipsByName, SkipsAsItsBase):
+        module = kind()
+        module.trainer = SkipsLocally.trainer
+        with pytest.raises(ValueError, match=f"{kind.__name__}.on_train_batch_start returns -1 on rank 1"):
+            agreement.skipped(module, False, batch_idx=0)
+    assert not agreement.skipped(ReturnsEarly(), False, batch_idx=0)
+    assert not agreement.skipped(LightningModule(), False, batch_idx=0)
 
 
 class Stops:

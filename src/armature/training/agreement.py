@@ -5,8 +5,10 @@ Ranks ask each other only if the users' code may decide such a thing, since that
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -41,7 +43,21 @@ def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:
 
 def _may_skip(hook: Any) -> bool:
     code = getattr(inspect.unwrap(getattr(hook, "__func__", hook)), "__code__", None)
-    return code is None or -1 in code.co_consts
+    return code is None or _returns_a_value(code)
+
+
+@cache
+def _returns_a_value(code: CodeType) -> bool:
+    """Return False if each `return` is plain or `return None`, as in Lightning's own hook."""
+    steps = [*dis.get_instructions(code)]
+    for before, step in zip([None, *steps], steps, strict=False):
+        if step.opname == "RETURN_VALUE":
+            plain = before is not None and before.opname == "LOAD_CONST" and before.argval is None
+            if not plain or step.is_jump_target:
+                return True
+        elif step.opname == "RETURN_CONST" and step.argval is not None:  # Python 3.12 and 3.13
+            return True
+    return False
 
 
 def stop_together(trainer: Any) -> None:
