@@ -40,6 +40,22 @@ def test_a_sharded_weight_that_only_some_ranks_use_is_named_with_what_to_type():
     assert "sharded" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
 
 
+def test_a_value_that_only_some_ranks_log_is_named_with_what_to_type():
+    records = {0: record(call(1, done=False)) | {"logging": "mine.py:7 training_step"}, 1: record()}
+    told = "Rank 0 waits in self.log at mine.py:7 training_step, which reduces the value over all ranks at once"
+    assert told in hang.verdict(records, ranks=range(2))
+    assert "self.log" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
+
+
+def test_the_line_that_logs_is_that_of_user_code():
+    lightning = os.path.join("x", blocked.PACKAGES.strip(os.sep), "lightning", "pytorch", "core", "module.py")
+    frames = [FrameSummary("c10d.py", 1, "all_reduce"), FrameSummary(lightning, 2, "log"),
+              FrameSummary(lightning, 3, "log_dict"), FrameSummary("mine.py", 4, "training_step"),
+              FrameSummary(lightning, 5, "optimizer_step")]  # fmt: skip
+    assert blocked.logging_call(frames) == "mine.py:4 training_step"
+    assert blocked.logging_call(frames[3:]) is None
+
+
 @pytest.mark.parametrize(
     ("inner", "expected"),
     [

@@ -44,17 +44,31 @@ def verdict(records: Records, *, ranks: Sequence[int]) -> str:
 
 
 def _remedy(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return what to type if only some ranks compute with a sharded weight, as under `if trainer.is_global_zero:`."""
-    places = {rank: place for rank, record in records.items() if (place := record.get("sharded")) is not None}
-    here = {rank: place for rank, place in places.items() if place == next(iter(places.values()))}
-    if not here or len(here) == len(ranks):
+    """Return what to type if only some ranks compute with a sharded weight, or log a value that all ranks reduce."""
+    if (logs := _only_some(records, "logging", ranks=ranks)) is not None:
+        here, place = logs
+        verb = "waits" if len(here) == 1 else "wait"
+        return (
+            f"{named(here).capitalize()} {verb} in self.log at {place}, which reduces the value over all ranks at once "
+            "(on_step=True, sync_dist=True). If it is inside a condition that differs between ranks, take it out, or "
+            "type on_step=False, on_epoch=True: values of an epoch may be logged on some ranks only."
+        )
+    if (sharded := _only_some(records, "sharded", ranks=ranks)) is None:
         return ""
-    does, verb = (named([*here]).capitalize(), "computes" if len(here) == 1 else "compute")
+    here, place = sharded
+    does, verb = (named(here).capitalize(), "computes" if len(here) == 1 else "compute")
     return (
-        f"{does} {verb} with a sharded weight at {next(iter(here.values()))}, which gathers it from all ranks. If "
+        f"{does} {verb} with a sharded weight at {place}, which gathers it from all ranks. If "
         "this is inside `if self.trainer.is_global_zero:`, compute it on all ranks and only use the result on one: "
         '`norm = self.net.weight.norm()`, then `self.log("norm", norm, rank_zero_only=True)`.'
     )
+
+
+def _only_some(records: Records, key: str, *, ranks: Sequence[int]) -> tuple[list[int], str] | None:
+    """Return the ranks that wait at the first place of user code that records name under a key, if not all do."""
+    places = {rank: place for rank, record in records.items() if (place := record.get(key)) is not None}
+    here = [rank for rank, place in places.items() if place == next(iter(places.values()))]
+    return (here, places[here[0]]) if here and len(here) < len(ranks) else None
 
 
 def _verdict(records: Records, *, ranks: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ FRAMES = 12
 PACKAGES, TENSORS = f"{os.sep}site-packages{os.sep}", os.path.join("torch", "distributed", "tensor") + os.sep
 OURS = str(Path(__file__).parents[1]) + os.sep
 DTENSORS = os.path.join(OURS, "parallel", "dtensors.py")  # within an operation of a sharded weight
+LOG = os.path.join("lightning", "pytorch", "core", "module.py")
 REPORTED = 64  # collectives of a rank, in the report about a hang
 
 
@@ -50,7 +51,23 @@ def record(*, place: str) -> dict[str, Any]:
     frames = list(reversed(traceback.extract_stack(frame))) if frame is not None else []
     shown = frames[:1] + own_frames(frames[1:])  # torch and Lightning say little here
     stack = [f"{each.filename}:{each.lineno} {each.name}" for each in shown[:FRAMES]]
-    return {"place": place, "stack": stack, "collectives": collectives(), "sharded": sharded_use(frames)}
+    return {"place": place, "stack": stack, "collectives": collectives(), **reductions(frames)}
+
+
+def reductions(frames: Sequence[FrameSummary]) -> dict[str, str | None]:
+    """Return the lines of user code, if any, that wait for other ranks: with a sharded weight, and in `self.log`."""
+    return {"sharded": sharded_use(frames), "logging": logging_call(frames)}
+
+
+def logging_call(frames: Sequence[FrameSummary]) -> str | None:
+    """Return the line of user code that logs a value which is reduced at once, or None.
+
+    Args:
+        frames: a stack, innermost first.
+    """
+    calls = [i for i, each in enumerate(frames) if each.filename.endswith(LOG) and each.name in ("log", "log_dict")]
+    caller = frames[calls[-1] + 1] if calls and calls[-1] + 1 < len(frames) else None
+    return f"{caller.filename}:{caller.lineno} {caller.name}" if caller is not None else None
 
 
 def sharded_use(frames: Sequence[FrameSummary]) -> str | None:
