@@ -345,7 +345,7 @@ def test_a_checkpoint_that_could_not_be_saved_is_one_line(tmp_path):
     found = describe(
         {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"NotSaved: {line}")}, watch, tmp_path, oom=False
     )
-    assert (found.text, found.is_error) == (line, True)
+    assert (found.text, found.is_final) == (line, True)
 
 
 def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):

@@ -309,7 +309,7 @@ def describe(
     if kind == NotFinite.__name__:
         return Failure(message, rest, is_final=True)
     if kind == NotSaved.__name__:
-        return Failure(rest, rest, is_error=True)
+        return Failure(rest, rest, is_final=True)
     return Failure(
         f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
         f"{text or failure.message}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",
