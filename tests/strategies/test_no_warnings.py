@@ -5,11 +5,14 @@ import pytest
 from tests import running
 
 pytestmark = pytest.mark.slow
-STRATEGIES = {  # of mesh the others are variants; 3d is fsdp_tensor and fsdp_pipeline together
+STRATEGIES = {  # 3d is fsdp_tensor and fsdp_pipeline together
     "single": 1, "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp_tensor": 4, "fsdp_pipeline": 4,
-    "context": 2, "expert": 2,
+    "mesh": 4, "context": 2, "expert": 2, "deepspeed": 2,
 }  # fmt: skip
-NEEDS = {"expert": ["model=mixture_nano", "model.experts=4", "model.heads=2"]}
+NEEDS = {
+    "expert": ["model=mixture_nano", "model.experts=4", "model.heads=2"],
+    "mesh": ["strategy.replicate=2", "strategy.tensor=2"],
+}
 
 
 def warnings(strategy, ranks, corpus, folder, **how) -> list[str]:
