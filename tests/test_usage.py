@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 
@@ -70,6 +71,16 @@ def test_tab_completes_options_and_keys(line, expected, tmp_path):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_tab_completion_is_installed_by_one_line(shell, tmp_path):
     assert "-sc query=" in ask("-sc", f"install={shell}", cwd=tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_tab_runs_no_file_that_is_not_hydras(tmp_path):
+    (tmp_path / "ddp.py").write_text("open('ran', 'w')\n")
+    (tmp_path / "install.sh").write_text(ask("-sc", "install=bash", cwd=tmp_path))
+    typed = "python ddp.py o"
+    press = f"source ./install.sh; COMP_LINE={typed!r} COMP_POINT={len(typed)} COMP_CWORD=2 hydra_bash_completion"
+    subprocess.run(["bash", "-c", press], cwd=tmp_path, env=running.environment(), timeout=60, check=False)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_projects_name_reaches_the_loggers():

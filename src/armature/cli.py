@@ -3,6 +3,7 @@
 import argparse
 import functools
 import gc
+import io
 import logging
 import os
 import re
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +38,7 @@ _composed = threading.Event()  # the configuration composed, and the command its
 _refused: list[str] = []  # messages about trials of this process's sweep, which were printed in their turn
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
+_SOUGHT = 'grep "@hydra.main" $file_path -q'  # a line of Hydra's completion for bash, which ignores its result
 EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
 
 
@@ -76,7 +78,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
                 refuse(problems)
             if arguments.multirun:
                 environment.share_sources()
-            with concluding():
+            with concluding(), _completing_ours_only() if arguments.shell_completion else nullcontext():
                 main()
     except CONFIG_ERRORS as error:
         refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
@@ -89,6 +91,15 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
+
+
+@contextmanager
+def _completing_ours_only() -> Iterator[None]:
+    """Correct the bash function that Hydra prints: at Tab it would run any Python file, and not only Hydra's."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        yield
+    print(printed.getvalue().replace(_SOUGHT, f"{_SOUGHT} || return"), end="")
 
 
 def _end_of_sweep(text: str) -> str:
