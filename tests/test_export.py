@@ -87,3 +87,10 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"a.onnx: writing ONNX needs onnx and onnxscript: type make setup EXTRAS=ex"):
         convert.to_program(Module(nn.Linear(1, 1)), tmp_path / "a.onnx", torch.ones(2, 1))
+
+
+def test_a_recurrent_model_exports_without_a_warning(tmp_path):
+    model = nn.GRU(4, 8, batch_first=True)
+    convert.to_program(Module(model), tmp_path / "a.pt2", example := torch.randn(2, 3, 4))
+    outputs, _ = torch.export.load(tmp_path / "a.pt2").module()(example)
+    torch.testing.assert_close(outputs, model(example)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -166,7 +167,10 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     arguments = example if isinstance(example, tuple) else (example,)
     write = _export_onnx if file.suffix == ".onnx" else _export_pt2
     try:
-        write(model, arguments, file)
+        with warnings.catch_warnings():
+            # an RNN's list of its weights, which export records and restores
+            warnings.filterwarnings("ignore", message=r"The tensor attributes [^ ]*_flat_weights\[")
+            write(model, arguments, file)
     except ConfigError:
         raise
     except Exception as error:  # export has many kinds of its own
