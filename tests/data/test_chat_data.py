@@ -242,7 +242,15 @@ def test_bad_lines_are_named_together(source):
     assert "line 2: neither" in caught.value.problems[0]
     assert "line 4: no message" in caught.value.problems[1]
     with pytest.raises(ConfigError, match="There may be more"):
-        source([{}] * 30).prepare()
+        source([{f"key{i}": 1} for i in range(30)]).prepare()
+
+
+def test_lines_with_the_same_problem_are_counted(source):
+    with pytest.raises(ConfigError) as caught:
+        source([chat(0), *[{"text": "a"}] * 30, {"messages": [CHAT[0]]}, {"messages": [CHAT[0]]}]).prepare()
+    several, two = caught.value.problems
+    assert "line 2 and 29 more lines: neither messages, nor" in several
+    assert "line 32 and 1 more line: no message" in two
 
 
 def test_a_line_that_the_template_refuses_is_named(source):

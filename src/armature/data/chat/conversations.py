@@ -13,7 +13,7 @@ from armature.data.sources import SourceFile
 from armature.errors import ConfigError
 
 T = TypeVar("T")
-_SHOWN = 10  # problems in one message
+_SHOWN = 10  # different problems in one message
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -38,21 +38,33 @@ class Conversation:
 
 
 def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
-    """Yield what `parse(record, where=…)` makes of each line. Raises ConfigError with the first ten bad lines."""
-    problems: list[str] = []
+    """Yield what `parse(record, where=…)` makes of each line.
+
+    Raises ConfigError with the bad lines: each problem once, with the number of lines that have it, and at most ten.
+    """
+    found: dict[str, list[str]] = {}  # where it is, by what is wrong
     for file in files:
         for where, record in sources.json_lines(file):
             try:
                 parsed = parse(record, where=where)
             except ConfigError as error:
-                problems += error.problems
-                if len(problems) == _SHOWN:
-                    raise ConfigError([*problems, "There may be more such lines."]) from None
+                for problem in error.problems:
+                    found.setdefault(problem.removeprefix(where), []).append(where)
+                if len(found) == _SHOWN:
+                    raise ConfigError([*_counted(found), "There may be more such lines."]) from None
                 continue
-            if not problems:
+            if not found:
                 yield parsed
-    if problems:
-        raise ConfigError(problems)
+    if found:
+        raise ConfigError(_counted(found))
+
+
+def _counted(found: dict[str, list[str]]) -> list[str]:
+    more = {1: "", 2: " and 1 more line"}
+    return [
+        f"{lines[0]}{more.get(len(lines), f' and {len(lines) - 1:,} more lines')}{problem}"
+        for problem, lines in found.items()
+    ]
 
 
 def parse(record: object, *, where: str) -> Conversation:
