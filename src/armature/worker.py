@@ -328,6 +328,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # torchmetrics has reduced them already
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    # norms of each head's queries and keys, whose weights stay in fp32 under autocast
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
