@@ -228,6 +228,16 @@ def test_files_that_are_no_adapter_are_refused(tmp_path):
         inference.load(tmp_path / "adapter")
 
 
+def test_a_classifier_is_no_model_that_continues_texts(tmp_path, monkeypatch):
+    write_base(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / folder.CONFIG).read_text())
+    config |= {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "base" / folder.CONFIG).write_text(json.dumps(config))
+    monkeypatch.setattr(others, "require_transformers", lambda what: None)
+    with pytest.raises(ConfigError, match="architectures=BertForSequenceClassification: no model that"):
+        inference.load(tmp_path / "base")
+
+
 def test_a_base_for_what_is_no_adapter_is_refused(tmp_path):
     write_base(tmp_path / "base")
     with pytest.raises(ConfigError, match="--base x: only for an adapter's folder"):

@@ -103,6 +103,11 @@ def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigE
     except ConfigError as error:
         is_ours = config.get("model_type") in (*architecture.FAMILIES, *architecture.MIXTURES)
         raise ConfigError([*(refused.problems if is_ours else []), *error.problems]) from None
+    named = [str(each) for each in config.get("architectures") or []]
+    if named and all(each.endswith(("Classification", "MaskedLM", "QuestionAnswering")) for each in named):
+        raise ConfigError(
+            f"{whole}: architectures={', '.join(named)}: no model that continues texts. Name a causal model."
+        )
     node = {"_target_": others.CAUSAL, "_partial_": True, "pretrained": str(whole), "context": LONGEST}
     model = built.build(node)
     if problems := built.weight_problems(model):
