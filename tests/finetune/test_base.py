@@ -271,8 +271,8 @@ def built(layout: dict[str, Any], world_size: int, model: Path, **adapter: Any) 
 
 def test_adapters_that_do_not_fit_the_model_are_named_before_launch(model):
     assert built({}, 1, model) == ""
-    assert "query matches no Linear. There are: blocks.*.attention.q" in built({}, 1, model, targets=["query"])
-    assert "wte matches no parameter. There are: embed.weight" in built({}, 1, model, train=["wte"])
+    assert "no Linear matches query. There are: blocks.*.attention.q" in built({}, 1, model, targets=["query"])
+    assert "no parameter matches wte. There are: embed.weight" in built({}, 1, model, train=["wte"])
     assert "task.adapter trains nothing" in built({}, 1, model, targets=[])
     assert built({"pipe": 2, "schedule": "1f1b"}, 2, model) == ""
     first = ["blocks.0.*", "blocks.1.*"]

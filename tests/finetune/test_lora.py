@@ -145,9 +145,9 @@ def test_targets_and_parts_to_train_are_chosen_by_pattern():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"targets": ["query"]}, "query matches no Linear. There are: blocks.*.attention.q"),
+        ({"targets": ["query"]}, "no Linear matches query. There are: blocks.*.attention.q"),
         ({"targets": ["head"]}, r"head is a Head, which takes no adapter"),
-        ({"train": ["wte"]}, "wte matches no parameter. There are: embed.weight"),
+        ({"train": ["wte"]}, "no parameter matches wte. There are: embed.weight"),
         ({"rank": 0}, "task.adapter.rank=0"),
         ({"alpha": float("inf")}, "task.adapter.alpha=inf"),
         ({"dropout": 1.0}, "task.adapter.dropout=1.0"),

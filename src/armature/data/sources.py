@@ -168,7 +168,7 @@ def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, objec
         except UnicodeDecodeError as error:
             raise ConfigError(f"{where}: not UTF-8 text ({error.reason}). {CONVERT}") from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: not a line of JSON ({error}).") from error
+            raise ConfigError(f"{where}: not a line of JSON ({error}). Correct or remove it.") from error
 
 
 def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:

@@ -100,7 +100,10 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     if classes and not any(str(each).endswith("ForCausalLM") for each in classes):
         found.append(f"architectures={', '.join(map(str, classes))} is no causal language model")
     if config.get("auto_map"):
-        found.append("auto_map: the folder brings code of its own, which is never run")
+        found.append(
+            "auto_map: the folder brings code of its own, which is never run. If its weights are an ordinary "
+            f"{kind}'s, remove auto_map"
+        )
     if config.get("quantization_config"):
         found.append("quantization_config: its weights are quantized. Name the folder of the original weights")
     if missing := [theirs for theirs in SIZES.values() if config.get(theirs) is None]:

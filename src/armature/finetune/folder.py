@@ -110,7 +110,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: it cannot be read ({error}).") from error
+        raise ConfigError(f"{file}: it cannot be read ({error}). Correct it, or download the folder again.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must hold a JSON object. Got a {type(value).__name__}.")
     return value

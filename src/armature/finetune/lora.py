@@ -211,7 +211,7 @@ class Lora:
             return chosen
         if missing := [each for each in self.targets if not any(_matches(name, each) for name in linears)]:
             raise ConfigError(
-                f"task.adapter.targets={self.targets}: {', '.join(missing)} matches no Linear. There are: "
+                f"task.adapter.targets={self.targets}: no Linear matches {', '.join(missing)}. There are: "
                 f"{_kinds(linears)}."
             )
         chosen = [name for name in linears if any(_matches(name, each) for each in self.targets)]
@@ -243,7 +243,7 @@ class Lora:
             matching = {name for name in names if _matches(name, pattern) or _matches(name.rpartition(".")[0], pattern)}
             if not matching:
                 raise ConfigError(
-                    f"task.adapter.train={self.train}: {pattern} matches no parameter. There are: {_kinds(names)}."
+                    f"task.adapter.train={self.train}: no parameter matches {pattern}. There are: {_kinds(names)}."
                 )
             found |= matching
         return found
