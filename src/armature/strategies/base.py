@@ -221,6 +221,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return the weights by name of which every rank has the whole."""
         return dict(self.module.named_parameters())
 
+    def why_unequal(self) -> str:
+        """Return why `replicated_weights` may differ between ranks after a step, and what to do about it."""
+        return (
+            "Code beside the optimizer changes it by a rank's own samples or random numbers, or its gradients are not "
+            "reduced. Reduce what changes it over the ranks (trainer.strategy.reduce, self.all_gather), draw it once "
+            "and send it (trainer.strategy.broadcast), or type strategy=single trainer.devices=1."
+        )
+
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
         """Return the names that any rank has, each once, sorted. Called by all ranks."""
         return sorted({name for of_rank in process_group.all_gather_object([*names]) for name in of_rank})

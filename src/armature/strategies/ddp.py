@@ -27,6 +27,12 @@ def rounded_to_bf16(group, bucket):  # without annotations: DDP refuses strings,
 COMM_HOOKS = {"bf16": rounded_to_bf16, "fp16": default_hooks.fp16_compress_hook}
 
 
+UNUSED = (
+    "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
+    "strategy.find_unused_parameters=true, or freeze them."
+)
+
+
 class DDP(StrategyMixin, DDPStrategy):
     """Lightning's DDP.
 
@@ -45,11 +51,7 @@ class DDP(StrategyMixin, DDPStrategy):
     saves_files = True
     copies_buffers = True
     replicates_weights = True
-    remedies: ClassVar = {
-        "Expected to have finished reduction":  # Lightning names a strategy of its own
-            "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
-            "strategy.find_unused_parameters=true, or freeze them.",
-    }  # fmt: skip
+    remedies: ClassVar = {"Expected to have finished reduction": UNUSED}  # Lightning names a strategy of its own
 
     def __init__(
         self, *, seed: int = 0, backend: str = "auto", comm_hook: Literal["bf16", "fp16"] | None = None,
@@ -80,6 +82,15 @@ class DDP(StrategyMixin, DDPStrategy):
             find_unused = not module.automatic_optimization and not self.static_graph
         self._ddp_kwargs["find_unused_parameters"] = find_unused
         super().build(module)
+
+    @override
+    def why_unequal(self) -> str:
+        waits = not self._ddp_kwargs["find_unused_parameters"]
+        params = self.module.named_parameters() if waits else ()
+        unused = [name for name, param in params if param.requires_grad and param.grad is None]
+        return (
+            f"{', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}: {UNUSED}" if unused else super().why_unequal()
+        )
 
     @override
     def matrices(self) -> DistributedMatrices:

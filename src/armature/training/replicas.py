@@ -40,10 +40,8 @@ def check(trainer: L.Trainer) -> None:
     first, other = (f"{each[name][1]:.6g}" if name in each else "missing" for each in (everyones[0], everyones[rank]))
     raise ConfigError(
         f"{type(trainer.lightning_module).__name__}: {name} is not the same on all ranks after step "
-        f"{completed_batches(trainer)}: its norm is {first} on rank 0 and {other} on rank {rank}. Code beside the "
-        "optimizer changes it by a rank's own samples or random numbers, or its gradients are not reduced. Reduce what "
-        "changes it over the ranks (trainer.strategy.reduce, self.all_gather), draw it once and send it "
-        "(trainer.strategy.broadcast), or type strategy=single trainer.devices=1."
+        f"{completed_batches(trainer)}: its norm is {first} on rank 0 and {other} on rank {rank}. "
+        f"{strategy.why_unequal()}"
     )
 
 
