@@ -58,7 +58,7 @@ class Results(_ResultCollection):
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         super().reset(metrics, fx)
         if metrics is None and fx is None:  # the epoch ends
-            self.newest = MappingProxyType({})
+            self.newest = {}
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
@@ -275,7 +275,7 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
 def clear(results: Any, restored: Facts) -> None:
     """Discard restored values after their epoch, so that they are logged anew with the caller's own settings."""
     vars(results).pop("update_metrics", None)
-    results.newest = MappingProxyType({})
+    results.newest = {}
     for key in restored:
         results.pop(key, None)
 

@@ -280,6 +280,8 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if pipe == 1 or plan is None:
         return []
     schedule = strategy["schedule"]
+    if schedule not in SCHEDULES:
+        return [f"strategy.schedule={schedule}: there is no such schedule. Type one of {', '.join(SCHEDULES)}."]
     problems: list[str] = []
     stages, layers = pipe * SCHEDULES[schedule][0], cfg["model"].get(plan.layers)
     if isinstance(layers, int) and layers < stages:
