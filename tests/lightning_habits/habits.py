@@ -246,6 +246,13 @@ PARAMETERS = [
     regression("other_methods", "regression.OtherMethods"),
     regression("weight_outside", "regression.WeightOutside"),
     regression("unused", "regression.Unused", also=FIND_UNUSED),
+    regression(
+        "unused_as_it_is",
+        "regression.Unused",
+        layouts=("ddp2",),
+        sample=("ddp2",),
+        refused={"ddp2": "Type strategy.find_unused_parameters=true, or freeze them"},
+    ),
     regression("sometimes_used", "regression.SometimesUsed", also=FIND_UNUSED),
     regression("lists", "regression.Lists"),
     regression("clamps_weights", "regression.ClampsWeights"),

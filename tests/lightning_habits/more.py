@@ -42,7 +42,7 @@ LAYERS = [
         "layers.MaxNorm",
         refused={"ddp2": "is not the same on all ranks", "fsdp2": "forward changes weights"},
     ),
-    regression("averaged_model", "layers.Averaged"),
+    regression("averaged_model", "layers.Averaged", also=FIND_UNUSED),
     regression("swaps_weights", "layers.SwapsWeights"),
     regression("hidden_teacher", "layers.HiddenTeacher"),
     regression("compiled", "layers.Compiled"),
