@@ -79,15 +79,22 @@ class LoggerConnector(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
         self._align()
+        if self._reduces:
+            self.metrics  # noqa: B018  all ranks compute them now: a hook on rank 0 may read them, as RichProgressBar
 
     @override
     def on_epoch_end(self) -> None:
         self._align()  # what hooks have logged since
         super().on_epoch_end()
 
+    @property
+    def _reduces(self) -> bool:
+        trainer = self._trainer
+        return trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
+
     def _align(self) -> None:
         trainer, results = self._trainer, self.trainer._results
-        if results is not None and trainer.world_size > 1 and not trainer.sanity_checking:
+        if self._reduces:
             self._of_others += epoch_metrics.align(
                 results, trainer.lightning_module, reduce=trainer.strategy.reduce, device=trainer.strategy.root_device
             )
