@@ -179,7 +179,7 @@ class EpochLoop(_TrainingEpochLoop):
             call_strategy(trainer, "backward", loss, optimizer)
 
         no_gradients = self.automatic_optimization._skip_backward  # SWA updates BatchNorm's statistics
-        first = index % accumulate == 0
+        first = self.batch_idx % accumulate == 0  # with training_step(dataloader_iter), `index` is the batch's before
         closure = Closure(
             forward,
             zero_grad_fn=zero_grad if first and not no_gradients else None,
