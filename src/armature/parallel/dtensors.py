@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -314,3 +315,27 @@ def names_with_lost_hooks(module: nn.Module, *, sharded: bool, carried: bool) ->
         (n, p._post_accumulate_grad_hooks or (not carried and p._backward_hooks)) for n, p in module.named_parameters()
     )
     return [name for name, hooks in hooked if hooks]
+
+
+def refuse_functional_calls(model: nn.Module) -> None:
+    """Raise ConfigError where torch.func.functional_call computes with an FSDP unit, which may end the process.
+
+    It puts other tensors in the place of weights, or keeps gathered ones, whose memory FSDP frees.
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.register_forward_pre_hook(_check_caller, prepend=True)
+
+
+def _check_caller(unit: nn.Module, args: Any) -> None:
+    frame = inspect.currentframe()
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_name == "_functional_call":
+            raise ConfigError(
+                f"{type(unit).__name__.removeprefix('FSDP')}: torch.func.functional_call puts tensors in the place of "
+                "sharded weights, which FSDP cannot gather. Type strategy=ddp, or strategy=single."
+            )
+
+
+_FRAMES = 6  # of nn.Module between a hook and the caller

@@ -235,10 +235,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        message = str(exception)
+        remedy = self.remedy(exception)
         super().on_exception(exception)  # Lightning's own remedies name its own strategies
-        if remedy := next((remedy for words, remedy in self.remedies.items() if words in message), None):
-            exception.args = (f"{remedy} torch reports: {message}",)
+        if remedy is not None and not isinstance(exception, ConfigError):
+            exception.args = (remedy,)
+
+    def remedy(self, exception: BaseException) -> str | None:
+        """Return what to type after an error of torch's, with its message, or None if it is not known."""
+        message = str(exception)
+        found = next((remedy for words, remedy in self.remedies.items() if words in message), None)
+        return None if found is None else f"{found} torch reports: {message}"
 
     local = staticmethod(gradients.local_part)
 

@@ -25,8 +25,6 @@ from armature.strategies.base import StrategyMixin, models_of, move_others
 
 log = logging.getLogger(__name__)
 
-FREED = "storage of size 0"  # in torch's error about a weight whose memory FSDP has freed
-
 
 class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     """Spread each model of the LightningModule over the ranks of a mesh, as its plan says.
@@ -65,6 +63,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "Move it into the model's forward, take another optimizer if its step failed, or type strategy=ddp.",
         "FSDP does not support deepcopy":
             "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or type "
+            "strategy=ddp.",
+        "storage of size 0":
+            "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the first one. Type "
             "strategy=ddp.",
     }  # fmt: skip
 
@@ -271,19 +272,18 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         with nullcontext() if others or sharding == 1 or self.compile != "none" else dtensors.gathers():
             try:
                 yield
-            except RuntimeError as error:
-                if FREED not in str(error):
+            except Exception as error:
+                if (remedy := self.remedy(error)) is None:
                     raise
-                raise ConfigError(
-                    f"{type(self.module).__name__}: a gradient of a gradient (create_graph=True) needs weights that "
-                    f"FSDP frees after the first one, under {self.layout}. Type strategy=ddp, or strategy=single."
-                ) from error
+                raise ConfigError(f"{type(self.module).__name__}, {self.layout}: {remedy}") from error
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_hooks:
             self._check_hooks(sharded=True)
             self._check_sparse()
+            for part in (part for applied in self.applied for part in applied.parts if self.compile == "none"):
+                dtensors.refuse_functional_calls(part)
             self._knows_hooks = True
         dtensors.check_parts()
         return super().training_step(*args, **kwargs)
