@@ -238,3 +238,10 @@ class GradientAccumulator(Callback):
         with torch.no_grad():
             for p in pl_module.parameters():
                 p.mul_(0.999)
+
+
+def throughput() -> Callback:
+    """Lightning's ThroughputMonitor, which takes a function."""
+    from lightning.pytorch.callbacks import ThroughputMonitor
+
+    return ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)

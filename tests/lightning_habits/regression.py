@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim import lr_scheduler
+from torchmetrics import MeanMetric
 
 
 class Regressor(L.LightningModule):
@@ -155,6 +156,27 @@ class LBFGS(Regressor):
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4)
+
+
+class ReadsOnRank0(Regressor):
+    """Hooks at the end of an epoch print, on one rank, what all have logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.mean.update(batch[0])
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        if self.trainer.is_global_zero:
+            assert {"train/loss", "mean"} <= self.trainer.callback_metrics.keys()
+
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero:
+            assert "val/loss" in self.trainer.callback_metrics
 
 
 # ---------------------------------------------------------------- steps and hooks

@@ -41,6 +41,7 @@ class Habit:
         random: draws random numbers while training, so layouts cannot agree with one another.
         apart: columns of metrics.csv, and ends of names of weights, that layouts may differ in. What is logged without
             sync_dist is rank 0's value; what follows a bias before BatchNorm, which Adam moves by noise, is noise too.
+        clock: beginnings of columns of metrics.csv that hold times or loads, which no two runs share.
         stop: completed batches at which the run is stopped.
         sample: whether `make test` runs it, and under which layouts.
         needs: a package of .venv-extras, without which the habit is skipped.
@@ -55,6 +56,7 @@ class Habit:
     layouts: tuple[str, ...] = ("single", "ddp2", "fsdp2")
     random: bool = False
     apart: tuple[str, ...] = ()
+    clock: tuple[str, ...] = ()
     stop: int = STEP_OF_STOP
     sample: tuple[str, ...] = ()
     needs: str | None = None
@@ -81,6 +83,7 @@ class Runs:
             ended = self._go(habit, layout, run_dir, *overrides)
             self.straights[key] = ended if ended.codes[0] == EXIT_REFUSED else run_dir
             assert set(ended.codes) == {0} or ended.codes[0] == EXIT_REFUSED, _tail(ended)
+            _drop_columns(run_dir, habit.clock)
         return self.straights[key]
 
     def without_gradient(self, habit: Habit) -> dict[str, Any]:
@@ -99,12 +102,26 @@ class Runs:
         assert stopped.codes[0] == 143, f"not stopped at step {habit.stop}: {_tail(stopped)}"
         ended = self._go(habit, layout, run_dir, stop)
         assert set(ended.codes) == {0}, _tail(ended)
+        _drop_columns(run_dir, habit.clock)
         return run_dir
 
     def _go(self, habit: Habit, layout: str, run_dir: Path, *overrides: str) -> Ended:
         ranks, strategy = LAYOUTS[layout]
         command = (*habit.command(), *strategy, *habit.also.get(layout, ()), f"run.name={run_dir.name}", *overrides)
         return self.forks.train(*command, ranks=ranks, expect=None, seconds=SECONDS)
+
+
+def _drop_columns(run_dir: Path, beginnings: tuple[str, ...]) -> None:
+    file = run_dir / "metrics.csv"
+    if not beginnings or not file.exists():
+        return
+    columns, rows = resume_proof.read(file)
+    kept = [name for name in columns if not name.startswith(beginnings)]
+    assert kept != columns, f"{run_dir} has no column {', '.join(beginnings)}"
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, kept, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _tail(ended: Ended) -> str:

@@ -447,7 +447,7 @@ class Stateful(Regressor):
 
     def on_load_checkpoint(self, checkpoint):
         self.running = checkpoint["running"]
-        assert checkpoint["global_step"] == 9
+        assert checkpoint["global_step"] in (9, 10)  # several ranks agree on a stop one step later
         assert checkpoint["epoch"] in (1, 2)
         assert "callbacks" in checkpoint
         assert checkpoint["hyper_parameters"]["lr"] == 0.05
