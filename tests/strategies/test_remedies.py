@@ -28,3 +28,9 @@ def test_a_copy_of_a_sharded_module_is_explained():
     error = AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
     MeshStrategy().on_exception(error)
     assert "Copy it in __init__ or configure_model" in str(error)
+
+
+def test_pickling_a_sharded_module_is_explained():
+    error = RuntimeError("Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPLinear'>: it failed")
+    MeshStrategy().on_exception(error)
+    assert "trainer.save_checkpoint on all ranks" in str(error)

@@ -64,6 +64,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         "FSDP does not support deepcopy":
             "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or type "
             "strategy=ddp.",
+        "Can't pickle <class 'torch.distributed.fsdp":
+            "A sharded module cannot be pickled (torch.save, copy through pickle): each rank has a part of it. Call "
+            "trainer.save_checkpoint on all ranks, load the run with armature.load, or type strategy=ddp.",
         "storage of size 0":
             "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the first one. Type "
             "strategy=ddp.",
