@@ -113,7 +113,7 @@ STATE = [
     regression("drops_on_save", "state.DropsOnSave"),
     regression("renames", "state.Renames", sample=("fsdp2",)),
     regression("reads_on_save", "state.Halves"),
-    regression("saves_itself", "state.SavesItself", sample=SINGLE),
+    regression("saves_itself", "state.SavesItself", layouts=("single", "ddp2"), sample=SINGLE),
     regression("saves_checkpoint", "state.SavesCheckpoint", sample=SINGLE),
     regression("saves_weights_only", "state.SavesWeightsOnly"),
 ]
