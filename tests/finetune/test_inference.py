@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from armature.errors import ConfigError
-from armature.finetune import export, folder, inference, merge, others, peft
+from armature.finetune import base, export, folder, inference, merge, others, peft
 from armature.finetune.export import read_decoder
 from armature.finetune.lora import DoraLinear, Lora, LoraLinear, row_norms
 from armature.models.decoder.model import Decoder
@@ -208,6 +208,26 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, changes):
     write_base(tmp_path / "other", **changes)
     with pytest.raises(ConfigError, match="adapter and base model do not belong together"):
         inference.load(tmp_path / "adapter", base=str(tmp_path / "other"))
+
+
+def test_an_exported_adapter_knows_the_model_that_it_was_trained_on(tmp_path, caplog):
+    model = write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", model)
+    file = tmp_path / "adapter" / peft.WEIGHTS
+    metadata = {"format": "pt", base.KEY: json.dumps(base.record(tmp_path / "base"))}
+    save_file(load_file(file), file, metadata=metadata)
+    inference.load(tmp_path / "adapter", base=str(tmp_path / "base"))
+    assert "fine-tune" not in caplog.text
+
+    write_base(tmp_path / "tuned")
+    weights = tmp_path / "tuned" / folder.WEIGHTS
+    save_file({name: value + 0.1 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    inference.load(tmp_path / "adapter", base=str(tmp_path / "tuned"))
+    assert "as those of another fine-tune" in caplog.text
+    config = tmp_path / "tuned" / folder.CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0}))
+    with pytest.raises(ConfigError, match=r"trained on another model .*base.* Type --base"):
+        inference.load(tmp_path / "adapter", base=str(tmp_path / "tuned"))
 
 
 def test_files_that_are_no_adapter_are_refused(tmp_path):

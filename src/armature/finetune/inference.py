@@ -141,13 +141,15 @@ def _tokenizer(file: Path) -> Tokenizer:
 
 
 def base_of(path: Path, base: str | None) -> Path:
-    """Return the folder of an adapter's base model: `base`, else the one that its adapter_config.json names."""
+    """Return the checked folder of an adapter's base model: `base`, else the one that its adapter_config.json names."""
     name = base or folder.read_json(path / peft.CONFIG).get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{path / peft.CONFIG} names no base model. Type --base FOLDER.")
     try:
-        return folder.find(str(name))
+        found = folder.find(str(name))
     except ConfigError as error:
         if base:
             raise ConfigError([problem.replace("model.pretrained=", "--base ") for problem in error.problems]) from None
         raise ConfigError(f"{path}: the adapter's base model {name} is not there. Type --base FOLDER.") from None
+    peft.check_base(path, found)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,6 +23,8 @@ from armature.finetune.export import Source, adapter_of, form_of, write_tokenize
 from armature.finetune.lora import Lora, merged
 from armature.models.decoder.names import theirs
 from armature.models.wrapped import WrappedModel, module_name
+
+log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -69,7 +72,9 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
         part = beside / target.name
         part.mkdir()
         files.replace(part / CONFIG, json.dumps(config, indent=2) + "\n")
-        save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+        of_base = base.recorded(checkpoint)
+        metadata = {"format": "pt"} | ({base.KEY: json.dumps(of_base)} if of_base else {})
+        save_file(tensors, part / WEIGHTS, metadata=metadata)
         files.sync(part / WEIGHTS)
         write_tokenizer(folder.kept_in(Path(cfg.run.dir)), Path(cfg.run.dir), part)
         changes = compare(part, tensors, adapter)
@@ -150,6 +155,32 @@ def add_to(model: nn.Module, path: Path) -> None:
     with torch.no_grad():
         for name, parts in read(path, own, weights).items():
             weights[name].copy_(added(weights[name], parts, own))
+
+
+def check_base(path: Path, whole: Path) -> None:
+    """Raise ConfigError if a folder that `export` wrote has the adapters of another model than the folder `whole`.
+
+    Another fine-tune of the same model is said, and allowed. Folders of other programs do not say what they belong to.
+    """
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as opened:
+            saved = json.loads((opened.metadata() or {}).get(base.KEY, "null"))
+    except (SafetensorError, OSError, ValueError):
+        return  # reading the adapters names what is wrong with the file
+    if not isinstance(saved, dict):
+        return
+    found = base.record(whole)
+    if found["values"] == saved.get("values"):
+        return
+    if found["fingerprint"] != saved.get("fingerprint"):
+        raise ConfigError(
+            f"{path}: the adapters were trained on another model ({saved.get('folder')}) than {whole}: "
+            f"{folder.CONFIG}, or names, types or shapes of tensors differ. Type --base with that model's folder."
+        )
+    log.warning(
+        "%s: the adapters were trained on %s. The weights of %s have other values, as those of another fine-tune.",
+        path, saved.get("folder"), whole,
+    )  # fmt: skip
 
 
 def compare(path: Path, expected: Mapping[str, Tensor], adapter: Lora) -> bool:
