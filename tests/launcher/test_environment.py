@@ -39,3 +39,30 @@ def test_a_closed_pipe_ends_no_run(monkeypatch):
             print("step")
             sys.stdout.flush()
         assert sys.stdout.isatty() is False
+
+
+def test_a_name_of_rank_0s_machine_may_become_known_later(monkeypatch):
+    answers = iter([OSError("Name or service not known"), OSError("Name or service not known"), []])
+
+    def look_up(name, port):
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setenv("MASTER_ADDR", "node-0.invalid")
+    monkeypatch.setattr(environment.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(environment.time, "sleep", lambda seconds: None)
+    environment.wait_for_main_address()
+    assert next(answers, None) is None
+
+
+def test_a_name_that_nobody_knows_is_named(monkeypatch):
+    def look_up(name, port):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setenv("MASTER_ADDR", "node-0.invalid")
+    monkeypatch.setattr(environment.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(environment, "NAME_SECONDS", 0)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=node-0\.invalid: this machine cannot resolve .* hostname -I"):
+        environment.wait_for_main_address()

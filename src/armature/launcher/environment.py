@@ -22,6 +22,8 @@ Set by the process that starts the ranks of this machine (`armature.launch`, `la
 
 import math
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +32,7 @@ from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 RECORDED_COLLECTIVES = "1024"
+NAME_SECONDS = 60  # until a name that does not resolve counts as wrong
 SET_FOR_RANKS = ("ARMATURE_ATTEMPT", "ARMATURE_HEARTBEATS", "ARMATURE_STORE", "ARMATURE_RESIZED", "ARMATURE_DEADLINE")
 
 
@@ -83,6 +86,26 @@ def node_rank() -> int:
 
 def main_address() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def wait_for_main_address() -> None:
+    """Return when the name MASTER_ADDR resolves: a cluster may know it some seconds after the processes start.
+
+    Raises:
+        ConfigError: it does not in NAME_SECONDS. torch would try for many minutes without a word.
+    """
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(main_address(), None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"MASTER_ADDR={main_address()}: this machine cannot resolve the name ({error}). Export MASTER_ADDR "
+                    "with the name or the IP address of rank 0's machine (on it, type hostname -I)."
+                ) from None
+        time.sleep(1)
 
 
 def main_port() -> int:

@@ -80,12 +80,10 @@ def init(
     if timeout is not None:  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)
-    dist.init_process_group(
-        backend,
-        timeout=timeout,
-        device_id=device if "nccl" in backend else None,
-        **_meeting_point(store),
-    )
+    meeting_point = _meeting_point(store)
+    if not meeting_point:
+        environment.wait_for_main_address()
+    dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None, **meeting_point)
 
 
 def _meeting_point(store: Any) -> dict[str, Any]:
