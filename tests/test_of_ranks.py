@@ -30,10 +30,12 @@ def saved(monkeypatch: pytest.MonkeyPatch, metas: list[dict[str, Any]]) -> dict[
     everyones = [of_ranks.digests(meta, CALLBACKS) for meta in metas]
     gathered: list[Any] = []
     entry: dict[str, Any] = {}
-    for rank in (*range(len(metas)), 0):
+    for rank in (*range(1, len(metas)), 0):
         monkeypatch.setattr(process_group, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(process_group, "all_gather_object", lambda own: gathered.append(own) or gathered[:-1])
+        monkeypatch.setattr(process_group, "gather_object", lambda own: gathered.append(own) or gathered)
         entry = of_ranks.entries(metas[rank], everyones, layout="DDP")
+    if entry:
+        entry[of_ranks.KEY]["entries"] = [gathered[-1], *gathered[:-1]]
     return metas[0] | entry
 
 
@@ -54,7 +56,7 @@ def test_each_rank_continues_with_what_it_saved(monkeypatch):
     assert here(rank=1)["hyper_parameters"] == {"rank": 0}  # not what hooks add
     assert here(rank=1)["callbacks"][CALLBACKS[1].state_key] == {"time": 0}
     assert here(rank=1)["second"] == 2
-    assert "first" not in here(rank=1)
+    assert (here(rank=0)["first"], here(rank=1)["first"]) == (1, 1)  # as in Lightning: saved on rank 0 alone
 
 
 def test_another_layout_continues_with_rank_0s_and_says_so(monkeypatch, caplog):
@@ -66,5 +68,16 @@ def test_another_layout_continues_with_rank_0s_and_says_so(monkeypatch, caplog):
         assert "Each rank had saved its own Counter" in caplog.text
 
 
-def test_nothing_is_added_if_ranks_save_the_same(monkeypatch):
-    assert of_ranks.KEY not in saved(monkeypatch, [meta_of(0), meta_of(0)])
+def test_nothing_is_added_if_ranks_save_the_same_or_rank_0_alone(monkeypatch):
+    """Equal values are equal wherever they lie in memory."""
+
+    def values() -> dict[str, Any]:
+        average = {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}
+        odd = [torch.tensor(1.0), torch.eye(2).to_sparse(), torch.ones(1, dtype=torch.complex64), torch.empty(0)]
+        return {"average": average, "odd": odd, "text": "".join(["a", "b"])}
+
+    assert of_ranks.KEY not in saved(monkeypatch, [meta_of(0, **values()), meta_of(0, **values())])
+    assert of_ranks.KEY not in saved(monkeypatch, [meta_of(0, **values()), meta_of(0)])
+    changed = values()
+    changed["average"]["w"][1, 2] += 1
+    assert of_ranks.KEY in saved(monkeypatch, [meta_of(0, **values()), meta_of(0, **changed)])

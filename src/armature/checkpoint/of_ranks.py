@@ -1,17 +1,18 @@
 """What hooks and callbacks of users save differently on each rank: lists of losses, counters, queues of one's own data.
 
 A checkpoint holds what rank 0 has saved. If another rank has saved something else, the checkpoint holds that entry of
-every rank as well, and each continues with its own if the layout is the same.
+every rank that has it as well, and each continues with its own if the layout is the same. A rank that has saved nothing
+takes rank 0's, as all do in Lightning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -40,18 +41,22 @@ def digests(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Plac
 
 
 def entries(meta: Mapping[str, Any], everyones: list[dict[Place, bytes]], *, layout: str) -> dict[str, Any]:
-    """Return the entry `KEY` if ranks differ, else nothing. Called by all ranks.
+    """Return the entry `KEY` if ranks differ, on rank 0, else nothing. Called by all ranks.
 
     Args:
         everyones: the `digests` of each rank.
     """
     places = dict.fromkeys(place for each in everyones for place in each)
-    unequal = [place for place in places if len({each.get(place) for each in everyones}) > 1]
+    unequal = [
+        place for place in places
+        if place not in everyones[0] or len({each[place] for each in everyones if place in each}) > 1
+    ]  # fmt: skip
     if not unequal:
         return {}
     own = {place: _at(meta, place) for place in unequal if place in everyones[process_group.rank()]}
     own = apply_to_collection(own, Tensor, Tensor.cpu)  # another rank has no access to this one's GPU
-    return {KEY: {"layout": layout, "entries": process_group.all_gather_object(own)}}
+    gathered = process_group.gather_object(own)
+    return {KEY: {"layout": layout, "entries": gathered}} if gathered else {}
 
 
 def restore(meta: dict[str, Any], *, layout: str, fits: bool) -> None:
@@ -61,8 +66,6 @@ def restore(meta: dict[str, Any], *, layout: str, fits: bool) -> None:
         return
     of_ranks: list[dict[Place, Any]] = saved["entries"]
     if saved["layout"] == layout and len(of_ranks) == process_group.ranks():
-        for place in of_ranks[0].keys() - of_ranks[process_group.rank()].keys():
-            _parent(meta, place).pop(place[-1], None)
         for place, value in of_ranks[process_group.rank()].items():
             _parent(meta, place)[place[-1]] = value
     elif fits and process_group.rank() == 0:
@@ -87,26 +90,25 @@ def _parent(meta: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _digest(value: Any) -> bytes:
-    file = _Hash()
-    pickle.dump(_ordered(value), file, protocol=pickle.HIGHEST_PROTOCOL)
-    return file.hash.digest()
+    checksum = hashlib.sha256()
+    _add(checksum, value)
+    return checksum.digest()
 
 
-def _ordered(value: Any) -> Any:
-    """Return a plain value with lists in place of sets, whose order differs between processes."""
-    if isinstance(value, set):
-        return sorted(value, key=repr)
-    if isinstance(value, dict):
-        return {key: _ordered(item) for key, item in value.items()}
-    return [*map(_ordered, value)] if isinstance(value, list | tuple) else value
-
-
-class _Hash:
-    """A file that keeps the checksum of what is written into it."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        return len(data)
+def _add(checksum: Any, value: Any) -> None:
+    """Add a plain value. Not by pickle, which writes where tensors lie in memory."""
+    if isinstance(value, Tensor):
+        dense = (value.to_dense() if value.layout != torch.strided else value).detach().cpu()
+        values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        checksum.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        checksum.update(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        checksum.update(f"{type(value).__name__} {len(value)} ".encode())
+        for item in value.items():
+            _add(checksum, item)
+    elif isinstance(value, list | tuple | set):
+        checksum.update(f"{type(value).__name__} {len(value)} ".encode())
+        for item in sorted(value, key=repr) if isinstance(value, set) else value:
+            _add(checksum, item)
+    else:
+        checksum.update(f"{type(value).__name__} {value!r} ".encode())

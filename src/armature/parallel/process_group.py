@@ -116,6 +116,15 @@ def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list
     return gathered
 
 
+def gather_object(obj: T) -> list[T]:
+    """Return every rank's plain object, in order of ranks, on rank 0; nothing elsewhere. Called by all ranks."""
+    if not dist.is_initialized():
+        return [obj]
+    gathered: list[T] | None = [obj] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(obj, gathered)
+    return gathered or []
+
+
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over all ranks, on every rank; it replaces the tensor's values."""
     if dist.is_initialized():
