@@ -147,6 +147,32 @@ def test_a_buffer_that_on_fit_start_registers_comes_back(tmp_path):
         fit(tmp_path, LateBuffer(made=False), ckpt=path, max_steps=3)
 
 
+class Renames(LateBuffer):
+    """Has another name for its layer since the checkpoint was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.layer
+        del self.layer
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, module, state_dict, prefix, *args) -> None:
+        for name in [name for name in state_dict if name.startswith("layer.")]:
+            state_dict[name.replace("layer.", "first.")] = state_dict.pop(name)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.first(batch)).square().mean()
+
+
+def test_hooks_of_load_state_dict_see_names_that_are_gone(tmp_path):
+    """Also if a hook `on_fit_start` may still make what the module lacks."""
+    path = saved_by(tmp_path, first := LateBuffer())
+    renamed = Renames()
+    fit(tmp_path, renamed, ckpt=path, max_steps=2)
+    assert torch.equal(renamed.first.weight, first.layer.weight)
+    assert renamed.moving.tolist() == first.moving.tolist()
+
+
 class MadeWhileTraining(Module):
     def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
         if not hasattr(self, "previous"):

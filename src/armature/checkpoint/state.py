@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from armature.checkpoint import directory, plain, resume, storage
+from armature.checkpoint import directory, of_ranks, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -204,9 +204,9 @@ def place_weights(
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
     chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
-    late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module) or (grows and name not in own)}
-    load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack)
-    return late
+    late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
+    surplus = load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack, grows=grows)
+    return late | {name: chosen[name] for name in surplus if name in chosen}
 
 
 def place_late_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
@@ -230,16 +230,17 @@ def is_of_none(name: str, module: nn.Module) -> bool:
 
 def load_tensors_of(
     source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False,
-    may_lack: Callable[[str], bool] | None = None,
-) -> None:  # fmt: skip
-    """Call the module's `load_state_dict`, and name what does not fit."""
+    may_lack: Callable[[str], bool] | None = None, grows: bool = False,
+) -> list[str]:  # fmt: skip
+    """Call the module's `load_state_dict`, and name what does not fit. With `grows` return the names that it lacks."""
     try:
         missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
         raise ConfigError(f"{source} does not fit the model. {error}") from None
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
-    if strict and (missing or surplus):
+    if strict and (missing or (surplus and not grows)):
         raise ConfigError(_another_model(source, sorted(missing), sorted(surplus)))
+    return surplus if grows else []
 
 
 def _placed_as(value: Any, target: Any) -> Any:
@@ -331,6 +332,7 @@ def is_weights_only(checkpoint: Path) -> bool:
 def read_whole(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint as Lightning's `on_load_checkpoint` expects it, with unsharded weights on the CPU."""
     meta = plain.restored(storage.read_meta(checkpoint))
+    meta.pop(of_ranks.KEY, None)
     return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
 
 
