@@ -159,7 +159,7 @@ def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_th
     stopped, resumed = epoch_metrics.Results(training=True), epoch_metrics.Results(training=True)
     for name, value in (("penalty", 0.5), ("loss", 2.0)):
         log(stopped, name, value)
-    resumed.newest = epoch_metrics.newest_of(stopped)
+    resumed.continue_from(epoch_metrics.newest_of(stopped))
     assert resumed.metrics(on_step=True)["log"] == {"penalty": 0.5, "loss": 2.0}
     log(resumed, "loss", 1.0)
     assert [*resumed.metrics(on_step=True)["log"].items()] == [("penalty", 0.5), ("loss", 1.0)]

@@ -42,7 +42,7 @@ class Results(_ResultCollection):
             stand in the rows until they are logged again or the epoch ends, as in a run that was not stopped.
     """
 
-    newest: Newest = MappingProxyType({})
+    newest: Mapping[str, dict[str, Any]] = MappingProxyType({})
 
     @override
     def metrics(self, on_step: bool) -> Any:
@@ -51,8 +51,20 @@ class Results(_ResultCollection):
             return found
         kinds: dict[str, Any] = {**found}
         for kind, values in kinds.items():
-            kinds[kind] = {k: torch.tensor(v) for k, v in self.newest.get(kind, {}).items()} | values
+            old = self.newest.get(kind, {})
+            for name in [name for name in old if name in values]:
+                del old[name]
+            kinds[kind] = old | values
+        if not any(self.newest.values()):
+            self.newest = {}
         return kinds
+
+    def continue_from(self, newest: Newest) -> None:
+        """Take what `newest_of` returned; Lightning's bars take numbers, all else tensors."""
+        self.newest = {
+            kind: {name: value if kind == "pbar" else torch.tensor(value) for name, value in values.items()}
+            for kind, values in newest.items()
+        }
 
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:

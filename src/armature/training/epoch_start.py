@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from armature.checkpoint import plain, state
 from armature.errors import error_line
 from armature.parallel import randomness
+from armature.parallel.gradients import local_part
 from armature.training import epoch_metrics
 from armature.training.progress import data_of
 
@@ -133,18 +134,23 @@ def undone(trainer: Any) -> Iterator[None]:
 
 # ---------------------------------------------------------------- weights
 def copy_weights(trainer: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return copies of weights and saved buffers, if users have a hook of these names, which may change them."""
+    """Return copies of weights and saved buffers, if users have a hook of these names, which may change them.
+
+    This rank's parts, on the CPU: a GPU that holds the model may have no room for it twice.
+    """
     if not any(users_hooks(trainer, name) for name in names):
         return {}
-    return {name: value.detach().clone() for name, value in _weights(trainer.lightning_module).items()}
+    weights = _weights(trainer.lightning_module).items()
+    return {name: local_part(value.detach()).to("cpu", copy=True) for name, value in weights}
 
 
 @torch.no_grad()
 def put_back(module: nn.Module, weights: dict[str, Tensor]) -> None:
     """Undo what hooks have changed of weights since `copy_weights`."""
     for name, value in _weights(module).items() if weights else ():
-        if name in weights and weights[name].shape == value.shape:
-            value.detach().copy_(weights[name])
+        part = local_part(value.detach())
+        if name in weights and weights[name].shape == part.shape:
+            part.copy_(weights[name])
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:

@@ -171,7 +171,7 @@ class RestoreProgress(Callback):
             results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)
             results.clear()
-            results.newest = newest
+            results.continue_from(newest)
             if closing:
                 self._restore_left(trainer)
             elif own:
