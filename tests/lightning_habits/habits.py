@@ -194,6 +194,7 @@ CALLED = [
     ),
     regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar"), sample=("ddp2",)),
     regression("reads_on_rank_0", "regression.ReadsOnRank0"),
+    regression("flushes_metric", "regression.FlushesMetric"),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
     regression("timer", "regression.Regressor", callback(f"{STOCK}.Timer")),
     regression(

@@ -179,6 +179,22 @@ class ReadsOnRank0(Regressor):
             assert "val/loss" in self.trainer.callback_metrics
 
 
+class FlushesMetric(Regressor):
+    """A metric object that is logged in steps, and takes a last value at the end of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.mean.update(batch[0])
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.mean.update(100.0, weight=4 / self.trainer.world_size)
+
+
 # ---------------------------------------------------------------- steps and hooks
 class GradNorms(Regressor):
     """Lightning's utility, per parameter, before each step."""

@@ -85,6 +85,10 @@ class LoggerConnector(_LoggerConnector):
     @override
     def on_epoch_end(self) -> None:
         self._align()  # what hooks have logged since
+        results = self.trainer._results if self._reduces else None
+        for metric in results.values() if results is not None else ():
+            if not metric.is_tensor and metric.value._computed is None:  # a hook has updated it
+                metric._computed = None
         super().on_epoch_end()
 
     @property
