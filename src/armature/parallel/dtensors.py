@@ -328,6 +328,8 @@ def refuse_functional_calls(model: nn.Module) -> None:
 
 
 def _check_caller(unit: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     frame = inspect.currentframe()
     for _ in range(_FRAMES):
         frame = frame.f_back if frame is not None else None

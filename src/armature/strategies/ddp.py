@@ -85,12 +85,11 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def why_unequal(self) -> str:
-        waits = not self._ddp_kwargs["find_unused_parameters"]
-        params = self.module.named_parameters() if waits else ()
-        unused = [name for name, param in params if param.requires_grad and param.grad is None]
-        return (
-            f"{', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}: {UNUSED}" if unused else super().why_unequal()
-        )
+        trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        unused = [name for name, param in trained if param.grad is None]
+        if self._ddp_kwargs["find_unused_parameters"] or not 0 < len(unused) < len(trained):  # all: they are cleared
+            return super().why_unequal()
+        return f"{', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}: {UNUSED}"
 
     @override
     def matrices(self) -> DistributedMatrices:

@@ -14,6 +14,7 @@ from armature.errors import ConfigError
 
 T = TypeVar("T")
 _SHOWN = 10  # different problems in one message
+_LINES = 1_000  # with a problem, after which no more are read
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -43,6 +44,7 @@ def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
     Raises ConfigError with the bad lines: each problem once, with the number of lines that have it, and at most ten.
     """
     found: dict[str, list[str]] = {}  # where it is, by what is wrong
+    lines = 0
     for file in files:
         for where, record in sources.json_lines(file):
             try:
@@ -50,7 +52,8 @@ def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
             except ConfigError as error:
                 for problem in error.problems:
                     found.setdefault(problem.removeprefix(where), []).append(where)
-                if len(found) == _SHOWN:
+                lines += 1
+                if len(found) >= _SHOWN or lines == _LINES:
                     raise ConfigError([*_counted(found), "There may be more such lines."]) from None
                 continue
             if not found:
