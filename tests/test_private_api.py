@@ -144,6 +144,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (SIGNALS, "teardown", ("self",), "training/trainer.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor"), "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
+    (f"{CONNECTORS}.result:_ResultMetric", "_computed", None, "training/trainer.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
     (RESULTS, "update_metrics", ("self", "key", "value", "batch_size"), "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_Metadata", "sync", None, "training/epoch_metrics.py"),
