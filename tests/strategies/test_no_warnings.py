@@ -7,7 +7,7 @@ from tests import running
 pytestmark = pytest.mark.slow
 STRATEGIES = {  # 3d is fsdp_tensor and fsdp_pipeline together
     "single": 1, "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp_tensor": 4, "fsdp_pipeline": 4,
-    "mesh": 4, "context": 2, "expert": 2, "deepspeed": 2,
+    "mesh": 4, "context": 2, "expert": 2,
 }  # fmt: skip
 NEEDS = {
     "expert": ["model=mixture_nano", "model.experts=4", "model.heads=2"],

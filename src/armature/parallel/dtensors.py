@@ -322,9 +322,8 @@ def refuse_functional_calls(model: nn.Module) -> None:
 
     It puts other tensors in the place of weights, or keeps gathered ones, whose memory FSDP frees.
     """
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.register_forward_pre_hook(_check_caller, prepend=True)
+    if isinstance(model, FSDPModule):  # not parts of it: a head with hooks of others makes all logits
+        model.register_forward_pre_hook(_check_caller, prepend=True)
 
 
 def _check_caller(unit: nn.Module, args: Any) -> None:
