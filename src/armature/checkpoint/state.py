@@ -205,8 +205,8 @@ def place_weights(
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
     chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
     late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
-    surplus = load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack, grows=grows)
-    return late | {name: chosen[name] for name in surplus if name in chosen}
+    lacking = load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack, grows=grows)
+    return late | {name: chosen[name] for name in lacking}
 
 
 def place_late_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
@@ -238,9 +238,10 @@ def load_tensors_of(
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
         raise ConfigError(f"{source} does not fit the model. {error}") from None
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
-    if strict and (missing or (surplus and not grows)):
+    late = [name for name in surplus if grows and name in weights]  # not what hooks of load_state_dict have renamed
+    if strict and (missing or len(late) < len(surplus)):
         raise ConfigError(_another_model(source, sorted(missing), sorted(surplus)))
-    return surplus if grows else []
+    return late
 
 
 def _placed_as(value: Any, target: Any) -> Any:
