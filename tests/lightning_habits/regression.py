@@ -158,8 +158,8 @@ class LBFGS(Regressor):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4)
 
 
-class ReadsOnRank0(Regressor):
-    """Hooks at the end of an epoch print, on one rank, what all have logged."""
+class LogsMetric(Regressor):
+    """A metric object that is logged in steps."""
 
     def __init__(self):
         super().__init__()
@@ -169,6 +169,10 @@ class ReadsOnRank0(Regressor):
         self.mean.update(batch[0])
         self.log("mean", self.mean, on_step=False, on_epoch=True)
         return super().training_step(batch, batch_idx)
+
+
+class ReadsOnRank0(LogsMetric):
+    """Hooks at the end of an epoch print, on one rank, what all have logged."""
 
     def on_train_epoch_end(self):
         if self.trainer.is_global_zero:
@@ -179,17 +183,8 @@ class ReadsOnRank0(Regressor):
             assert "val/loss" in self.trainer.callback_metrics
 
 
-class FlushesMetric(Regressor):
-    """A metric object that is logged in steps, and takes a last value at the end of the epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def training_step(self, batch, batch_idx):
-        self.mean.update(batch[0])
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
+class FlushesMetric(LogsMetric):
+    """The metric takes a last value at the end of the epoch."""
 
     def on_train_epoch_end(self):
         self.mean.update(100.0, weight=4 / self.trainer.world_size)

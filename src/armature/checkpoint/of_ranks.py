@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 KEY = "of_ranks"  # the entry of a checkpoint
 CALLBACKS = "callbacks"
-_NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")
+NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")  # beginnings of modules whose code is not users'
 _OF_ALL = (  # entries that are the same on all ranks, or whose owners arrange them themselves
     "epoch", "global_step", "loops", "lr_schedulers", "pytorch-lightning_version", "hparams_name", "hparams_type",
     "hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type", "datamodule_hyper_parameters",
@@ -34,7 +34,7 @@ Place = tuple[str, ...]
 
 def digests(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Place, bytes]:
     """Return a digest of each entry that code of users may have made, by its place in the checkpoint."""
-    users = {each.state_key for each in callbacks if not f"{type(each).__module__}.".startswith(_NOT_USERS)}
+    users = {each.state_key for each in callbacks if not f"{type(each).__module__}.".startswith(NOT_USERS)}
     found = {(key,): value for key, value in meta.items() if key not in (CALLBACKS, *_OF_ALL)}
     found |= {(CALLBACKS, key): value for key, value in meta.get(CALLBACKS, {}).items() if key in users}
     return {place: _digest(value) for place, value in found.items()}

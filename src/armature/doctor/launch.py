@@ -165,7 +165,7 @@ def unresolved(address: str) -> Finding:
     return failure(
         GROUP,
         f"MASTER_ADDR={address}: this machine cannot resolve the name.",
-        remedy="Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, type hostname -I).",
+        remedy=environment.EXPORT_NAME,
     )
 
 

@@ -32,6 +32,7 @@ from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 RECORDED_COLLECTIVES = "1024"
+EXPORT_NAME = "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, type hostname -I)."
 NAME_SECONDS = 60  # until a name that does not resolve counts as wrong
 SET_FOR_RANKS = ("ARMATURE_ATTEMPT", "ARMATURE_HEARTBEATS", "ARMATURE_STORE", "ARMATURE_RESIZED", "ARMATURE_DEADLINE")
 
@@ -102,8 +103,7 @@ def wait_for_main_address() -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"MASTER_ADDR={main_address()}: this machine cannot resolve the name ({error}). Export MASTER_ADDR "
-                    "with the name or the IP address of rank 0's machine (on it, type hostname -I)."
+                    f"MASTER_ADDR={main_address()}: this machine cannot resolve the name ({error}). {EXPORT_NAME}"
                 ) from None
         time.sleep(1)
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from armature.checkpoint.of_ranks import NOT_USERS
 from armature.errors import ConfigError
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 
 HOOK = "on_train_batch_start"
 FLAG = "should_stop"
-_NOT_USERS = ("lightning.", "armature.", "pytorch_lightning.", "torch.", "torchmetrics.", "builtins.")
+_NOT_USERS = (*NOT_USERS, "torch.", "torchmetrics.", "builtins.")
 
 
 def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:

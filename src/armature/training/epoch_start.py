@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armature.checkpoint import plain, state
+from armature.checkpoint.of_ranks import NOT_USERS
 from armature.errors import error_line
 from armature.parallel import randomness
 from armature.parallel.gradients import local_part
@@ -36,7 +37,6 @@ from armature.training.progress import data_of
 log = logging.getLogger(__name__)
 
 HOOK = "on_train_epoch_start"
-_NOT_USERS = ("lightning.", "armature.", "pytorch_lightning.")  # they save what they need
 _HAVE_NO_STATE = ("lightning.pytorch.core.", "lightning.pytorch.callbacks.callback.", "torch.", "armature.")
 _NOT_OF_HOOKS = {  # entries of a checkpoint that no `on_save_checkpoint` has added
     "epoch", "global_step", "loops", "callbacks", "state_dict", "optimizer_states", "lr_schedulers", "param_groups",
@@ -59,7 +59,7 @@ def users_hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
 
 
 def _is_users(hook: Any) -> bool:
-    return not f"{getattr(hook, '__module__', '')}.".startswith(_NOT_USERS)
+    return not f"{getattr(hook, '__module__', '')}.".startswith(NOT_USERS)  # they save what they need
 
 
 def random_state(trainer: Any) -> dict[str, Any] | None:
