@@ -38,7 +38,7 @@ RESEARCH = [
 ]
 APART = [
     regression("logs_by_data", "apart.LogsByData"),
-    regression("logs_names_by_data", "apart.LogsNamesByData"),
+    regression("logs_names_by_data", "apart.LogsNamesByData", sample=("ddp2",)),
     regression("metric_by_data", "apart.MetricByData", random=True),
     regression("metric_updated_by_data", "apart.MetricUpdatedByData"),
     regression("samples_on_rank_zero", "apart.SamplesOnRankZero", layouts=("single", "ddp2")),

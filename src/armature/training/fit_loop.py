@@ -31,6 +31,7 @@ class FitLoop(_FitLoop):
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
         self._before_training = before_training
         self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
+        self.before_epoch_end: list[Callable[[], None]] = []  # called once, before ranks reduce the epoch's values
 
     @property
     @override
@@ -105,6 +106,9 @@ class FitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.owes_epoch_end = False
+        functions, self.before_epoch_end = self.before_epoch_end, []
+        for function in functions:
+            function()
         super().on_advance_end()
         self._stop_together()
 

@@ -176,6 +176,7 @@ class RestoreProgress(Callback):
                 self._restore_left(trainer)
             elif own:
                 epoch_metrics.resume(results, own)
+                trainer.fit_loop.before_epoch_end.append(partial(self._restore_left, trainer))
 
         trainer.fit_loop.before_first_batch.append(replace_logged)
 
@@ -196,8 +197,6 @@ class RestoreProgress(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
-        if self._left:
-            self._restore_left(trainer)
         trainer.fit_loop.epoch_loop.close_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
