@@ -107,6 +107,8 @@ def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
     assert data.names()["features"] == ["x"]
     assert f"column {name!r} holds row numbers of pandas, and is left out" in caplog.text
     assert build("table", path=data.path, target="kind", features=[name]).names()["features"] == [name]
+    with pytest.raises(ConfigError, match="there is nothing to learn from"):
+        build("table", path=data.path, target="kind", features=[]).names()
 
 
 @pytest.mark.parametrize("classes", [True, False])

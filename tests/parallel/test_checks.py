@@ -45,7 +45,7 @@ def found(
     model: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     plan: Plan | None = PLAN,
-    micro_batch_size: int = 8,
+    micro_batch_size: int | str = 8,
     **cfg: Any,
 ) -> list[str]:
     defaults = {
@@ -147,6 +147,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"pipe": 2, "microbatches": 1}, {}, "too few .* Type strategy.microbatches=2"),
         ({"pipe": 2, "schedule": "interleaved_1f1b", "microbatches": 3}, {"micro_batch_size": 9}, "microbatches=4"),
         ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not a multiple"),
+        (
+            {"pipe": 2, "microbatches": 10**20},
+            {"micro_batch_size": "auto", "data": {"micro_batch_size": "auto", "global_batch_size": 8}},
+            "is more than the 8 samples .* Type strategy.microbatches=8",
+        ),
         ({"pipe": 2, "stages": [3, 2]}, {}, "must be 2 numbers from 1 that add up to model.layers=4"),
         ({"pipe": 2, "schedule": "fifo"}, {}, "Type one of gpipe"),
         ({"pipe": 2}, {"model": {"tied": True}}, "Type model.tied=false"),

@@ -144,6 +144,10 @@ class TableData(LabeledData):
             raise ConfigError(
                 f"data.features={typed}, but the model was trained with {known}. Leave data.features out."
             )
+        if typed == []:
+            raise ConfigError(
+                "data.features=[]: there is nothing to learn from. Type data.features=null for all columns."
+            )
         if known is None and typed is None and self.target not in columns:  # they are all columns but the target
             raise ConfigError(self._lacks([self.target], columns=columns))
         features = known or typed or self._all_features(columns)

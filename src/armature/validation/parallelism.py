@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from armature import hardware
+from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
@@ -325,6 +326,12 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         problems.append(
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
             f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
+        )
+    share = (batching.configured_batch_size(cfg["data"]) or chunks) // max(1, layout.data_ranks)
+    if not isinstance(micro, int) and share < chunks:
+        problems.append(
+            f"strategy.microbatches={chunks} is more than the {share} samples that each data rank has of a global "
+            f"batch. Type strategy.microbatches={max(1, share)}, or a larger data.global_batch_size."
         )
     sharded = layout.axes["replicate"] * layout.axes["shard"] * layout.axes["context"] > 1
     sharded = sharded or (plan.experts is not None and layout.axes["tensor"] > 1)  # ranks of the tensor axis, too
