@@ -158,6 +158,7 @@ def run_script(script):
         (["out=x.txt"], "ends in .parquet, .csv, .jsonl"),
         (["out=no/x.csv"], "there is no folder"),
         (["out=there.csv"], "exists already"),
+        (["out=/proc/x.csv"], "/proc cannot be written"),
         (["out=x.csv", "strategy=fsdp"], "strategy=fsdp: each process of this script holds the whole model"),
         (["out=x.csv", "gone"], "gone: type KEY=VALUE"),
     ],

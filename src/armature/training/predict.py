@@ -10,7 +10,6 @@ import csv
 import heapq
 import itertools
 import json
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -44,8 +43,12 @@ def check_output(file: Path) -> None:
         raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
     if not (folder := file.absolute().parent).is_dir():
         raise ConfigError(f"out={file}: there is no folder {folder}. Create it, or name another file.")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"out={file}: {folder} cannot be written. Name a file in another folder.")
+    try:
+        with files.folder_beside(file.absolute()):
+            pass
+    except OSError as error:
+        what = f"out={file}: {folder} cannot be written ({error.strerror}). Name a file in another folder."
+        raise ConfigError(what) from error
     if file.suffix == ".parquet":
         extras.load("pyarrow", needed_by=f"out={file}")
 
