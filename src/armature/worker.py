@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import config, run_dir
 from armature.checkpoint import directory as checkpoint_directory
-from armature.checkpoint import resume, storage
+from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
@@ -88,6 +88,7 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = _prepare_process(cfg, Path(cfg.run.dir))
     try:
+        one_folder.require(cfg)
         again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
         while (again := _attempt(*again, stop)) is not None:
             stop.forget_module()
@@ -308,6 +309,7 @@ def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
 
 def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
     quiet()
+    (directory / "logs").mkdir(parents=True, exist_ok=True)  # an NFS client may not know yet that rank 0 made it
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
     handler = logging.FileHandler(directory / "logs" / f"rank_{environment.rank():04d}.log")

@@ -215,10 +215,13 @@ def problem(directory: Path) -> str | None:
     for name in (META, TENSOR_INDEX):
         if name not in manifest["files"]:
             return f"its {MANIFEST} does not list {name}, which every checkpoint has"
-    for name, entry in manifest["files"].items():
-        if (found := _entry_problem(directory, name, entry)) is not None:
-            return found
-    return None
+    return files_problem(directory, manifest["files"])
+
+
+def files_problem(directory: Path, described: FileEntries) -> str | None:
+    """Return which file is not there in the size that it is described with, or None."""
+    problems = (_entry_problem(directory, name, entry) for name, entry in described.items())
+    return next((found for found in problems if found is not None), None)
 
 
 def _entry_problem(directory: Path, name: str, entry: Any) -> str | None:
@@ -238,8 +241,9 @@ def _entry_problem(directory: Path, name: str, entry: Any) -> str | None:
 
 def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     """Return which file differs from what was saved, or None if all are intact; with share=(rank, n) of every nth."""
-    saved = (read_manifest(directory) or {"files": {}})["files"]
-    rank, ranks = share
+    if (manifest := read_manifest(directory)) is None:  # this machine may have another disk under the path
+        return f"it holds no readable {MANIFEST}"
+    saved, (rank, ranks) = manifest["files"], share
     for name in list(saved)[rank::ranks]:
         try:
             found = describe(directory, [name])[name]

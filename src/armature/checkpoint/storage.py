@@ -78,6 +78,9 @@ def complete(
 
     def publish() -> None:
         files = {name: entry for of_rank in described for name, entry in of_rank.items()}
+        # another machine may have written to a disk of its own
+        if directory.is_local(part) and (problem := directory.files_problem(part, files)) is not None:
+            raise OSError(f"{part}: {problem}, as rank 0 sees it. All machines must share this folder")
         directory.write_manifest(part, files, {"world_size": ranks, **entries})
         directory.publish(part, checkpoint)
 
