@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, hardware, run_dir
 from armature.data.batching import LOADER_KEYS
-from armature.errors import ConfigError, RunFailed, error_line, masked
+from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
@@ -39,7 +39,6 @@ _refused: list[str] = []  # messages about trials of this process's sweep, which
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 _SOUGHT = 'grep "@hydra.main" $file_path -q'  # a line of Hydra's completion for bash, which ignores its result
-EXIT_CONFIG = 2  # a mistake in the configuration, reported before any process started
 
 
 def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConfig], object] | None = None) -> None:

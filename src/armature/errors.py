@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterable, Sequence
 from traceback import FrameSummary
 
+EXIT_CONFIG = 2  # the exit code of a mistake in the configuration
+
 
 class ConfigError(ValueError):
     """One or more mistakes in a command, a config or the data that it names.

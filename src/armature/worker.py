@@ -34,10 +34,10 @@ from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching
 from armature.data.base import DataModule
-from armature.errors import ConfigError, MaskingFormatter
+from armature.errors import EXIT_CONFIG, ConfigError, MaskingFormatter
 from armature.finetune import check as pretrained
 from armature.launcher import environment, heap, lock
-from armature.launcher.rank import leave
+from armature.launcher.rank import leave, leave_at_exit
 from armature.layout import Layout
 from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters
@@ -355,9 +355,15 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     _init_group(cfg, later=60)
     try:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
-            return _run_joined(cfg, overrides)
-    finally:
-        process_group.destroy()
+            cfg = _run_joined(cfg, overrides)
+    except BaseException as error:
+        if process_group.destroying_waits():  # for ranks that wait for this one: its error would never be shown
+            leave_at_exit(EXIT_CONFIG if isinstance(error, ConfigError) else getattr(error, "exit_code", 1))
+        else:
+            process_group.destroy()
+        raise
+    process_group.destroy()
+    return cfg
 
 
 def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:

@@ -41,12 +41,22 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def leave() -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
     """End a finished rank without the interpreter's teardown: a gloo thread can abort it, which counts as failed."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
+
+
+def leave_at_exit(code: int) -> None:
+    """Call `leave` when this process ends: after its error is shown, and before torch tears down its process group."""
+
+    def leave_now() -> None:
+        atexit.unregister(leave_now)
+        leave(code)
+
+    atexit.register(leave_now)
 
 
 def main() -> None:

@@ -192,6 +192,11 @@ class Vote:
         return box.tolist()
 
 
+def destroying_waits() -> bool:
+    """Return whether leaving the group waits for the other ranks, as NCCL's communicators do."""
+    return dist.is_initialized() and "nccl" in dist.get_backend()
+
+
 def destroy() -> None:
     """Leave the group. A rank that exits without this may abort, which an elastic agent takes for a failure."""
     if dist.is_initialized():

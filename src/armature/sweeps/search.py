@@ -19,8 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
-from armature.cli import EXIT_CONFIG
-from armature.errors import ConfigError, error_line
+from armature.errors import EXIT_CONFIG, ConfigError, error_line
 from armature.launcher import environment, lock, run_state, slurm
 from armature.sweeps import space
 from armature.sweeps.study import journal, load_optuna, open_study, plugin_of
