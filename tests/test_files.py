@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from armature import files
+from armature.data import cache
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -48,3 +50,13 @@ def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
         assert folder.is_dir()
     files.clear_parts(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_folder_is_looked_at_again_before_another_builds_in_it(tmp_path, monkeypatch):
+    """As an NFS client sees it: what another machine has made is missing until its folder is opened again."""
+    folder, real, stale = tmp_path / "cache" / "text-1", Path.exists, {"is": True}
+    made = cache.open_or_build(folder, lambda part: (part / "data").write_text("x") and {})
+    monkeypatch.setattr(Path, "exists", lambda path: not (stale["is"] and path == folder) and real(path))
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: stale.update({"is": False}) or listed(path))
+    assert cache.open_or_build(folder, lambda part: pytest.fail("it was built again")) == made

@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -64,6 +64,12 @@ def clear_parts(folder: Path) -> None:
         pid = part.name.split(".")[-2]
         if pid.isascii() and pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
+
+
+def look_again(folder: Path) -> None:
+    """Let an NFS client ask its server what a folder holds: for a minute it believes that what was missing still is."""
+    with suppress(OSError):
+        os.listdir(folder)  # opening a folder checks whether it has changed
 
 
 def sync(path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from armature import files
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError
 from armature.launcher import environment
@@ -53,7 +52,6 @@ def _host_without(file: Path) -> str | None:
     while not file.exists():
         if time.monotonic() > end:
             return socket.gethostname()
-        with suppress(OSError):
-            os.listdir(file.parent)  # opening a folder lets an NFS client ask its server again
         time.sleep(POLL_SECONDS)
+        files.look_again(file.parent)
     return None

@@ -43,6 +43,7 @@ def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict
             log.info("Another process prepares %s; waiting for it.", folder)
             held = lock.acquire()
         with held:
+            files.look_again(folder.parent)  # or another machine would build anew, and remove what others read
             return _sound(folder) or _build(folder, build)
     except OSError as error:
         raise ConfigError(
