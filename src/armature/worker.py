@@ -196,7 +196,8 @@ def _prepare(data: DataModule) -> None:
         return
     local = environment.local_rank() == 0
     chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
-    process_group.on_all_ranks(data.prepare_data if chosen else lambda: None)
+    with process_group.patient_group() as group:  # a download may take longer than any collective of training
+        process_group.on_all_ranks(data.prepare_data if chosen else lambda: None, group=group)
 
 
 def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:

@@ -1,13 +1,16 @@
 """Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also after a resume."""
 
 import random
+from datetime import timedelta
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
@@ -24,11 +27,13 @@ from torch.utils.data import (
     random_split,
 )
 
+from armature import worker
 from armature.data import adapter
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.data.batching import plan_batches
 from armature.errors import ConfigError
+from armature.parallel import process_group
 from tests.data.test_data_module import RestoreProgress, SaveEveryStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
@@ -546,3 +551,26 @@ def test_data_that_another_stage_makes_are_set_up_when_they_are_asked_for():
     broken.setup("validate")
     with pytest.raises(AttributeError, match="test"):
         broken.test_dataloader()
+
+
+def test_ranks_wait_for_the_one_that_prepares_as_long_as_it_takes(monkeypatch):
+    """A download may take longer than launch.hang_timeout, after which any other collective fails."""
+    process_group.init("gloo", alone=True, timeout=timedelta(seconds=30))
+    try:
+        groups, made = [], dist.new_group
+        monkeypatch.setattr(dist, "new_group", lambda **given: groups.append(given) or made(**given))
+        gathered: Any = process_group.all_gather_object
+        monkeypatch.setattr(
+            process_group, "all_gather_object", lambda obj, group: groups.append(group) or gathered(obj, group=group)
+        )
+        done = []
+        data: Any = SimpleNamespace(
+            prepares_on_every_rank=False, prepare_data_per_node=True, prepare_data=lambda: done.append(True)
+        )
+        worker._prepare(data)
+    finally:
+        process_group.destroy()
+    asked, group = groups
+    assert asked["timeout"] > timedelta(days=1)
+    assert isinstance(group, dist.ProcessGroup)
+    assert done == [True]

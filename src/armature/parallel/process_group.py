@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from armature.launcher import environment
 
 T = TypeVar("T")
+PATIENCE = timedelta(weeks=1)
 
 
 class RankEnvironment(ClusterEnvironment):
@@ -123,6 +125,17 @@ def gather_object(obj: T) -> list[T]:
     gathered: list[T] | None = [obj] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(obj, gathered)
     return gathered or []
+
+
+@contextmanager
+def patient_group() -> Iterator[dist.ProcessGroup | None]:
+    """Yield a group of all ranks for a collective that may take hours, since one of them works alone meanwhile."""
+    group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield group
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
