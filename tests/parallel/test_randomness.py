@@ -38,3 +38,20 @@ def test_a_save_while_training_holds_what_is_drawn_next():
     torch.rand(2)
     saved = state.gather("ddp")
     assert torch.equal(saved["ranks"][0]["torch"], torch.get_rng_state())
+
+
+def test_a_cpu_s_state_gives_each_rank_s_gpu_a_stream_of_its_own(monkeypatch):
+    saved = [state_of(rank) for rank in range(2)]
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for state in saved:
+        randomness.begin(seed=1, stream=randomness.OF_ALL_RANKS)  # as the set-up leaves it
+        randomness.restore(state)
+    assert len({*seeds}) == 2
+
+
+def state_of(rank: int):
+    randomness.begin(seed=1, stream=rank)
+    torch.rand(3)
+    return randomness.capture()

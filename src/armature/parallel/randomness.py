@@ -34,8 +34,10 @@ def restore(state: dict[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
+    if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+    elif torch.cuda.is_available():  # of a CPU: else all ranks would draw the GPU's numbers of the set-up
+        torch.cuda.manual_seed(torch.initial_seed())
 
 
 OF_ALL_RANKS = -1  # a stream that no rank trains with
