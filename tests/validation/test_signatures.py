@@ -21,6 +21,10 @@ def sample(tmp_path, monkeypatch):
         "class Base:\n    def __init__(self, *, depth: int = 2): ...\n"
         "class Net(Base):\n    def __init__(self, width: int, scale: float | None = None, **kwargs): ...\n"
         "class Inherits(Base): ...\n"
+        "class Keeps(Base):\n    def __init__(self, **config):\n        self.config = config\n"
+        "class Saves(Base):\n    def __init__(self, **kwargs):\n        self.save_hyperparameters()\n"
+        "class Pops(Base):\n    def __init__(self, **kwargs):\n        self.rate = kwargs.pop('rate', 0.1)\n"
+        "        super().__init__(**kwargs)\n"
         "@dataclass\nclass Options:\n    rate: float = 0.1\n    name: str = ''\n"
         "def build(path: str): ...\n"
         "def typed(*, tags: Sequence[str] = (), pair: tuple[float, float] = (0, 1), size: Optional[int] = None,\n"
@@ -46,6 +50,9 @@ def found(**node):
         {"_target_": "sample.net.Net", "width": 3, "scale": 1, "depth": 4},
         {"_target_": "sample.Renamed", "width": 3, "scale": None},
         {"_target_": "sample.net.Inherits", "depth": 1},
+        {"_target_": "sample.net.Keeps", "anything": 1},
+        {"_target_": "sample.net.Saves", "anything": 1},
+        {"_target_": "sample.net.Pops", "rate": 1, "depth": 1},
         {"_target_": "sample.net.Options", "rate": 0.5, "name": "a"},
         {"_target_": "sample.net.build", "path": "x", "_partial_": True},
         {
@@ -82,6 +89,7 @@ def test_sound_arguments_are_accepted(node):
     ("node", "words"),
     [
         ({"_target_": "sample.net.Net", "widht": 3}, ["node.widht", "Did you mean 'width'?"]),
+        ({"_target_": "sample.net.Pops", "deepth": 3}, ["node.deepth", "Did you mean 'depth'?"]),
         ({"_target_": "sample.net.Net", "width": "three"}, ["node.width='three'", "int"]),
         ({"_target_": "sample.net.Net", "width": True}, ["node.width=True", "int"]),
         ({"_target_": "sample.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),

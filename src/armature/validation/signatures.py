@@ -163,7 +163,11 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
     init = made.get("__init__") or made.get("__new__")
     if init is not None:
         signature = _function_signature(init, skip_self=True)
-        return _with_bases(module, node, signature) if signature.open else signature
+        kept = _keyword_uses(init, init) or "save_hyperparameters(" in ast.unparse(init)
+        if not signature.open or (kept and not _passes_keywords(init)):
+            return signature
+        signature.parameters |= dict.fromkeys(_taken_keywords(init))
+        return _with_bases(module, node, signature)
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
         own = Signature({item.target.id: item.annotation for item in fields if isinstance(item.target, ast.Name)})
@@ -249,7 +253,7 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return own
     source = "".join(ast.unparse(node) for _, node in lineage(definition))
     whole = re.search(r"\bhparams\b(?!\s*[.\[])", source)  # taken as a whole: anything may read it
-    if whole or _reads_keywords(definition):
+    if whole or any(_keyword_uses(init, init) for init in methods_of(definition, ["__init__"])):
         return names
     return [name for name in names if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"']", source)]
 
@@ -265,19 +269,32 @@ def _keeps_keywords(definition: Definition) -> bool:
     for init in methods_of(definition, ["__init__"]):
         if init.args.kwarg is None:
             return False
-        calls = (node for node in ast.walk(init) if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func))
-        if not any(word.arg is None for call in calls for word in call.keywords):
+        if not _passes_keywords(init):
             return True
     return False
 
 
-def _reads_keywords(definition: Definition) -> bool:
-    """Return whether a constructor mentions its `**kwargs`."""
-    return any(
-        isinstance(node, ast.Name) and init.args.kwarg is not None and node.id == init.args.kwarg.arg
-        for init in methods_of(definition, ["__init__"])
-        for node in ast.walk(init)
-    )
+def _keyword_uses(node: ast.AST, init: ast.FunctionDef) -> list[ast.Name]:
+    """Return where the `**kwargs` of a constructor are named in a part of it."""
+    name = init.args.kwarg
+    return [use for use in ast.walk(node) if isinstance(use, ast.Name) and name is not None and use.id == name.arg]
+
+
+def _passes_keywords(init: ast.FunctionDef) -> bool:
+    """Return whether a constructor passes its `**kwargs` on to another one."""
+    calls = (node for node in ast.walk(init) if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func))
+    return any(_keyword_uses(call, init) for call in calls)
+
+
+def _taken_keywords(init: ast.FunctionDef) -> list[str]:
+    """Return the names that a constructor takes out of its `**kwargs`: `kwargs.pop("rate", 0.1)`, `kwargs["rate"]`."""
+    uses, found = _keyword_uses(init, init), []
+    for node in ast.walk(init):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.value in uses:
+            found += node.args[:1]
+        elif isinstance(node, ast.Subscript) and node.value in uses:
+            found.append(node.slice)
+    return [each.value for each in found if isinstance(each, ast.Constant) and isinstance(each.value, str)]
 
 
 def derives(definition: Definition, names: Collection[str]) -> bool | None:
