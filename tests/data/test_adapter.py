@@ -343,6 +343,18 @@ class OtherLoader(DataLoader):
         return super().__iter__()
 
 
+class Filtered(DataLoader):
+    """As PyTorch Geometric's NeighborLoader, which changes batches in the main process."""
+
+    def _get_iterator(self):
+        return map(sum, super()._get_iterator())
+
+
+class Short(DataLoader):
+    def __len__(self):
+        return 2
+
+
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -355,7 +367,9 @@ class OtherLoader(DataLoader):
             lambda data: {"a": DataLoader(data, 4)},
             r"Plain.train_dataloader returns a dict: return one torch DataLoader",
         ),
-        (lambda data: OtherLoader(data, 4), "OtherLoader, whose own __iter__"),
+        (lambda data: OtherLoader(data, 4), "OtherLoader, whose own __iter__ decides what a batch holds"),
+        (lambda data: Filtered(data, 4), "Filtered, whose own _get_iterator decides what a batch holds"),
+        (lambda data: Short(data, 4), "Short, whose own __len__ decides how long an epoch is"),
         (lambda data: DataLoader(data, 4, sampler=SubsetRandomSampler([])), "yields no samples"),
     ],
 )

@@ -25,6 +25,9 @@ from armature.data.samples import seed_of, seeded
 from armature.errors import ConfigError
 
 OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "persistent_workers")
+DECIDING = {  # methods of a DataLoader that ours would not call
+    "__iter__": "what a batch holds", "_get_iterator": "what a batch holds", "__len__": "how long an epoch is",
+}  # fmt: skip
 OPTIONS = ("num_workers", "worker_init_fn", *OF_WORKERS)
 
 
@@ -137,10 +140,12 @@ def read_loader(
             f"{owner} returns a {type(loader).__name__}: return one torch DataLoader. To train on several datasets "
             "together, return a Dataset whose samples hold one of each."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    own = [name for name in DECIDING if getattr(type(loader), name) is not getattr(DataLoader, name)]
+    if own:
         raise ConfigError(
-            f"{owner} returns a {type(loader).__name__}, whose own __iter__ decides what a batch holds, so its order "
-            "cannot be kept. Return a torch DataLoader, or derive the data from armature.data.base.DataModule."
+            f"{owner} returns a {type(loader).__name__}, whose own {own[0]} decides {DECIDING[own[0]]}, which a resume "
+            "cannot repeat. Return a torch DataLoader (what changes a batch can be its collate_fn, or the module's "
+            "on_after_batch_transfer), or derive the data from armature.data.base.DataModule."
         )
     if loader.batch_sampler is None:
         raise ConfigError(
