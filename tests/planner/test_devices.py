@@ -92,10 +92,52 @@ def test_a_copied_file_without_what_the_simulator_needs_is_refused(tmp_path, mon
     (tmp_path / "h100_80gb.yaml").write_text(text)
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
-    with pytest.raises(ConfigError, match=r"hardware=mine: .*mine.yaml lacks capability: \[9, 0\], processors: 132"):
+    with pytest.raises(
+        ConfigError, match=r"hardware=mine: .*mine.yaml: .*missing.* has processors: 132, capability: \[9, 0\]"
+    ):
         devices.named("mine")
     (tmp_path / "mine.yaml").write_text("\n".join([*lines, "capability: [7, 5]", "processors: 40"]))
     device = devices.named("mine")
     assert device.capability == (7, 5)
     with pytest.raises(ConfigError, match=r"64-true: hardware=mine has no float64 in peak_tflops"):
         device.peak("float64")
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("memory_gib: nan", "memory_gib: nan, but must be a number above 0"),
+        ("memory_gib: -1", "memory_gib: -1, but must be a number above 0"),
+        ("link_gb_per_second: [450]", r"link_gb_per_second: \[450\], but must be a number"),
+        ("peak_tflops: 989", "peak_tflops: 989, but must be a number above 0 for each type"),
+        ("peak_tflops: {float32: 1, bf16: 2}", "must be of float8, bfloat16, .*, not bf16"),
+        ("devices_per_machine: 2.5", "devices_per_machine: 2.5, but must be a whole number"),
+        ("capability: 9.0", "capability: 9.0, but must be two whole numbers"),
+        ("accelerator: tpu", "accelerator: tpu, but must be gpu or cpu"),
+        ("memory_gib: 'a", "mine.yaml cannot be read"),
+        ("\x00", "mine.yaml cannot be read"),
+    ],
+)
+def test_a_file_of_the_users_own_is_refused_by_key_and_value(line, answer, tmp_path, monkeypatch) -> None:
+    example = (devices.FOLDER / "h100_80gb.yaml").read_text()
+    (tmp_path / "h100_80gb.yaml").write_text(example)
+    kept = "" if line.startswith("\x00") else example
+    if line.startswith("peak_tflops"):
+        kept = "\n".join(each for each in kept.splitlines() if not each.startswith(("  ", "peak_tflops")))
+    (tmp_path / "mine.yaml").write_text(f"{kept}\n{line}\n")  # the last of two equal keys counts
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match=answer):
+        devices.named("mine")
+
+
+def test_a_file_that_holds_no_keys_is_refused(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine.yaml").write_text("5")
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    with pytest.raises(ConfigError, match=r"mine.yaml holds no keys"):
+        devices.named("mine")
+
+
+@pytest.mark.parametrize("typed", ["+hardware=h200", "hardwre=h200", "hardware.memory_gib=3", "~hardware=h200"])
+def test_a_word_that_is_nearly_hardware_is_refused(typed) -> None:
+    with pytest.raises(ConfigError, match=r"there is no such key here. Type hardware="):
+        devices.take_name([typed])

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from armature import hardware
 from armature.config import CONFIGS
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 FOLDER = CONFIGS / "hardware"
 GIB = 2**30
 THIS = "this"  # the name of the machine that asks
 FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
 CPU_BYTES_PER_SECOND = 20e9  # of one core; no file of the system has the rate of its memory
+NUMBERS = ("memory_gib", "memory_gb_per_second", "link_gb_per_second", "network_gb_per_second")  # of a file
+TYPES = ("float8", "bfloat16", "float16", "tf32", "float32", "float64")
 # shares of the published rates that real kernels reach, chosen before any comparison with measured runs
 MATRIX_SHARE = 0.7  # of the peak of dense matrix products
 MEMORY_SHARE = 0.8  # of the memory's rate
@@ -109,9 +113,19 @@ def names() -> list[str]:
 
 
 def take_name(typed: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last hardware=NAME of a command line, None if it has none, and the other words."""
+    """Return the last hardware=NAME of a command line, None if it has none, and the other words.
+
+    Raises ConfigError for a word that is nearly this one, such as +hardware=NAME.
+    """
     chosen = [each.removeprefix("hardware=") for each in typed if each.startswith("hardware=")]
-    return chosen[-1] if chosen else None, [each for each in typed if not each.startswith("hardware=")]
+    others = [each for each in typed if not each.startswith("hardware=")]
+    for each in others:
+        key, _, value = each.lstrip("+~").partition("=")
+        if difflib.get_close_matches(key.partition(".")[0], ["hardware"], cutoff=0.8):
+            remedy = f"Type hardware={value if value in names() else '…'}, with one of {', '.join(names())}"
+            file = f" Other numbers are a file of your own: copy one of {FOLDER} and change it." if "." in key else ""
+            raise ConfigError(f"{each}: there is no such key here. {remedy}.{file}")
+    return chosen[-1] if chosen else None, others
 
 
 def named(name: str) -> Device:
@@ -127,12 +141,12 @@ def named(name: str) -> Device:
 
 
 def _read(file: Path) -> Device:
-    values = yaml.safe_load(file.read_text())
-    missing = {"capability", "processors"} - set(values) if values["accelerator"] == "gpu" else set()
-    if missing:
-        example = yaml.safe_load((FOLDER / "h100_80gb.yaml").read_text())
-        lines = ", ".join(f"{key}: {example[key]}" for key in sorted(missing))
-        raise ConfigError(f"hardware={file.stem}: {file} lacks {lines} (these are an H100's). Add its own.")
+    values = _load(file)
+    if problems := _problems(values):
+        example = _load(FOLDER / "h100_80gb.yaml")
+        lines = ", ".join(f"{key}: {example[key]}" for key in problems if key in example)
+        found = "; ".join(f"{key}: {values.get(key, 'missing')}, but must be {what}" for key, what in problems.items())
+        raise ConfigError(f"hardware={file.stem}: {file}: {found}. An H100's file has {lines}. Type the device's own.")
     return Device(
         name=file.stem, accelerator=values["accelerator"], memory_bytes=int(values["memory_gib"] * GIB),
         peak_flops={kind: rate * 1e12 for kind, rate in values["peak_tflops"].items()},
@@ -143,6 +157,42 @@ def _read(file: Path) -> Device:
         capability=tuple(values["capability"]) if "capability" in values else None,
         processors=values.get("processors", 0),
     )  # fmt: skip
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"hardware={file.stem}: {file} cannot be read ({error_line(error)}). Correct it.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"hardware={file.stem}: {file} holds no keys. Copy another file of {file.parent}.")
+    return values
+
+
+def _problems(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return by key what a value of a device's file must be, where it is something else."""
+    rates, capability = values.get("peak_tflops"), values.get("capability")
+    wrong = {key: "a number above 0" for key in NUMBERS if not _is_positive(values.get(key))}
+    if values.get("accelerator") not in ("gpu", "cpu"):
+        wrong["accelerator"] = "gpu or cpu"
+    if not isinstance(rates, dict) or "float32" not in rates or not all(map(_is_positive, rates.values())):
+        wrong["peak_tflops"] = "a number above 0 for each type, float32 among them"
+    elif unknown := [str(kind) for kind in rates if kind not in TYPES]:
+        wrong["peak_tflops"] = f"of {', '.join(TYPES)}, not {', '.join(unknown)}"
+    whole = ["devices_per_machine", *(["processors"] if values.get("accelerator") == "gpu" else [])]
+    wrong |= {
+        key: "a whole number of at least 1"
+        for key in whole
+        if not (_is_positive(values.get(key)) and isinstance(values[key], int))
+    }
+    pair = isinstance(capability, list) and len(capability) == 2 and all(isinstance(each, int) for each in capability)
+    if "processors" in whole and not pair:
+        wrong["capability"] = "two whole numbers"
+    return wrong
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def this() -> Device:
@@ -164,12 +214,14 @@ def _this_gpu(count: int) -> Device:
 
 
 def _describes(file: Path, device_name: str) -> bool:
-    values = yaml.safe_load(file.read_text())
+    values = _load(file)
 
-    def has(words: str) -> bool:
-        return re.search(rf"\b{words}\b", device_name) is not None
+    def has(key: str) -> bool:
+        words = values.get(key) or []
+        words = words if isinstance(words, list) else [words]
+        return any(re.search(rf"\b{re.escape(str(each))}\b", device_name) for each in words)
 
-    return any(map(has, values.get("names", []))) and not any(map(has, values.get("except", [])))
+    return has("names") and not has("except")
 
 
 def _this_cpu() -> Device:
