@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
             load_data(cfg).prepare_data()  # once, before the processes open it
             start_ranks(ranks, f"{checkpoint.name}/{folder}", args, accelerator=accelerator)
         count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], folder / out.name)
-        predict.check_output(out)  # another command may have written it meanwhile
+        predict.require_new(out)  # another command may have written it meanwhile
         (folder / out.name).replace(out)
         files.sync(out.absolute().parent)
     print(f"{out}: {count} predictions of {checkpoint}")

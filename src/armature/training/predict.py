@@ -39,8 +39,7 @@ def check_output(file: Path) -> None:
     """Raise ConfigError if predictions cannot be written to a file."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"out={file}: name a file that ends in {', '.join(SUFFIXES)}.")
-    if file.exists():
-        raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
+    require_new(file)
     if not (folder := file.absolute().parent).is_dir():
         raise ConfigError(f"out={file}: there is no folder {folder}. Create it, or name another file.")
     try:
@@ -51,6 +50,12 @@ def check_output(file: Path) -> None:
         raise ConfigError(what) from error
     if file.suffix == ".parquet":
         extras.load("pyarrow", needed_by=f"out={file}")
+
+
+def require_new(file: Path) -> None:
+    """Raise ConfigError if a file of predictions exists."""
+    if file.exists():
+        raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
 
 
 def predict(
