@@ -137,6 +137,7 @@ def test_targets_and_parts_to_train_are_chosen_by_pattern():
     names = trained(model)
     assert "embed.weight" in names
     assert "blocks.3.ffn_norm.weight" in names
+    assert "blocks.2.attention.q.weight" in trained(adapted(targets=["up"], train=["attention"]))  # a module's weights
     assert {name.rpartition(".lora")[0] for name in names if is_adapter(name)} == {
         *(f"blocks.{i}.attention.q" for i in range(4)), *(f"blocks.1.ffn.{part}" for part in ("gate", "up", "down"))
     }  # fmt: skip

@@ -240,7 +240,7 @@ class Lora:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         found: set[str] = set()
         for pattern in self.train:
-            matching = {name for name in names if _matches(name, pattern) or _matches(name.rpartition(".")[0], pattern)}
+            matching = {name for name in names if any(_matches(part, pattern) for part in _with_owners(name))}
             if not matching:
                 raise ConfigError(
                     f"task.adapter.train={self.train}: no parameter matches {pattern}. There are: {_kinds(names)}."
@@ -305,6 +305,13 @@ def initialize(name: str, param: Tensor, generator: torch.Generator | None) -> N
 
 def _initialize(own: Any, name: str, param: Tensor, generator: torch.Generator) -> None:
     (initialize if is_adapter(name) else own)(name, param, generator)
+
+
+def _with_owners(name: str) -> Iterator[str]:
+    """Yield the name of a parameter, and of each module that holds it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _matches(name: str, pattern: str) -> bool:
