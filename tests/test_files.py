@@ -55,7 +55,7 @@ def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
 def test_a_folder_is_looked_at_again_before_another_builds_in_it(tmp_path, monkeypatch):
     """As an NFS client sees it: what another machine has made is missing until its folder is opened again."""
     folder, real, stale = tmp_path / "cache" / "text-1", Path.exists, {"is": True}
-    made = cache.open_or_build(folder, lambda part: (part / "data").write_text("x") and {})
+    made = cache.open_or_build(folder, lambda part: {"bytes": (part / "data").write_text("x")})
     monkeypatch.setattr(Path, "exists", lambda path: not (stale["is"] and path == folder) and real(path))
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: stale.update({"is": False}) or listed(path))

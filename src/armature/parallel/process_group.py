@@ -130,7 +130,7 @@ def gather_object(obj: T) -> list[T]:
 @contextmanager
 def patient_group() -> Iterator[dist.ProcessGroup | None]:
     """Yield a group of all ranks for a collective that may take hours, since one of them works alone meanwhile."""
-    group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None  # pyright: ignore[reportAttributeAccessIssue]
+    group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield group
     finally:
