@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.parallel import apply, batchnorm, dtensors, gradients, mesh, ties
+from armature.parallel import apply, batchnorm, dtensors, gradients, left_behind, mesh, ties
 from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
@@ -168,6 +168,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with experts. Type "
                 "strategy.expert=1."
             )
+        before = list(module.named_parameters())
         for name, model in models:
             if self.sync_batchnorm and self.data_size > 1:
                 batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
@@ -178,6 +179,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)
+        if options.expert == self.sizes["pipe"] == 1:  # else some are another rank's
+            self._check_left_behind(before)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 
@@ -199,6 +202,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                     f"{self.layout} shards separately: it would become two. Put both into one module that calls them "
                     "in its forward, or type strategy=ddp."
                 )
+
+    def _check_left_behind(self, before: list[tuple[str, nn.Parameter]]) -> None:
+        """Raise ConfigError if the module or a callback keeps weights that the sharded ones have replaced."""
+        callbacks = {type(each).__name__: each for each in self.module.trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
+        replaced = left_behind.names_of(self.module, before)
+        for place, name in left_behind.find({"self": self.module, **callbacks}, replaced).items():
+            raise ConfigError(
+                f"{type(self.module).__name__}: {place} is {name} as it was before {self.layout} sharded it. What is "
+                "read there stays as it is, and what is written is lost. Take weights from self.parameters() in "
+                "configure_optimizers, on_fit_start or later, or type strategy=ddp."
+            )
 
     def _replicate_others(self, module: L.LightningModule, sharded: set[torch.nn.Parameter]) -> None:
         """Average the gradients of parameters that no model holds; each rank has the whole of them."""
