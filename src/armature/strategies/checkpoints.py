@@ -323,7 +323,8 @@ class CheckpointMixin(LayoutMixin):
     def _warn_of_late_names(self) -> None:
         """Name each weight or buffer that has come while training, and that no hook prepares a resume for."""
         names = {*state.module_state(self.module)}
-        late = sorted(names - self._first_names) if self._first_names is not None else []
+        known = {*buffers.resized(self.module, self.first_sizes)}
+        late = sorted(names - self._first_names - known) if self._first_names is not None else []
         if late and not self._hooks_change_weights:
             self._first_names = names | (self._first_names or set())
             rank_zero_warn(
