@@ -1,6 +1,7 @@
 """Habits of research code, of ranks apart, and of data with a memory."""
 
 from tests.lightning_habits.cells import ALL, NO_CLIP, SINGLE, regression
+from tests.lightning_habits.field import ASKED, FIELDS
 
 WITH_COPIES = ("single", "ddp2")  # under fsdp a save warns that rank 0's buffers are kept
 LOST = {"fsdp2": "forward changes weights"}
@@ -68,4 +69,4 @@ STREAMS = [
     regression("sampler_weights", "streams.SetsSamplerWeights", data="streams.HardExamples"),
     regression("loader_attributes", "streams.LoaderAttributes", data="plain.Vectors"),
 ]  # fmt: skip
-NEWEST = [*RESEARCH, *APART, *STREAMS]
+NEWEST = [*RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED]
