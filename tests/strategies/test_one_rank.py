@@ -1,8 +1,10 @@
 """A strategy of several ranks on one device."""
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 
 from armature.parallel import process_group
 from armature.strategies.ddp import DDP
@@ -30,6 +32,21 @@ def test_one_rank_on_a_gpu_has_a_backend_for_tensors_of_the_cpu(strategy, joined
     assert backend == "cpu:gloo,cuda:nccl"
     assert (named["rank"], named["world_size"]) == (0, 1)
     assert named["device_id"] == torch.device("cuda", 0)
+
+
+def test_a_test_after_fit_makes_no_further_groups():
+    """NCCL takes memory of the GPU for each of them, and seconds on many ranks."""
+    made = MeshStrategy(shard="auto")
+    made.parallel_devices = [torch.device("cpu")]
+    made.accelerator = CPUAccelerator()
+    made.connect(L.LightningModule())
+    try:
+        made.setup_environment()
+        first = made.device_mesh
+        made.setup_environment()
+        assert made.device_mesh is first
+    finally:
+        process_group.destroy()
 
 
 def test_one_rank_on_a_cpu_meets_nobody_on_a_port(joined):

@@ -112,11 +112,12 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.options["sequence_parallel"] = mesh.shards_sequence(option, device=device, expert=expert)
         if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
             raise ConfigError(problem)
-        self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
-        self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
+        if self._device_mesh is None:  # a test after fit uses the same groups: each has buffers on a GPU
+            self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
+            self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
+            if expert > 1:
+                self.expert_ranks = mesh.expert_mesh(self._device_mesh, expert=expert)
         self.module._device_mesh = self._device_mesh
-        if expert > 1:
-            self.expert_ranks = mesh.expert_mesh(self._device_mesh, expert=expert)
 
     def _rank_on(self, axis: str) -> int:
         return self.device_mesh[axis].get_local_rank()
