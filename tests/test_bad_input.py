@@ -93,6 +93,8 @@ CASES = {
         ["model=[gpt_nano,gpt2_124m]", "task=[language_modeling]"],
         ["model: it takes one option", "-m model=A,B", "task: it takes one option"],
     ),
+    "a device's file": (["hardware=h100_80gb"], ["hardware=h100_80gb: it is for scripts/plan.py", "trainer.devices=N"]),
+    "a number of a device's file": (["+hardware.memory_gib=3"], ["hardware", "there is no such key"]),
     "dp": (["strategy=dp"], ["strategy has no option 'dp'. Did you mean 'ddp'?"]),
     "batches of nothing": (
         ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],

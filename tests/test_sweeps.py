@@ -86,6 +86,43 @@ def test_a_space_without_values_is_refused(text, expected):
         space.read({}, [text])
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["optimizer.lr=-1"], "refused: -1"),  # a sweep of one trial
+        (["sweep=lr", "hydra.sweeper.max_batch_size=-1"], "hydra.sweeper.max_batch_size=-1: type a number of trials"),
+        (["sweep=lr", "+hydra.sweeper.params.optimizer.lr=3"], "Type optimizer.lr=A,B by itself"),
+    ],
+)
+def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
+    config.register()
+
+    def check(cfg):
+        if cfg.optimizer.lr < 0:
+            raise ConfigError(f"refused: {cfg.optimizer.lr}")
+
+    (problem,) = explain_sweep(["experiment=example", *typed], config.CONFIGS, check)
+    assert expected in problem
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sweep=lr"], "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr starts the sweep."),
+        (["-m", "sweep=[lr,optuna]"], "sweep=[lr,optuna]: it takes one option. Type sweep=NAME"),
+        (["-m", "sweep=lr,optuna"], "sweep=lr,optuna: it takes one option. Type sweep=NAME"),
+    ],
+)
+def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setattr(cli.gc, "disable", lambda: None)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
+    with pytest.raises(cli.Refused):
+        cli.run(lambda: pytest.fail("it was started"), config_dir=config.CONFIGS)
+    assert expected in capsys.readouterr().err
+
+
 def test_both_ends_are_checked_before_the_first_trial():
     config.register()
     typed = ["sweep=optuna", "experiment=example", "model.width=int(interval(-3,8))", "optimizer.lr=interval(0.1,1)"]

@@ -24,7 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from armature import config, hardware, run_dir
+from armature import config, files, hardware, run_dir
 from armature.data.batching import LOADER_KEYS
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, error_line, masked
 from armature.launcher import environment
@@ -39,6 +39,7 @@ _refused: list[str] = []  # messages about trials of this process's sweep, which
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 _SOUGHT = 'grep "@hydra.main" $file_path -q'  # a line of Hydra's completion for bash, which ignores its result
+MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 
 def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConfig], object] | None = None) -> None:
@@ -68,7 +69,11 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
     one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
-    if problems := foreign_keys.ineffective(arguments.overrides):
+    problems = foreign_keys.ineffective(arguments.overrides)
+    if default_config and not arguments.cfg:
+        multirun = arguments.multirun or not one_mode or any("hydra.mode" in each for each in arguments.overrides)
+        problems += _sweep_problems(arguments.overrides, multirun=multirun)
+    if problems:
         refuse(problems)
     try:
         with _skip_get_mode() if one_mode else nullcontext():
@@ -174,12 +179,21 @@ def addable(argument: str) -> str:
 def compose(typed: Sequence[str]) -> DictConfig:
     """Return the configuration of a command line of KEY=VALUE, unchecked. ConfigError: all that does not compose."""
     overrides = [addable(quoted(each)) for each in typed]
+    if problems := _sweep_problems(overrides, multirun=False):
+        raise ConfigError(problems)
     config.register()
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
-            return hydra.compose("train", overrides)
+            cfg = hydra.compose("train", overrides)
     except (*CONFIG_ERRORS, TypeError, ValueError) as error:  # the last two for a group's option that is no word
         raise ConfigError(explain(error, overrides, config.CONFIGS)) from error
+    problems = _merged_problems([each for each in overrides if not each.endswith("=[]")])
+    problems += [
+        f"{name}: a value is required. Type {name}=…" for name in map(str, cfg) if OmegaConf.is_missing(cfg, name)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return cfg
 
 
 def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
@@ -268,18 +282,34 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
         raise ConfigError(
             "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… names the outputs."
         )
-    chosen, merged = hydra.runtime.choices, [g for g in ONE_OPTION if any(o.startswith(f"{g}=[") for o in overrides())]
-    if merged:
-        raise ConfigError(
-            [
-                f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a run with "
-                f"each of several, -m {g}=A,B."
-                for g in merged
-            ]
-        )
+    if problems := _merged_problems(overrides()):
+        raise ConfigError(problems)
+    chosen = hydra.runtime.choices
     label = str(chosen.get("experiment") or chosen.get("model"))
     trial = f"{_sweep_name(cfg)}/{hydra.job.num}" if hydra.mode == RunMode.MULTIRUN else None
     return run_dir.decide(cfg, label=label, trial=trial)
+
+
+def _merged_problems(overrides: Sequence[str]) -> list[str]:
+    merged = [group for group in ONE_OPTION if any(each.startswith(f"{group}=[") for each in overrides)]
+    return [
+        f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a run with each of "
+        f"several, -m {g}=A,B."
+        for g in merged
+    ]
+
+
+def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:
+    """Return what is wrong with sweep=NAME: several of them, or one where a single run is started."""
+    names = {each: each.removeprefix("sweep=") for each in overrides if each.startswith("sweep=")}
+    chosen = {each: name for each, name in names.items() if name not in ("null", "[]")}
+    several = [
+        f"{each}: it takes one option. Type sweep=NAME, a file of configs/sweep/."
+        for each, name in chosen.items()
+        if name.startswith("[") or "," in name
+    ]
+    alone = [f"{e}: here it has no effect. Leave it out; python train.py -m {e} starts the sweep." for e in chosen]
+    return several or ([] if multirun else alone)
 
 
 def _sweep_name(cfg: DictConfig) -> str:
@@ -321,6 +351,20 @@ def out_file(words: Sequence[str], given: Path | None) -> tuple[list[str], Path 
     return [word for word in words if word not in typed], Path(typed[-1].removeprefix("out=")) if typed else given
 
 
+def output_problems(option: str, file: Path, suffix: str) -> list[str]:
+    """Return why a script could not write its result to a file of this suffix, before the work; [] if it can."""
+    if file.suffix != suffix or not os.path.isdir(file.absolute().parent):
+        return [f"{option}{file}: name a file that ends in {suffix}, in a folder that exists."]
+    reason = files.why_not_writable(file)
+    return [f"{option}{file}: it cannot be written ({reason}). Name another file."] if reason else []
+
+
+def config_dir_problems(folder: str | None) -> list[str]:
+    if folder is None or (folder and os.path.isdir(folder)):
+        return []
+    return [f"--config-dir {folder}: there is no such folder. Name the one that holds your configurations."]
+
+
 def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of a command line, and its KEY=VALUE. `purpose` of these is said of any other word.
 
@@ -333,12 +377,12 @@ def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[a
     return args, typed
 
 
-def whole_number(key: str, typed: str) -> int | None:
+def whole_number(key: str, typed: str, *, most: int = MOST_DEVICES) -> int | None:
     """Return a typed whole number, or None for auto."""
     if typed == "auto":
         return None
-    if not typed.isdigit() or typed == "0":
-        raise ConfigError(f"{key}={typed}: type a whole number of at least 1, or leave it out.")
+    if not (typed.isascii() and typed.isdecimal() and 1 <= int(typed[:20]) <= most):
+        raise ConfigError(f"{key}={typed}: type a whole number of at least 1 and at most {most}, or leave it out.")
     return int(typed)
 
 

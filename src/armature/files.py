@@ -50,6 +50,20 @@ def folder_beside(file: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def why_not_writable(file: Path) -> str | None:
+    """Return why a file cannot be written, or None. It is opened: rights alone do not tell (/proc, long names)."""
+    existed = os.path.lexists(file)
+    if existed and not os.path.isfile(file):
+        return "it is a folder" if os.path.isdir(file) else None  # opening a pipe might never end
+    try:
+        file.open("ab").close()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    if not existed:
+        file.unlink()
+    return None
+
+
 def nearest_existing(path: Path) -> Path:
     """Return the path itself, or the nearest of its parents that exists. OSError, ValueError: no path has this name."""
     path = path.absolute()

@@ -122,8 +122,9 @@ def _group_problems(cfg: DictConfig) -> list[str]:
     found = []
     for item in fields(Config):
         if is_dataclass(item.type):
-            here = raw.get(item.name)
+            here = raw.get(item.name)  # "???" of launch=null: a value is required
             gone = [f"{item.name}.{f.name}" for f in fields(item.type) if f.name not in here] if here else [item.name]
+            gone = [] if here == "???" else gone
         else:
             gone = [item.name] if item.name not in raw else []
         found += [f"~{key}: every run needs {key}. Remove ~{key} from the command." for key in gone]

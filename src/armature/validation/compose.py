@@ -35,6 +35,11 @@ MOST_SECONDS = 4.0  # of CPU time for trying all but the first: a machine that s
 GLOBAL = ("experiment", "debug", "sweep")  # groups whose files set values of the whole configuration
 HEADER = "# @package _global_"
 SEARCHPATH = "hydra.searchpath="  # adds folders, as --config-dir does
+_PLANNED = (  # of hardware=, whose folder is in configs/
+    "it is for scripts/plan.py and scripts/simulate.py; a run takes the devices of its machine. Leave it out, or type "
+    "trainer.devices=N, with trainer.accelerator=gpu or cpu."
+)
+_PARAMS = "hydra.sweeper.params."
 _searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
@@ -76,6 +81,11 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
         found, end = [], None
+        if here and not values and isinstance(only := _composed(tuple(fixed)), DictConfig):  # a sweep of one trial
+            try:
+                check(only)
+            except ConfigError as error:
+                return error.problems
         for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][:MOST_VALUES]:
             if end is not None and time.process_time() > end:
                 break
@@ -103,6 +113,14 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     """The overrides that stay, the values of each that does not, and whether trials run on this machine."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed = parser.parse_overrides(overrides)
+    dotted = {each.input_line: each.key_or_group.partition(_PARAMS)[2] for each in parsed}
+    if problems := [
+        f"{line}: a dotted key cannot be typed below hydra.sweeper.params. Type {key}=A,B by itself: it replaces the "
+        f"sweep's own {key}."
+        for line, key in dotted.items()
+        if "." in key
+    ]:
+        raise ConfigError(problems)
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
     hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
     if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
@@ -111,6 +129,10 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
+    if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
+        raise ConfigError(
+            f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null for all."
+        )
     return fixed, _grid(hydra, parsed, parser), str(hydra.launcher._target_).endswith("BasicLauncher")
 
 
@@ -206,6 +228,8 @@ def _describe(
     remedy = foreign_keys.remedy(key, value, known=known)
     if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:  # the template's module
         remedy = f"Type {of_task}={value}."
+    if key.partition(".")[0] == "hardware":
+        return f"{override}: {_PLANNED}"
     if isinstance(error, MissingConfigException) or key in groups:
         if key not in groups:  # Hydra's own
             return f"{override}: {remedy or plain_text(error)}"
