@@ -5,6 +5,7 @@ python scripts/compare.py outputs/rates/* out=rates.html     the trials of a swe
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -21,17 +22,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="two or more run directories")
     parser.add_argument("--out", type=Path, help="the page to write (or out=FILE)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # out=FILE may follow an option
     words, out = cli.out_file(args.runs, args.out)
     out, named = out or Path("compare.html"), [Path(word) for word in words]
-    folders = {path.parent for path in named if path.is_dir()}
+    folders = {path.parent for path in named if os.path.isdir(path)}
     # a sweep's outputs/rates/* also names its trials.csv and report.html
-    paths = [path for path in named if not (path.is_file() and path.parent in folders)]
+    paths = [path for path in named if not (os.path.isfile(path) and path.parent in folders)]
     problems = history.not_runs(paths)
     if len(paths) < 2:
         problems.append(f"{len(paths)} run: name at least two, as in scripts/compare.py outputs/a outputs/b.")
-    if out.suffix != ".html" or not out.absolute().parent.is_dir():
-        problems.append(f"out={out}: name a file that ends in .html, in a folder that exists.")
+    problems += cli.output_problems("out=", out, ".html")
     if problems:
         cli.refuse(problems)
     runs = [history.read(path) for path in paths]

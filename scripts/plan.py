@@ -11,6 +11,7 @@ recomputation are chosen, unless they are typed. docs/planner.md explains the re
 
 import argparse
 import math
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from omegaconf import DictConfig
 
-from armature import cli
+from armature import cli, files
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
@@ -60,12 +61,11 @@ def check(arguments: argparse.Namespace) -> None:
             budget.flops_of(arguments.budget, flops_per_device_second=1.0)
         except ConfigError as error:
             problems += error.problems
-    target = arguments.svg
-    if target is not None and (target.is_dir() or not target.parent.is_dir()):
-        what = "it is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-        problems.append(f"--svg {target}: {what}. Type the name of a file in a folder that exists.")
-    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
-        problems.append(f"--config-dir {arguments.config_dir}: there is no such folder.")
+    if (target := arguments.svg) is not None:
+        folder = target.parent
+        what = files.why_not_writable(target) if os.path.isdir(folder) else f"there is no folder {folder}"
+        problems += [f"--svg {target}: {what}. Type the name of a file in a folder that exists."] if what else []
+    problems += cli.config_dir_problems(arguments.config_dir)
     if problems:
         raise ConfigError(problems)
 

@@ -33,18 +33,22 @@ def main() -> None:
     parser.add_argument("--title", help="instead of the metric's name")
     parser.add_argument("--theme", choices=("auto", "light", "dark", "both"), default="auto", help="auto: the reader's")
     parser.add_argument("--out", type=Path, help="the file to write (or out=FILE)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # out=FILE may follow an option
     words, out = cli.out_file(args.runs, args.out)
     runs = read_runs([Path(word) for word in words], parser)
     if args.smooth is not None and args.smooth < 1:
         parser.error(f"--smooth {args.smooth}: type a number of values of at least 1; 1 does not smooth")
     if args.smooth is not None and args.smooth % 2 == 0:
         parser.error(f"--smooth {args.smooth}: the mean is centered. Type --smooth {args.smooth + 1}")
-    if problems := missing(runs, args.metric, args.x):
+    problems = missing(runs, args.metric, args.x)
+    if args.log and not problems:
+        below = [run for run in runs if not any(value > 0 for value in run.curve(args.metric, x=args.x)[1])]
+        problems = [f"--log: {run.path} has no {args.metric} above 0. Leave it out." for run in below]
+    if problems:
         cli.refuse(problems)
     out = out or runs[0].path / f"{args.metric.replace('/', '-')}.svg"
-    if out.suffix != ".svg" or not out.absolute().parent.is_dir():
-        cli.refuse([f"out={out}: name a file that ends in .svg, in a folder that exists."])
+    if problems := cli.output_problems("out=", out, ".svg"):
+        cli.refuse(problems)
     drawn = draw(runs, args.metric, x=args.x, log=args.log, window=args.smooth, nested=args.nested, title=args.title)
     for file in write(drawn, out, args.theme):
         print(file)
@@ -64,7 +68,7 @@ def missing(runs: list[history.History], metric: str, x: str) -> list[str]:
     problems = []
     for run in runs:
         names = [name for name in run.columns("") if name != "step" and run.curve(name)[0]]
-        if wrong := next((name for name in (x, metric) if name != "step" and name not in names), None):
+        if (wrong := next((name for name in (x, metric) if name != "step" and name not in names), None)) is not None:
             option = "--x" if wrong == x else "--metric"
             problems.append(
                 f"{option} {wrong}: {run.path} has no such values. It has {', '.join(names) or 'none yet'}."

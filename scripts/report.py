@@ -22,6 +22,8 @@ def main() -> None:
     if problems := history.not_runs(args.runs):
         cli.refuse(problems)
     for path in args.runs:
+        if reason := files.why_not_writable(path / report.NAME):
+            cli.refuse([f"{path / report.NAME}: it cannot be written ({reason}). Copy the run to where you may write."])
         files.replace(path / report.NAME, report.make(path, running=run_state.is_held(path / lock.NAME)))
         print(path / report.NAME)
 

@@ -10,6 +10,7 @@ for bit. The first difference is printed with its possible causes.
 
 import argparse
 import csv
+import os
 import re
 import shutil
 import subprocess
@@ -55,6 +56,8 @@ def main() -> None:
     wrong = [o for o in overrides if o.startswith("-") or "=" not in o]
     if wrong:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE, as for train.py")
+    if args.config_dir is not None and not os.path.isdir(args.config_dir):
+        parser.error(f"--config-dir {args.config_dir}: there is no such folder")
     stops = stop_steps(args.at, args.steps, parser)
     root = Path("outputs") / time.strftime("resume-proof-%Y%m%d-%H%M%S")
     try:

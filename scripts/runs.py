@@ -56,9 +56,10 @@ def main() -> None:
     parser.add_argument("--sort", choices=("age", "best", "size", "run"), default="age")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     args = parser.parse_args()
-    if missing := [str(path) for path in args.paths if not path.is_dir()]:
+    if missing := [str(path) for path in args.paths if not os.path.isdir(path)]:
         parser.error(f"no such folder: {', '.join(missing)}. Name a folder of runs, such as outputs")
-    runs = sorted((describe(path) for path in find(args.paths)), key=KEYS[args.sort])
+    found = {os.path.realpath(path): path for path in reversed([*find(args.paths)])}  # each once, despite links
+    runs = sorted(map(describe, found.values()), key=KEYS[args.sort])
     if args.json:
         print(json.dumps([asdict(run) for run in runs], indent=1))
     elif runs:
@@ -78,10 +79,21 @@ KEYS = {
 def find(paths: list[Path], *, depth: int = DEPTH) -> Iterator[Path]:
     """Yield every run directory in or below the paths. A run has no run inside."""
     for path in paths:
-        if (path / "config.yaml").is_file() and (path / "overrides.txt").is_file():
+        if os.path.isfile(path / "config.yaml") and os.path.isfile(path / "overrides.txt"):
             yield path
         elif depth:
-            yield from find([Path(entry) for entry in os.scandir(path) if entry.is_dir()], depth=depth - 1)
+            yield from find(folders_in(path), depth=depth - 1)
+
+
+def folders_in(path: Path) -> list[Path]:
+    """Return the folders in a folder; of one that cannot be read, or has been removed meanwhile, none."""
+    try:
+        return [Path(entry) for entry in os.scandir(path) if os.path.isdir(entry)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        print(f"{path}: not listed ({error.strerror}).", file=sys.stderr)
+        return []
 
 
 def describe(path: Path) -> Run:

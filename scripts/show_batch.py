@@ -26,6 +26,7 @@ from armature.errors import ConfigError
 from armature.training.limits import prefer_typed
 from armature.validation import checks
 
+MOST_STEPS = 10**9
 PROCESSES = ("strategy", "trainer.devices=", "trainer.num_nodes=")  # the batch is read in one process
 
 
@@ -35,8 +36,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="of its global batch, from the first")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
-        if arguments.step < 0 or arguments.rows < 1:
-            raise ConfigError(f"--step {arguments.step} --rows {arguments.rows}: type at least 0 and 1.")
+        if not 0 <= arguments.step <= MOST_STEPS or arguments.rows < 1:
+            least = f"type a step from 0 to {MOST_STEPS} and at least 1 row."
+            raise ConfigError(f"--step {arguments.step} --rows {arguments.rows}: {least}")
         show(composed(typed), step=arguments.step, rows=arguments.rows, console=Console(highlight=False))
     except ConfigError as error:
         cli.refuse(error.problems)
@@ -44,6 +46,7 @@ def main() -> None:
 
 def composed(typed: list[str]) -> DictConfig:
     """Return the configuration, checked as before a launch, with the data prepared. Raises ConfigError."""
+    cli.compose(typed)  # refuses a misspelt strategy, too
     kept = [each for each in typed if not each.startswith(PROCESSES)]
     alone = [*kept, "strategy=single", "trainer.devices=1", "trainer.num_nodes=1"]
     return checks.check(prefer_typed(cli.compose(alone), alone))

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, hardware, simulation
 from armature.errors import ConfigError
@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
+    if problems := cli.config_dir_problems(arguments.config_dir):
+        cli.refuse(problems)
     if arguments.config_dir:
         typed.insert(0, f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]")
     try:
@@ -69,6 +71,11 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
     depths = numbers("--depths", arguments.depths)
     if depths and (len(depths) != 2 or depths[0] >= depths[1]):
         raise ConfigError(f"--depths {arguments.depths}: type two numbers of layers, the smaller one first.")
+    layers = OmegaConf.select(cfg, "model.layers")
+    if depths and (depths[0] < 1 or (isinstance(layers, int) and depths[1] > layers)):
+        raise ConfigError(
+            f"--depths {arguments.depths}: type numbers from 1 to model.layers={layers}, or leave it out."
+        )
     pair = (depths[0], depths[1]) if depths else None
     loads = [1.0, UNEVEN] if settings.experts_travel(Layout.of(cfg)) else [1.0]
     requests = [
@@ -96,7 +103,8 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
         )
     cfg = pretrained.fill(cli.compose(overrides))
     for key in ("devices", "num_nodes"):
-        cfg.trainer[key] = cli.whole_number(f"trainer.{key}", str(cfg.trainer[key])) or 1
+        typed_number = "null" if cfg.trainer[key] is None else str(cfg.trainer[key])
+        cfg.trainer[key] = cli.whole_number(f"trainer.{key}", typed_number) or 1
     return cfg, device
 
 

@@ -125,6 +125,29 @@ def test_it_prints_json_without_importing_torch(make, tmp_path):
     assert [run["state"] for run in json.loads(result.stdout)] == ["finished"]
 
 
+def test_folders_that_cannot_be_listed_and_runs_behind_links_are_no_errors(make, tmp_path, monkeypatch, capsys):
+    make("one", reason="finished")
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(sys, "argv", ["runs.py", str(tmp_path), "--json"])
+    runs.main()
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 1
+    assert "closed: not listed (Permission denied)." in said.err
+    monkeypatch.setattr(sys, "argv", ["runs.py", "x" * 300])
+    with pytest.raises(SystemExit, match="2"):
+        runs.main()
+    assert "no such folder: xxx" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["runs.py", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="2"):

@@ -171,7 +171,10 @@ def read_raw(file: Path) -> DictConfig:
         text = file.read_bytes().decode("utf-8")
         if "*" in text and "&" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has references (*name), which this program never writes")
-        cfg = OmegaConf.create(text)
+        try:
+            cfg = OmegaConf.create(text)
+        except AssertionError:  # a number, true or a date: no mapping
+            cfg = None
         if isinstance(cfg, DictConfig) and len(cfg):
             return cfg
         raise ValueError("it is empty, or holds no keys")

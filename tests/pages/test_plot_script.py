@@ -48,6 +48,10 @@ def test_a_file_for_each_theme_and_one_beside_the_run_by_default(run, tmp_path):
         (["a", "--metric", "data_wait", "--x", "tokens"], "Type --x step"),
         (["none"], "none: not a run directory. Type outputs/<run.name>"),
         (["a", "out=x.png"], "out=x.png: name a file that ends in .svg"),
+        (["a", "--metric", ""], "--metric : a has no such values"),
+        (["a", "--log", "out=/proc/x.svg"], "out=/proc/x.svg: it cannot be written"),
+        (["a", f"out={'x' * 300}.svg"], "it cannot be written (File name too long)"),
+        (["x" * 300], "not a run directory"),
         (["a", "--smooth", "4"], "--smooth 4: the mean is centered. Type --smooth 5"),
         (["a", "--smooth", "0"], "--smooth 0: type a number of values of at least 1"),
     ],
@@ -56,6 +60,21 @@ def test_a_mistake_of_plot_is_named(run, words, message):
     code, said = run(plot, *words)
     assert code == 2
     assert message in said
+
+
+def test_a_logarithmic_axis_needs_a_value_above_0(run, tmp_path):
+    (tmp_path / "b" / "metrics.csv").write_text("step,train/loss\n1,-3.0\n2,-4.0\n")
+    code, said = run(plot, "a", "b", "--log", "out=x.svg")
+    assert (code, "--log: b has no train/loss above 0. Leave it out." in said) == (2, True)
+
+
+def test_a_file_may_be_named_behind_an_option(run):
+    assert run(plot, "a", "--metric", "val/loss", "out=x.svg")[1].split() == ["x.svg"]
+
+
+def test_a_config_that_holds_a_number_only_empties_its_part_of_a_page(run, tmp_path):
+    (tmp_path / "b" / "config.yaml").write_text("5")
+    assert run(compare, "a", "b", "out=both.html")[0] == 0
 
 
 def test_compare_prints_a_table_and_writes_a_page(run, tmp_path):
@@ -73,6 +92,7 @@ def test_compare_takes_all_files_beside_the_trials_of_a_sweep(run, tmp_path):
 
 
 def test_all_mistakes_of_compare_are_named_together(run):
+    assert "x.html: it cannot be written" in run(compare, "a", "b", "out=/proc/x.html")[1]
     code, said = run(compare, "none", "out=x.txt")
     assert code == 2
     for message in (

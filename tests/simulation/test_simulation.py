@@ -186,6 +186,9 @@ def test_a_group_is_as_fast_as_its_slowest_link():
             r"trainer.devices=16: a machine of hardware=h100_80gb has 8. Type trainer.devices=8 tr",
         ),
         (["--ranks=9"], r"--ranks 9: the run has ranks 0 to 0"),
+        (["--depths=0,1"], r"--depths 0,1: type numbers from 1 to model.layers="),
+        (["--depths=100,200"], r"--depths 100,200: type numbers from 1 to model.layers="),
+        (["checkpoint=null"], r"checkpoint: a value is required"),
         (["trainer.devices=none"], r"trainer.devices=none: type a whole number of at least 1"),
         (["model.layers=many"], r"model.layers='many': .* takes int"),
         (["strategy=fsdp", "trainer.devices=8", "hardware=t4", "strategy.float8=true"], r"float8"),
@@ -193,8 +196,8 @@ def test_a_group_is_as_fast_as_its_slowest_link():
 )
 def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeypatch):
     monkeypatch.setattr(processes, "_server", lambda: pytest.fail("the simulator was started"))
-    ranks = next((word.removeprefix("--ranks=") for word in words if word.startswith("--")), None)
-    options = argparse.Namespace(order=False, ranks=ranks, depths=None, json=False)
+    typed = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
+    options = argparse.Namespace(order=False, ranks=typed.get("ranks"), depths=typed.get("depths"), json=False)
     with pytest.raises(ConfigError, match=answer):
         command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
 

@@ -6,6 +6,7 @@ import csv
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -93,7 +94,8 @@ def read(path: Path, *, newest: Mapping[str, Any] | None = None) -> History:
 
 def not_runs(paths: Iterable[Path]) -> list[str]:
     """Return a problem for each path that is no run directory."""
-    wrong = [path for path in paths if not ((path / "config.yaml").is_file() or (path / "metrics.csv").is_file())]
+    kept = ("config.yaml", "metrics.csv")  # os.path.isfile raises for no name, however long
+    wrong = [path for path in paths if not any(os.path.isfile(path / name) for name in kept)]
     return [f"{path}: not a run directory. Type outputs/<run.name>; scripts/runs.py lists them." for path in wrong]
 
 

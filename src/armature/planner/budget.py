@@ -6,7 +6,6 @@ compute, and 5.76e23 FLOPs are best spent on 67 billion parameters and 1.5 trill
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from armature.errors import ConfigError
@@ -14,6 +13,7 @@ from armature.errors import ConfigError
 EXPONENT = 0.5  # of parameters and tokens in compute: table 2, approach 1
 ANCHOR_FLOPS, ANCHOR_PARAMETERS = 5.76e23, 67e9  # table 3
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
+MOST_FLOPS, MOST_HOURS = 1e32, 1e12  # a thousand times the largest trainings and more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,6 @@ def flops_of(text: str, *, flops_per_device_second: float) -> float:
         number = float(text.removesuffix("h"))
     except ValueError:
         number = 0.0
-    if not 0 < number < math.inf:
+    if not 1 <= number <= (MOST_HOURS if text.endswith("h") else MOST_FLOPS):
         raise ConfigError(f"--budget {text}: type a number of FLOPs, such as 1e22, or of device hours, such as 5000h.")
     return number * 3600 * flops_per_device_second if text.endswith("h") else number
