@@ -16,6 +16,7 @@ python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=0000
 import argparse
 import difflib
 import itertools
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError
+from armature.errors import ConfigError, error_line
 
 FILES, PROGRAMS = (".safetensors", ".ckpt"), (".onnx", ".pt2")
+MOST_ELEMENTS = 1e9  # of the batch of --input
 SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 
 
@@ -206,7 +208,14 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
         sizes = args.input.split("x")
         if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
             raise ConfigError(f"--input {args.input}: must be sizes with x between them, as in 2x3x32x32.")
-        return torch.randn(*map(int, sizes))
+        elements = math.prod(map(float, sizes))
+        if elements > MOST_ELEMENTS:
+            raise ConfigError(
+                f"--input {args.input}: {elements:.3g} numbers. Type sizes of at most {MOST_ELEMENTS:.0e}."
+            )
+        batch = torch.randn(*map(int, sizes))
+        refuse_unfit(args.input, module, batch)
+        return batch
     if module.example_input_array is not None:
         return module.example_input_array
     from armature.data import adapter
@@ -218,6 +227,23 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
             "The data's first batch has no tensor 'inputs'. Type --input SIZES, or set example_input_array in the task."
         )
     return inputs[:2]
+
+
+def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
+    """Raise ConfigError if the model does not compute such a batch: torch.export would print a traceback."""
+    import torch
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    model = module if is_overridden("forward", module, LightningModule) else module.get_submodule("model")
+    try:
+        with torch.no_grad():
+            model(batch)
+    except Exception as error:  # of any model
+        raise ConfigError(
+            f"--input {typed}: the model does not compute such a batch ({error_line(error)}). Type the sizes of one of "
+            "its own batches, or leave --input out: the first batch of the data is taken."
+        ) from error
 
 
 def first_batch(data: Any) -> Any:

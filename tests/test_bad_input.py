@@ -95,6 +95,8 @@ CASES = {
     ),
     "a device's file": (["hardware=h100_80gb"], ["hardware=h100_80gb: it is for scripts/plan.py", "trainer.devices=N"]),
     "a number of a device's file": (["+hardware.memory_gib=3"], ["hardware", "there is no such key"]),
+    "a key of hydra's": (["hydra.swep.dir=x"], ["Did you mean 'hydra.sweep.dir'?"]),
+    "a group that every run needs": (["launch=[]"], ["launch: a value is required. Type launch=…"]),
     "dp": (["strategy=dp"], ["strategy has no option 'dp'. Did you mean 'ddp'?"]),
     "batches of nothing": (
         ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],

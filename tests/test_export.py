@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
@@ -12,6 +13,7 @@ from armature.checkpoint import convert
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
+from tests import in_process
 from tests.running import ROOT
 
 ONNX = "runs in .venv-extras, through the test above"
@@ -94,3 +96,16 @@ def test_a_recurrent_model_exports_without_a_warning(tmp_path):
     convert.to_program(Module(model), tmp_path / "a.pt2", example := torch.randn(2, 3, 4))
     outputs, _ = torch.export.load(tmp_path / "a.pt2").module()(example)
     torch.testing.assert_close(outputs, model(example)[0])
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("3x5", r"--input 3x5: the model does not compute such a batch \(RuntimeError: mat1"),
+        ("99999999999999999999x2", r"--input 99999999999999999999x2: 2e\+20 numbers. Type sizes of at most"),
+    ],
+)
+def test_an_input_that_the_model_does_not_take_is_refused_before_the_export(typed, answer):
+    script, module = in_process.load("convert"), Module(nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match=answer):
+        script.example_input(SimpleNamespace(input=typed), None, module)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from armature import cli, config
 from armature.errors import ConfigError, RunFailed
-from armature.sweeps import conclude, report, space, trials
+from armature.sweeps import conclude, report, space, study, trials
 from armature.validation.compose import count_trials, explain_sweep
 from tests import running
 
@@ -121,6 +121,32 @@ def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypat
     with pytest.raises(cli.Refused):
         cli.run(lambda: pytest.fail("it was started"), config_dir=config.CONFIGS)
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConfigError("hydra.sweeper.storage=/proc/x: no"), "hydra.sweeper.storage=/proc/x: no"),
+        (FileNotFoundError(2, "No such file", "/proc/x"), "/proc/x: No such file. Type run.root=…"),
+    ],
+)
+def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(error, expected, monkeypatch, capsys):
+    def main():
+        raise error from ValueError("only the cause")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1"])
+    monkeypatch.setattr(cli.gc, "disable", lambda: None)
+    monkeypatch.setattr(cli, "_composed", cli.threading.Event())
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
+    with pytest.raises(cli.Refused):
+        cli.run(main, config_dir=config.CONFIGS)
+    assert expected in capsys.readouterr().err
+
+
+def test_a_sampler_that_refuses_its_arguments_is_named_with_them():
+    pytest.importorskip("optuna")
+    with pytest.raises(ConfigError, match=r"hydra.sweeper.sampler: TPESampler does not take seed=-1: ValueError: Seed"):
+        study.plugin_of("sampler", {"name": "TPESampler", "seed": -1})
 
 
 def test_both_ends_are_checked_before_the_first_trial():

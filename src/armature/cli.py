@@ -86,6 +86,8 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
                 main()
     except CONFIG_ERRORS as error:
         refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
+    except ConfigError as error:  # of a search, whose cause says less
+        refuse(error.problems)
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
         print(masked(_end_of_sweep(str(error))), file=sys.stderr)
         sys.exit(error.exit_code)

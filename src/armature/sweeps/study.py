@@ -86,4 +86,8 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
             warnings.simplefilter("ignore")  # that some arguments are experimental
             return getattr(module, name)(**arguments)
     except Exception as error:
-        raise ConfigError(f"hydra.sweeper.{kind}: {error_line(error)}.") from error
+        typed = ", ".join(f"{each}={value}" for each, value in arguments.items())
+        raise ConfigError(
+            f"hydra.sweeper.{kind}: {name} does not take {typed}: {error_line(error).rstrip('.')}. "
+            f"Type hydra.sweeper.{kind}.ARGUMENT=… with another value."
+        ) from error

@@ -146,7 +146,7 @@ def _unknown_problems(cfg: DictConfig) -> list[str]:
     problems = []
     for path, kind in (("", Config), *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type))):
         known, prefix = [f.name for f in fields(kind)], f"{path}." if path else ""
-        for key in map(str, OmegaConf.select(cfg, path) if path else cfg):
+        for key in map(str, (OmegaConf.select(cfg, path) or ()) if path else cfg):
             if key not in known:
                 known = [name for name in known if not foreign_keys.is_opposite(key, name)]
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -60,6 +60,8 @@ def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: 
                 sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
+    if isinstance(error, OSError) and not problems:  # Hydra makes a sweep's folder
+        return [f"{error.filename}: {error.strerror}. Type run.root=… with a folder that can be written."]
     return problems or [plain_text(error)]
 
 
@@ -259,6 +261,10 @@ def _describe(
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
     if group in OPEN and name and not override.startswith("+"):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
+    if key.startswith("hydra."):  # of the sweep that is chosen, too
+        known += [
+            f"hydra.{each}" for each in _keys(compose("train", [*_searched, *sound], return_hydra_config=True).hydra)
+        ]
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
 
 
