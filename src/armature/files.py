@@ -51,17 +51,18 @@ def folder_beside(file: Path) -> Iterator[Path]:
 
 
 def why_not_writable(file: Path) -> str | None:
-    """Return why a file cannot be written, or None. It is opened: rights alone do not tell (/proc, long names)."""
-    existed = os.path.lexists(file)
-    if existed and not os.path.isfile(file):
-        return "it is a folder" if os.path.isdir(file) else None  # opening a pipe might never end
+    """Return why a file cannot be written, or None. It is tried: rights alone do not tell (/proc, long names)."""
     try:
-        file.open("ab").close()
+        if os.path.isfile(file):
+            file.open("ab").close()
+        elif not os.path.lexists(file):
+            with folder_beside(file.absolute()):  # not the file itself, which another process may write meanwhile
+                pass
+        elif os.path.isdir(file):
+            return "it is a folder"
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
-    if not existed:
-        file.unlink()
-    return None
+    return None  # of a pipe, too: opening it might never end
 
 
 def nearest_existing(path: Path) -> Path:

@@ -42,12 +42,8 @@ def check_output(file: Path) -> None:
     require_new(file)
     if not (folder := file.absolute().parent).is_dir():
         raise ConfigError(f"out={file}: there is no folder {folder}. Create it, or name another file.")
-    try:
-        with files.folder_beside(file.absolute()):
-            pass
-    except OSError as error:
-        what = f"out={file}: {folder} cannot be written ({error.strerror}). Name a file in another folder."
-        raise ConfigError(what) from error
+    if reason := files.why_not_writable(file):
+        raise ConfigError(f"out={file}: {folder} cannot be written ({reason}). Name a file in another folder.")
     if file.suffix == ".parquet":
         extras.load("pyarrow", needed_by=f"out={file}")
 
