@@ -44,11 +44,9 @@ class FitLoop(_FitLoop):
     @override
     def run(self) -> None:
         self._count_frequencies_in_global_batches()
-        functions, self._before_training = self._before_training, []
-        if functions:
+        if self._before_training:
             self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
-            for function in functions:
-                function()
+            _call_once(self._before_training)
             if self.restarting and not self.epoch_loop.last_batch_is_done:
                 # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
                 progress: Any = self.epoch_progress
@@ -92,9 +90,7 @@ class FitLoop(_FitLoop):
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
-        functions, self.before_first_batch = self.before_first_batch, []
-        for function in functions:
-            function()
+        _call_once(self.before_first_batch)
         super().on_advance_start()
         self._stop_together()
 
@@ -106,9 +102,7 @@ class FitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.owes_epoch_end = False
-        functions, self.before_epoch_end = self.before_epoch_end, []
-        for function in functions:
-            function()
+        _call_once(self.before_epoch_end)
         super().on_advance_end()
         self._stop_together()
 
@@ -125,3 +119,11 @@ class FitLoop(_FitLoop):
         self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
         self._restarting = False  # else the schedulers that are due at the end of this epoch would be skipped
         self._last_train_dl_reload_epoch = epoch
+
+
+def _call_once(functions: list[Callable[[], None]]) -> None:
+    """Call the functions, and empty their list before: what they add themselves is for the next time."""
+    called = functions[:]
+    functions.clear()
+    for function in called:
+        function()
