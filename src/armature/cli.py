@@ -181,8 +181,6 @@ def addable(argument: str) -> str:
 def compose(typed: Sequence[str]) -> DictConfig:
     """Return the configuration of a command line of KEY=VALUE, unchecked. ConfigError: all that does not compose."""
     overrides = [addable(quoted(each)) for each in typed]
-    if problems := _sweep_problems(overrides, multirun=False):
-        raise ConfigError(problems)
     config.register()
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
@@ -376,6 +374,8 @@ def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[a
     args, typed = parser.parse_known_args()
     if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")
+    if problems := _sweep_problems(typed, multirun=False):
+        refuse(problems)
     return args, typed
 
 
