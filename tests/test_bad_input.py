@@ -58,6 +58,12 @@ CASES = {
     ),
     "heads that do not divide the width": (["model.width=100", "model.heads=3"], ["100", "3"]),
     "no such path": (["data=text", "data.path=nowhere/*.txt"], ["nowhere/*.txt"]),
+    "no such table": (["data=table", "data.path=no.csv", "data.target=y", "task=example", "model=example"], ["no.csv"]),
+    "no such texts": (
+        ["data=labeled_text", "data.path=no.csv", "data.tokenizer=base", "task=example", "model=example"],
+        ["no.csv"],
+    ),
+    "no such images": (["data=image_folder", "data.path=no", "task=example", "model=example"], ["no", "per class"]),
     "empty corpus": (["data=text", "data.path=empty.txt"], ["empty.txt"]),
     "binary corpus": (["data=text", "data.path=binary.bin"], ["binary.bin"]),
     "field that is not there": (["data=text", "data.path=lines.jsonl", "data.source.field=body"], ["body", "text"]),

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config
-from armature.validation import checks
+from armature.validation import checks, data_sources
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
 from scripts import reference
@@ -83,7 +83,7 @@ def _hydra(tmp_path, monkeypatch):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     write_model(tmp_path / "mixture", model_type="qwen3_moe", **experts)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
+    monkeypatch.setattr(data_sources, "problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         yield
     GlobalHydra.instance().clear()

@@ -10,7 +10,7 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import plan_beside
-from armature.validation import checks, signatures
+from armature.validation import checks, data_sources, signatures
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -33,7 +33,7 @@ def checked(tmp_path, monkeypatch):
         (tmp_path / "reexporting" / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "_data_problems", lambda cfg, *, prepare: [])
+    monkeypatch.setattr(data_sources, "problems", lambda cfg, *, prepare: [])
     signatures._tree.cache_clear()
     signatures.find_definition.cache_clear()
     config.register()

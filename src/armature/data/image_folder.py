@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data import extras
+from armature.data import extras, sources
 from armature.data.base import Batch, Split
 from armature.data.labels import LabeledData
 from armature.data.splits import split_indices
@@ -132,8 +132,7 @@ class ImageFolderData(LabeledData):
 
     def _split_folders(self) -> dict[str, Path]:
         """Return the folders train, val and test; none if the class folders lie in the path itself."""
-        if not self.path.is_dir():
-            raise ConfigError(f"data.path={self.path}: there is no such folder. Name one with a folder per class.")
+        sources.find_class_folders(self.path)
         found = {split: self.path / split for split in ("train", "val", "test") if (self.path / split).is_dir()}
         is_class = self.saved is not None and any(split in (self.classes or []) for split in found)
         return {} if is_class or ("train" not in found and self.saved is None) else found

@@ -79,6 +79,14 @@ def find(path: str | list[str]) -> list[SourceFile]:
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
 
 
+def find_class_folders(path: str | Path) -> Path:
+    """Return the folder that holds a folder of images per class. Raises ConfigError if there is no such folder."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"data.path={folder}: there is no such folder. Name one with a folder per class.")
+    return folder
+
+
 def stamp(files: list[SourceFile]) -> bytes:
     """Return every file's name, which may be no UTF-8, size and time, for the key of what is made of them."""
     return "".join(f"{file.name}\0{file.size}\0{file.mtime_ns}\n" for file in files).encode(errors="surrogatepass")

@@ -11,8 +11,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,12 +18,13 @@ from armature import files, hardware
 from armature.checkpoint import resume
 from armature.config import Config
 from armature.data import batching
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.models.plan import module_beside
 from armature.planner import auto
 from armature.validation import (
+    data_sources,
     foreign_keys,
     lightning_parts,
     manual,
@@ -78,7 +77,7 @@ def check(
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
     if open_data and not unsound and not any(each.startswith("data.") for each in problems):
-        problems += _data_problems(cfg, prepare=prepare and not problems)
+        problems += data_sources.problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
@@ -367,32 +366,3 @@ def _resume_problems(cfg: DictConfig) -> list[str]:
         return resume.problems(cfg)
     except (OSError, ValueError) as error:  # a name that no path can have, a folder that may not be read
         return [f"resume={cfg.resume}: it cannot be read ({error}). Name a run directory, or a step=… folder in one."]
-
-
-def _data_problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
-    """Prepare the data source once, so that the ranks only open it; if the run is refused anyway, check it quickly."""
-    if not isinstance(OmegaConf.select(cfg, "data.source"), DictConfig):
-        return []
-    if "path" in cfg.data and not cfg.data.path:
-        return [
-            "data.path=null: name a file, a folder or a pattern. For the standard library's source type data=stdlib."
-        ]
-    try:
-        source = instantiate(cfg.data.source)
-        if prepare:
-            source.prepare()
-        elif hasattr(source, "check"):
-            source.check()
-    except ConfigError as error:
-        return error.problems
-    except (
-        HydraException,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:  # a folder that may not be read, …
-        return [
-            f"data.source: {error_line(error.__cause__ or error)}. Check data.path and the other keys of data.source."
-        ]
-    return []
