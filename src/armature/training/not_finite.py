@@ -84,11 +84,11 @@ class NotFiniteGuard(L.Callback):
         strategy = StrategyMixin.find(trainer)
         judged = ("train/loss",) if strategy is not None and strategy.scales_loss else ("train/loss", "train/grad_norm")
         bad = _not_finite(rows, judged)
-        searches = any(map(needs_closure, trainer.optimizers))
-        if bad and searches and strategy is not None and weight_not_finite(strategy) is None:
-            return  # the loss and the gradient were of weights that the line search only tried
         if not bad:
             return
+        searches = any(map(needs_closure, trainer.optimizers))
+        if searches and strategy is not None and weight_not_finite(strategy) is None:
+            return  # the loss and the gradient were of weights that the line search only tried
         if self.policy == "skip":
             for row in bad:
                 self._note_skipped(trainer, row, judged)
