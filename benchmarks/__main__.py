@@ -91,6 +91,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep", metavar="FOLDER", help="keep run directories and logs here; default: delete them")
     parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     args = parser.parse_args(arguments)
+    if taken := [word for word in args.only or () if "=" in word]:
+        parser.error(f"--only takes every word after it. Type {' '.join(taken)} before it")
     args.rounds = args.rounds or (None if args.quick else 7)
     if args.quick and (unused := [name for name in ("alone", "out", "ranks", "scale") if getattr(args, name)]):
         parser.error(f"--quick is one fixed comparison. Leave out --{unused[0]}")
