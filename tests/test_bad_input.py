@@ -59,6 +59,10 @@ CASES = {
     "heads that do not divide the width": (["model.width=100", "model.heads=3"], ["100", "3"]),
     "no such path": (["data=text", "data.path=nowhere/*.txt"], ["nowhere/*.txt"]),
     "no such table": (["data=table", "data.path=no.csv", "data.target=y", "task=example", "model=example"], ["no.csv"]),
+    "no such table in a list": (
+        ["data=table", "data.path=[no.csv,none.csv]", "data.target=y", "task=example", "model=example"],
+        ["no.csv", "none.csv"],
+    ),
     "no such texts": (
         ["data=labeled_text", "data.path=no.csv", "data.tokenizer=base", "task=example", "model=example"],
         ["no.csv"],

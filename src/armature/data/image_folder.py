@@ -132,7 +132,7 @@ class ImageFolderData(LabeledData):
 
     def _split_folders(self) -> dict[str, Path]:
         """Return the folders train, val and test; none if the class folders lie in the path itself."""
-        sources.find_class_folders(self.path)
+        sources.check_class_folders(self.path)
         found = {split: self.path / split for split in ("train", "val", "test") if (self.path / split).is_dir()}
         is_class = self.saved is not None and any(split in (self.classes or []) for split in found)
         return {} if is_class or ("train" not in found and self.saved is None) else found

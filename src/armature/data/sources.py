@@ -79,12 +79,11 @@ def find(path: str | list[str]) -> list[SourceFile]:
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
 
 
-def find_class_folders(path: str | Path) -> Path:
-    """Return the folder that holds a folder of images per class. Raises ConfigError if there is no such folder."""
+def check_class_folders(path: str | Path) -> None:
+    """Raise ConfigError if there is no folder, which is to hold a folder of images per class."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"data.path={folder}: there is no such folder. Name one with a folder per class.")
-    return folder
 
 
 def stamp(files: list[SourceFile]) -> bytes:
