@@ -209,6 +209,14 @@ def test_what_the_quick_comparison_would_ignore_is_refused(capsys):
     assert command.parse([]).rounds == 7
 
 
+def test_an_override_after_only_is_not_taken_for_a_name(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--only", "ours", "optimizer=adamw_bench"])
+    assert "Type optimizer=adamw_bench before it" in capsys.readouterr().err
+    args = command.parse(["optimizer=adamw_bench", "--only", "ours"])
+    assert (args.overrides, args.only) == (["optimizer=adamw_bench"], ["ours"])
+
+
 @pytest.mark.slow
 def test_the_quick_command_prints_its_table_and_keeps_a_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quick, "OWN_HISTORY", str(tmp_path / "own.jsonl"))
