@@ -100,8 +100,11 @@ def submit(slurm, corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def limited(submit):
-    """Submitted first, since a time limit is a minute at least: the other tests run meanwhile."""
-    return submit(["--time=1", "--signal=USR1@10"], slow_seconds=0.6)
+    """Submitted first, since a time limit is a minute at least: the other tests run meanwhile.
+
+    Slurm signals up to 30 s early: here 35 to 65 s after the job's start, which on busy cores takes more than 20.
+    """
+    return submit(["--time=2", "--signal=USR1@55"], slow_seconds=0.6)
 
 
 @pytest.fixture(scope="module")
