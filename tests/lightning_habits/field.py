@@ -17,7 +17,7 @@ FIELDS = [
         "force_field", "brought.ForceField", apart=("net.2.bias",), refused={"fsdp2": "gradient of a gradient"}
     ),
     regression("forces", "brought.Forces"),
-    regression("adapts_to_test", "brought.AdaptsToTest"),
+    regression("adapts_to_test", "brought.AdaptsToTest", refused={"fsdp2": "trains sharded weights within an"}),
     regression("pruned", "brought.Pruned"),
     Habit(name="swav", task="brought_more.SwAV", data="views", sample=SINGLE),
     Habit(name="swav_queue", task="brought_more.SwAVWithQueue", data="views"),
