@@ -8,6 +8,7 @@ from armature.training.metrics_csv import MetricsCSV, read
 
 def write(log: MetricsCSV, first: int, last: int) -> None:
     log.write_rows([{"step": step, "train/loss": 1.0 / step} for step in range(first, last + 1)])
+    log.write_ready()
 
 
 def test_validation_joins_the_row_of_its_step(tmp_path):
@@ -56,6 +57,19 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     write(again, 5, 6)
     again.flush()
     assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_the_file_is_opened_at_most_once_per_second(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("armature.training.metrics_csv.time.monotonic", lambda: now)
+    log, found = MetricsCSV(tmp_path), []
+    for now in (100.0, 100.5, 100.9, 101.1, 101.2):
+        log.write_rows([{"step": step, "train/loss": 1.0} for step in (log.held.get("step", 0) + k for k in (1, 2))])
+        found.append([int(row["step"]) for row in read(tmp_path / "metrics.csv")[1]])
+    assert found == [[1], [1], [1], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]]
+    assert log.held["step"] == 10  # what a checkpoint keeps is never behind
+    log.finalize("failed")  # an error: nothing that was read is lost
+    assert [int(row["step"]) for row in read(tmp_path / "metrics.csv")[1]] == list(range(1, 11))
 
 
 def test_going_on_keeps_what_a_test_added_to_the_last_row(tmp_path):

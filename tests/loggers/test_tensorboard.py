@@ -1,6 +1,8 @@
 """TensorBoard: one event per row, which reads like Lightning's events, and a full disk does not end the run."""
 
+import io
 import logging
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from armature.loggers import log_hyperparameters, writes_rows
-from armature.loggers.tensorboard import TensorBoard
+from armature.loggers.tensorboard import TensorBoard, _record
 
 ROWS = [{"train/loss": 2.5, "lr": torch.tensor(1e-3), "samples": 32}, {"train/loss": float("nan"), "val/loss": 1.0}]
 
@@ -55,13 +58,37 @@ def test_each_row_is_one_event_in_one_file(tmp_path):
     assert scalars(tmp_path / "both_x") == {"both": [(5, "1")]}
 
 
+def test_records_are_tensorboards_own_bytes():
+    for length in (0, 1, 90, 5000):
+        theirs, data = io.BytesIO(), bytes(i * 7 % 256 for i in range(length))
+        RecordWriter(theirs).write(data)
+        assert theirs.getvalue() == _record(data)
+
+
+def test_rows_are_written_once_per_second_as_they_were_when_they_were_logged(tmp_path, monkeypatch):
+    logger = TensorBoard(str(tmp_path), name="", version="")
+    value = torch.tensor(1.0)
+    logger.log_metrics({"a": value}, step=1)
+    now = time.monotonic()
+    monkeypatch.setattr("armature.loggers.tensorboard.time.monotonic", lambda: now)
+    logger.log_metrics({"a": value}, step=2)
+    value += 1
+    assert scalars(tmp_path)["a"] == [(1, "1")]
+    now += 1.1
+    logger.log_metrics({"a": value}, step=3)
+    logger.log_metrics({"a": value}, step=4)
+    assert scalars(tmp_path)["a"] == [(1, "1"), (2, "1"), (3, "2")]
+    logger.finalize("failed")
+    assert scalars(tmp_path)["a"] == [(1, "1"), (2, "1"), (3, "2"), (4, "2")]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_reported_once_and_ends_only_the_events(tmp_path, caplog):
     logger = TensorBoard(str(tmp_path), name="", version="")
     events = logger._event_writer()
     events.close()
     with Path("/dev/full").open("ab", buffering=0) as full, caplog.at_level(logging.ERROR):
-        events._file = events._records._writer = full
+        events._file = full
         for step in (1, 2, 3):
             logger.log_metrics(ROWS[0], step=step)
         logger.save()

@@ -68,7 +68,6 @@ def _part_count(tensor: Tensor) -> int:
     return math.prod(tensor.device_mesh.size(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
 
 
-@torch.no_grad()
 def total_norm(
     parts: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device, add_up: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -150,7 +149,6 @@ def average(parameters: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
             param.register_post_accumulate_grad_hook(replace)
 
 
-@torch.no_grad()
 def multiply(parts: Sequence[Part], *, by: Tensor) -> None:
     """Multiply all gradients by a 0-dim tensor, in place."""
     by_device: dict[torch.device, list[Tensor]] = {}

@@ -1,13 +1,15 @@
 """metrics.csv: one row per optimizer step, in order, each written once.
 
 No value depends on the clock, so the file of an interrupted run can be compared with that of an uninterrupted one. The
-newest row is held in memory until the next one comes, because validation adds to it.
+newest row is held in memory until the next one comes, because validation adds to it. The others are written at most
+once per second, and before each validation and save: opening the file takes longer than a short step.
 """
 
 import csv
 import io
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from armature import files
 log = logging.getLogger(__name__)
 
 INSTEAD = "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard or logger=wandb"
+SECONDS_BETWEEN_WRITES = 1.0
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
@@ -31,6 +34,8 @@ class MetricsCSV(Logger):
         self.file = run_dir / "metrics.csv"
         self.step = 0  # optimizer steps made: the row of values that Lightning logs
         self._columns: list[str] = []
+        self._ready: list[dict[str, Any]] = []  # rows for the next write
+        self._next_write = 0.0
         self._unwritten: list[dict[str, Any]] = []  # rows for which the disk had no room
         self.held: dict[str, Any] = {}  # the newest row; the checkpoint holds it
         self._early: dict[int, dict[str, Any]] = {}  # by step, values that came before their row
@@ -77,16 +82,26 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Write rows in the order of their steps; values of the same step are merged into one row."""
-        ready = []
+        """Take rows in the order of their steps; values of the same step are merged into one row."""
         for row in rows:
             if self.held and self.held["step"] == row["step"]:
                 self.held.update(row)
                 continue
             if self.held:
-                ready.append(self.held)
+                self._ready.append(self.held)
             self.held = {**row, **self._early.pop(row["step"], {})}
+        self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        if time.monotonic() >= self._next_write:
+            self.write_ready()
+
+    @rank_zero_only
+    def write_ready(self) -> None:
+        """Write all rows but the newest."""
+        ready, self._ready = self._ready, []
         self._append(ready)
+        self._next_write = time.monotonic() + SECONDS_BETWEEN_WRITES
 
     @rank_zero_only
     def flush(self) -> None:
@@ -96,8 +111,9 @@ class MetricsCSV(Logger):
             OSError: if the disk has no room for some rows.
         """
         held, self.held, early, self._early = self.held, {}, self._early, {}
-        rows = [held] if held else []
-        self._append([*rows, *({"step": step, **values} for step, values in early.items())])
+        self._ready += [held] if held else []
+        self._ready += [{"step": step, **values} for step, values in early.items()]
+        self.write_ready()
         if self._unwritten:
             self._write(self._unwritten)
 

@@ -200,10 +200,19 @@ class StepLog(Callback):
         self._pending.append(row)
         self.stragglers.step_ended()
         if len(self._pending) >= self.every_n_steps:
-            self.flush(trainer)
+            self._log_pending(trainer)
 
     def flush(self, trainer: Trainer) -> None:
-        """Reduce, read and write the pending rows. All ranks call it."""
+        """Log the pending rows and write what the files still lack, but for the newest row. All ranks call it."""
+        self._log_pending(trainer)
+        self._write_files()
+
+    def _write_files(self) -> None:
+        self.csv.write_ready()
+        self.timings.write_ready()
+
+    def _log_pending(self, trainer: Trainer) -> None:
+        """Reduce and read the pending rows, and pass them to metrics.csv and the loggers. All ranks call it."""
         if not self._pending:
             return
         assert self.wait is not None
@@ -286,8 +295,6 @@ class StepLog(Callback):
         trainer.step_metrics.publish({name: self.last[name] for name in OF_STEPS if name in self.last})
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
-        if len(rows) < self.every_n_steps:  # before validation, a save or the end
-            self.timings.flush()
         for logger in trainer.loggers:
             if logger is not self.csv:
                 self._log(logger, rows, timing)
@@ -325,10 +332,9 @@ class StepLog(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._speak()  # a callback may have ended the run before the first batch
         self.flush(trainer)
-        self.timings.flush()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.timings.flush()
+        self._write_files()
 
 
 def _samples_seen(trainer: Trainer) -> int:

@@ -31,28 +31,18 @@ class Window:
 
 
 class TimingsCSV(MetricsCSV):
-    """timings.csv: a row per write, beside metrics.csv.
-
-    The file is written at most once per second, since opening it takes longer than a short step.
-    """
+    """timings.csv: a row per write, beside metrics.csv."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
         self.file = run_dir / "timings.csv"
-        self._ready: list[dict[str, Any]] = []
-        self._next = 0.0
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        self._ready += rows
-        if time.monotonic() >= self._next:
-            self.flush()
-
-    @rank_zero_only
-    def flush(self) -> None:
-        ready, self._ready = self._ready, []
-        self._append([{n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()} for row in ready])
-        self._next = time.monotonic() + 1.0
+        self._ready += [
+            {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()} for row in rows
+        ]
+        self._write_if_due()
 
 
 class Marks:
