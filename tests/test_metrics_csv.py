@@ -60,10 +60,11 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
 
 
 def test_the_file_is_opened_at_most_once_per_second(tmp_path, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr("armature.training.metrics_csv.time.monotonic", lambda: now)
+    clock = []
+    monkeypatch.setattr("armature.training.metrics_csv.time.monotonic", lambda: clock[-1])
     log, found = MetricsCSV(tmp_path), []
-    for now in (100.0, 100.5, 100.9, 101.1, 101.2):
+    for seconds in (100.0, 100.5, 100.9, 101.1, 101.2):
+        clock.append(seconds)
         log.write_rows([{"step": step, "train/loss": 1.0} for step in (log.held.get("step", 0) + k for k in (1, 2))])
         found.append([int(row["step"]) for row in read(tmp_path / "metrics.csv")[1]])
     assert found == [[1], [1], [1], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]]

@@ -39,9 +39,7 @@ class TimingsCSV(MetricsCSV):
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        self._ready += [
-            {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()} for row in rows
-        ]
+        self._ready += [{n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()} for row in rows]
         self._write_if_due()
 
 
