@@ -107,6 +107,28 @@ def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(mod
     assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 7, 4)] * 4  # no longer than the text
 
 
+def test_matrices_lie_by_columns_only_while_text_is_generated(model, monkeypatch):
+    model = decoder(tied=True).train()
+    before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in model.named_parameters()}
+    strides = []
+    model.head.register_forward_hook(lambda head, inputs, output: strides.append(head.weight.stride()))
+    by_columns = generate(model, PROMPT, max_new_tokens=20, temperature=0)
+    assert {*strides} == {(1, 31)}
+    for name, weight in model.named_parameters():
+        pointer, stride, values = before[name]
+        assert (weight.data_ptr(), weight.stride()) == (pointer, stride)
+        assert torch.equal(weight, values)
+    model(PROMPT, PROMPT).backward()  # no weight became a tensor of inference mode
+
+    strides.clear()
+    generate(model, PROMPT, max_new_tokens=4)  # too few to pay for the copies
+    monkeypatch.setattr(generation, "MOST_COPIED_BYTES", 1000)
+    assert torch.equal(generate(model, PROMPT, max_new_tokens=20, temperature=0), by_columns)
+    with torch.inference_mode():
+        generate(decoder(), PROMPT, max_new_tokens=20)  # its weights can only be read
+    assert {*strides} == {(16, 1)}
+
+
 def test_a_full_cache_is_refused(model):
     cache = KeyValueCache(positions=4)
     model(PROMPT, cache=cache)
