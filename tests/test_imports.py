@@ -14,7 +14,7 @@ OURS = {"hydra", "omegaconf", "antlr4", "yaml", "lightning", "lightning_utilitie
 OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "typing_extensions", "packaging"}
 WITH_LIGHTNING = {"rich", "tqdm", "fsspec", "scipy", "regex", "_distutils_hack"}  # torchmetrics looks at each metric
 WITH_TORCH = {"sympy", "mpmath", "torchgen", "charset_normalizer"}
-TENSORBOARD = {"tensorboard", "google", "absl", "six"}
+TENSORBOARD = {"tensorboard", "google", "google_crc32c", "absl", "six"}
 # taken in by the above only where something else has installed them
 IF_INSTALLED = {"PIL", "attr", "dill", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3", "certifi"}
 IF_INSTALLED |= {"hydra_plugins"}  # Hydra looks at all of them
