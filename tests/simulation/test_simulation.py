@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -17,6 +19,7 @@ from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
 from benchmarks import measured_gpu, simulate_check
 from scripts import simulate as command
+from tests import running
 
 TINY = ["model=gpt_nano", "model.layers=2", "model.width=64", "data=synthetic", "data.context=32", "optimizer=adamw"]
 REPORT = Report(
@@ -224,6 +227,24 @@ def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows():
 )  # fmt: skip
 def test_utilization_is_a_share_of_the_rate_of_the_products_type(precision, kind):
     assert job._compute_type(precision) is kind
+
+
+@pytest.mark.slow
+def test_simulations_end_with_the_command_that_started_them(tmp_path):
+    words = ["model=llama3_8b", "data=synthetic", "strategy=fsdp", "trainer.devices=8", "hardware=h100_80gb"]
+    script = [sys.executable, str(running.ROOT / "scripts/simulate.py"), *words]
+    process = subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    simulates = "armature.simulation.serve"
+    try:
+        running.wait_for(  # the server and a fork of it
+            lambda: sum(simulates in each.cmdline() for each in running.family(process)) > 1,
+            seconds=120, what="a simulation starts",
+        )  # fmt: skip
+        members = running.family(process)
+    finally:
+        process.kill()
+        process.wait()
+    running.wait_for(lambda: not any(each.is_running() for each in members), seconds=10, what="all have ended")
 
 
 def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):
