@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from armature import simulation
 from armature.errors import ConfigError
-from armature.planner import devices
+from armature.planner import devices, refine
 from armature.simulation import deepspeed, job, meter, processes, settings
 from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
@@ -136,10 +136,22 @@ def test_extrapolation_is_a_straight_line():
         REPORT, peak=80 * 2**30, syncs={"x.py:3": 1}, volumes=[dataclasses.replace(REPORT.volumes[0], bytes=2**31)]
     )
     found = extrapolated(REPORT, larger, depths=(2, 4), depth=32)
+    assert "type --depths 3,5" in found.notes[-1]
     assert found.peak == (70 + 10 * 15) * 2**30
     assert found.volumes[0].bytes == 16 * 2**30
     assert found.syncs == {"x.py:3": 15}
     assert "from 2 and 4 layers to 32" in found.notes[-1]
+
+
+@pytest.mark.slow
+def test_the_plans_depths_lie_on_the_line_of_the_whole_model():
+    """Of two layers, none lies between two others: the line from 2 and 4 counts a missing buffer for each layer."""
+    words = ["model.layers=16", "model.width=1024", "strategy=fsdp", "strategy.activation_checkpointing=every"]
+    (whole,) = requests(*words, "trainer.devices=8", "data.global_batch_size=8", ranks=[0])
+    shallow = dataclasses.replace(whole, depths=refine.DEPTHS)
+    predicted, exact = simulation.simulate_all([shallow, whole])
+    assert predicted.peak == pytest.approx(exact.peak, rel=0.01)
+    assert "far off" not in predicted.notes[-1]
 
 
 def test_the_folder_is_read_once_for_all_ranks_and_depths(monkeypatch):
