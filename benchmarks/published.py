@@ -16,7 +16,7 @@ from scripts import simulate as command
 
 MODEL = "data=synthetic optimizer=adamw trainer.precision=bf16-mixed trainer.devices=8"
 H100 = "hardware=h100_80gb"
-DEPTHS = (2, 4)
+DEPTHS = (3, 5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 python scripts/simulate.py model=llama3_8b data=synthetic strategy=fsdp_tensor trainer.devices=8 trainer.num_nodes=8 \
     hardware=h100_80gb
 python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp trainer.devices=8 trainer.num_nodes=64 \
-    hardware=h200 --depths 2,4 --ranks 0
+    hardware=h200 --depths 3,5 --ranks 0
 python scripts/simulate.py model=gpt_nano data=synthetic strategy=fsdp trainer.devices=4 --order
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. docs/simulator.md says how well
@@ -35,7 +35,7 @@ DEFAULT = "h100_80gb"  # on a machine without a GPU
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", help="ranks to simulate, such as 0,63; without it the first, a middle and the last")
-    parser.add_argument("--depths", help="two numbers of layers, such as 2,4: simulate these and extrapolate (faster)")
+    parser.add_argument("--depths", help="two numbers of layers, such as 3,5: simulate these and extrapolate (faster)")
     parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
     parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")

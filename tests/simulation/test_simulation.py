@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -11,12 +13,13 @@ from omegaconf import OmegaConf
 
 from armature import simulation
 from armature.errors import ConfigError
-from armature.planner import devices
+from armature.planner import devices, refine
 from armature.simulation import deepspeed, job, meter, processes, settings
 from armature.simulation.report import Report, Volume, extrapolated
 from armature.simulation.roofline import Roofline
 from benchmarks import measured_gpu, simulate_check
 from scripts import simulate as command
+from tests import running
 
 TINY = ["model=gpt_nano", "model.layers=2", "model.width=64", "data=synthetic", "data.context=32", "optimizer=adamw"]
 REPORT = Report(
@@ -133,10 +136,22 @@ def test_extrapolation_is_a_straight_line():
         REPORT, peak=80 * 2**30, syncs={"x.py:3": 1}, volumes=[dataclasses.replace(REPORT.volumes[0], bytes=2**31)]
     )
     found = extrapolated(REPORT, larger, depths=(2, 4), depth=32)
+    assert "type --depths 3,5" in found.notes[-1]
     assert found.peak == (70 + 10 * 15) * 2**30
     assert found.volumes[0].bytes == 16 * 2**30
     assert found.syncs == {"x.py:3": 15}
     assert "from 2 and 4 layers to 32" in found.notes[-1]
+
+
+@pytest.mark.slow
+def test_the_plans_depths_lie_on_the_line_of_the_whole_model():
+    """Of two layers, none lies between two others: the line from 2 and 4 counts a missing buffer for each layer."""
+    words = ["model.layers=16", "model.width=1024", "strategy=fsdp", "strategy.activation_checkpointing=every"]
+    (whole,) = requests(*words, "trainer.devices=8", "data.global_batch_size=8", ranks=[0])
+    shallow = dataclasses.replace(whole, depths=refine.DEPTHS)
+    predicted, exact = simulation.simulate_all([shallow, whole])
+    assert predicted.peak == pytest.approx(exact.peak, rel=0.01)
+    assert "far off" not in predicted.notes[-1]
 
 
 def test_the_folder_is_read_once_for_all_ranks_and_depths(monkeypatch):
@@ -224,6 +239,24 @@ def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows():
 )  # fmt: skip
 def test_utilization_is_a_share_of_the_rate_of_the_products_type(precision, kind):
     assert job._compute_type(precision) is kind
+
+
+@pytest.mark.slow
+def test_simulations_end_with_the_command_that_started_them(tmp_path):
+    words = ["model=llama3_8b", "data=synthetic", "strategy=fsdp", "trainer.devices=8", "hardware=h100_80gb"]
+    script = [sys.executable, str(running.ROOT / "scripts/simulate.py"), *words]
+    process = subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    simulates = "armature.simulation.serve"
+    try:
+        running.wait_for(  # the server and a fork of it
+            lambda: sum(simulates in each.cmdline() for each in running.family(process)) > 1,
+            seconds=120, what="a simulation starts",
+        )  # fmt: skip
+        members = running.family(process)
+    finally:
+        process.kill()
+        process.wait()
+    running.wait_for(lambda: not any(each.is_running() for each in members), seconds=10, what="all have ended")
 
 
 def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):

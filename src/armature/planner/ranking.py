@@ -53,6 +53,11 @@ class Candidate:
         return self.peak_bytes <= self.capacity_bytes
 
     @property
+    def other_batch(self) -> bool:
+        """Whether the global batch is not the configured one, since that does not divide among the ranks."""
+        return "data.global_batch_size=" in self.words
+
+    @property
     def offloaded(self) -> bool:
         return self.setup.offload or self.setup.offload_optimizer
 
@@ -109,19 +114,24 @@ def rank(
     return sort(each for each in found if each.refused is None), [each for each in found if each.refused is not None]
 
 
-def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, float, float]:
-    """Sort key: what fits with room, what fits, what does not; then by throughput, and what is near by simplicity."""
+def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, float, float, float]:
+    """Sort key: what fits with room, what fits, what does not; what keeps the global batch, which decides the result;
+    then by throughput, and what is near by simplicity.
+    """
     if not each.fits:
-        return 2, each.peak_bytes, each.effort, 0.0
+        return 2, each.peak_bytes, each.effort, 0.0, 0.0
     steps = math.floor(math.log(fastest / each.rate) / math.log(1 + NEAR)) if fastest > each.rate else 0
-    return int(each.margin < HEADROOM), steps, each.effort, -each.rate
+    return int(each.margin < HEADROOM), each.other_batch, steps, each.effort, -each.rate
 
 
 def sort(found: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates from the best to the worst."""
     found = list(found)
-    fastest = max((each.rate for each in found if each.fits), default=1.0)
-    return sorted(found, key=lambda each: order(each, fastest=fastest))
+    fastest = {
+        other: max((each.rate for each in found if each.fits and each.other_batch == other), default=1.0)
+        for other in (False, True)
+    }
+    return sorted(found, key=lambda each: order(each, fastest=fastest[each.other_batch]))
 
 
 def _of_count(cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, fixed: Fixed) -> Iterator[Candidate]:

@@ -15,7 +15,7 @@ from armature.planner.ranking import Candidate
 
 log = logging.getLogger(__name__)
 MOST = 3  # layouts that are simulated
-DEPTHS = (2, 4)  # layers of the two models that are simulated for one with many; the rest lies on a straight line
+DEPTHS = (3, 5)  # layers of the two models that are simulated for one with many; the rest lies on a straight line
 
 
 def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> list[Candidate]:

@@ -43,7 +43,7 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
             f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21} {spans[0]:>15}"
             f" {spans[1]:>23}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
         )
-        other = f"  global batch {each.setup.global_batch_size}" if "data.global_batch_size=" in each.words else ""
+        other = f"  global batch {each.setup.global_batch_size}" if each.other_batch else ""
         lines.append(f"{line.rstrip()}{other}")
     if len(candidates) > len(found):
         lines.append(f"… and {len(candidates) - len(found)} more")
@@ -107,7 +107,7 @@ def report(
     for place, (_, each) in enumerate(sorted(best.items())):
         lines += [] if place else ["", "Type:"]
         lines.append(f"  {_command(typed, each.words)}")
-    if any("data.global_batch_size=" in each.words for each in best.values()):
+    if any(each.other_batch for each in best.values()):
         lines.append("  (data.global_batch_size: one that divides among the ranks; this changes the result)")
     if not fitting:
         lines += ["", "Nothing of these fits."]

@@ -138,6 +138,8 @@ def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth
     ):  # fmt: skip
         values[name] = line(getattr(small, name), getattr(large, name))
     note = f"Extrapolated linearly from {depths[0]} and {depths[1]} layers to {depth}."
+    if depths[0] < 3:
+        note += " In fewer than 3, no block lies between two others, so memory may be far off: type --depths 3,5."
     values["parameters"] = round(values["parameters"])
     return dataclasses.replace(large, **values, notes=(*large.notes, note))
 

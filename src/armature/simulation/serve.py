@@ -1,8 +1,10 @@
 """The warm process of the simulator: reads jobs, one JSON line each up to an empty line, and forks for each of them."""
 
+from armature.launcher import rank
 from armature.simulation import fake_cuda
 
 if __name__ == "__main__":
+    rank.end_with_parent(any_thread=True)
     fake_cuda.install()  # before the first import of torch
 
 import gc
@@ -12,6 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 
 def main() -> None:
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # on import it warns that triton is missing
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # one watches the parent
     from armature.simulation import job  # noqa: F401  # the import that every simulation would pay for
 
     gc.freeze()
