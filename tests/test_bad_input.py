@@ -269,6 +269,13 @@ def test_references_to_keys_of_the_template_are_all_answered():
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [["data.samples=1000000000000"], ["data.held_out=1000000000000"]])
+def test_data_larger_than_memory(tmp_path, typed):
+    stderr = refused(train("experiment=example", "run.name=big", *typed, cwd=tmp_path), *typed, "cannot hold the")
+    assert "eval_batch_size" not in stderr
+
+
 def test_more_gpus_than_there_are(folder):
     refused(train("trainer.accelerator=gpu", "trainer.devices=99", cwd=folder), "trainer.")
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
-from armature.data import iterable
+from armature.data import iterable, memory
 from armature.data.batching import Batches, plan_batches
 from armature.data.eval_loader import EvalLoader
 from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
@@ -331,7 +331,8 @@ class DataModule(L.LightningDataModule):
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:
             limited = split == "train" and self.train_limit is not None
-            dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
+            with memory.reporting(f"the {split} split of {type(self).__name__}", self):
+                dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
             if split == "train" and isinstance(dataset, iterable.IterableStream):
                 dataset.check_repeats()
             self._datasets[split] = cast(Any, []) if dataset is None else dataset
