@@ -86,7 +86,7 @@ class DataModule(L.LightningDataModule):
         `__getitem__` draws from the global generators. It may define `describe(index)`, a dict that a row of
         predictions begins with, such as the sample's file.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
+        raise ConfigError(f"data: {type(self).__name__} needs a method dataset(split). Write it (docs/your-own.md).")
 
     def collate_fn(self, samples: list[Any]) -> Any:
         """Return a batch of a list of samples. Override it for samples that cannot be stacked, such as ragged ones.
@@ -116,6 +116,8 @@ class DataModule(L.LightningDataModule):
     def train_size(self) -> int:
         """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each epoch's order."""
         size, limit = self._train_samples, self.limit_train_batches
+        if not size:
+            raise ConfigError(f"data: {type(self).__name__} has no training samples: dataset('train') is empty.")
         if limit is None:
             return size
         batches = limit if isinstance(limit, int) else max(1, int(limit * size / self.global_batch_size))
@@ -333,6 +335,11 @@ class DataModule(L.LightningDataModule):
             limited = split == "train" and self.train_limit is not None
             with memory.reporting(f"the {split} split of {type(self).__name__}", self):
                 dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
+            if dataset is not None and not hasattr(dataset, "__len__"):
+                raise ConfigError(
+                    f"data: {type(self).__name__}.dataset('{split}') returns a {type(dataset).__name__}, which has no "
+                    "__len__. Return a Dataset with __len__ and __getitem__, or an IterableDataset."
+                )
             if split == "train" and isinstance(dataset, iterable.IterableStream):
                 dataset.check_repeats()
             self._datasets[split] = cast(Any, []) if dataset is None else dataset
