@@ -91,12 +91,16 @@ def stop_steps(typed: str | None, steps: int, parser: argparse.ArgumentParser) -
 def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, stops: dict[str, int]) -> bool:
     """Make the runs, compare them and print the result; return whether they are equal."""
     short = [o for o in overrides if o.lstrip("+~").split("=")[0].split(".")[0] != "logger"]
-    short = [*options, *(o for o in short if o.split("=")[0] not in OURS)]
-    short += [
+    short = [o for o in short if o.split("=")[0] not in OURS]
+    ours = [
         f"run.root={root}", "logger=none", f"trainer.max_steps={steps}", "trainer.max_epochs=null",
         "trainer.test_at_end=false", f"trainer.val_every_n_steps={stops['SIGTERM']}", "trainer.limit_val_batches=2",
         "launch.max_restarts=0", "checkpoint.root=null",
     ]  # fmt: skip
+    keys = {each.partition("=")[0] for each in ours}
+    if replaced := [o for o in overrides if o not in short or o.lstrip("+").partition("=")[0] in keys]:
+        print(f"{', '.join(replaced)}: not used, since this script decides that (--steps {steps}: the run's length)")
+    short = [*options, *short, *ours]
     signals = ",".join(f"{name}:{step}" for name, step in stops.items())
     stopped = [*short, f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signals}}}}}"]
     print(f"a run of {steps} steps in {root}; validation at step {stops['SIGTERM']} and at the end")

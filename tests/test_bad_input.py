@@ -48,6 +48,8 @@ CASES = {
     "no number of devices": (["trainer.devices=none"], ["trainer.devices=none"]),
     "no processes": (["trainer.devices=0"], ["trainer.devices=0"]),
     "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
+    "a split by another name": (["data.train_val_test_split=[1,2,3]"], ["data.source.val_fraction=…"]),
+    "a key like none": (["data.val_test_part=3"], ["there is no key 'data.val_test_part'."]),
     "batch that does not divide": (
         ["data.global_batch_size=30", "data.micro_batch_size=8"],
         ["data.global_batch_size=30", "data.micro_batch_size=8", "32"],
@@ -227,6 +229,16 @@ FILES = {
         "trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier. "
         "And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
+    "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark, which hides its first line.",
+    "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
+        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: …}}."
+    ),
+    "# @package _global_\nhydra: {nokey: 3}\n": "there is no key 'hydra.nokey'.",
+    "# @package _global_\nhydra: {sweep: {dri: 3}}\n": "no key 'hydra.sweep.dri'. Did you mean 'hydra.sweep.dir'?",
+    "# @package _global_\nmodel: [1, 2]\n": "model: it is [1,2], where keys belong. Write model: {KEY: VALUE}.",
+    "# @package _global_\ntrainer: fast\n": "trainer: it is fast, where keys belong. Write trainer: {KEY: VALUE}.",
+    "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: example'.",
+    "# @package _global_\ndefaults: [/model: example]\n": "as in '- override /model: example'.",
     "# @package _global_\nseed: [\n": "expected the node content",
     "# @package _global_\nseed: many\n": "'many'",
 }
@@ -267,6 +279,13 @@ def test_references_to_keys_of_the_template_are_all_answered():
         "b: it is ${tags}, and there is no key 'tags'. Write ${run.tags}.",
         "d: it is ${e.f}, and there is no key 'e.f'. Type d=… for its value.",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typed", [["data.samples=1000000000000"], ["data.held_out=1000000000000"]])
+def test_data_larger_than_memory(tmp_path, typed):
+    stderr = refused(train("experiment=example", "run.name=big", *typed, cwd=tmp_path), *typed, "cannot hold the")
+    assert "eval_batch_size" not in stderr
 
 
 def test_more_gpus_than_there_are(folder):

@@ -360,3 +360,24 @@ def test_an_error_after_composing_is_not_taken_for_a_mistake_in_the_command(monk
     error = InstantiationException("Error in call to target 'mine.Model': RuntimeError('no table')")
     monkeypatch.setattr(cli, "_composed", SimpleNamespace(is_set=lambda: True))
     assert cli._explained(error, ["model=of_a_config_dir"], CONFIGS, sweep=False) == [str(error)]
+
+
+def test_a_number_of_the_environment_is_one_in_the_recorded_configuration(monkeypatch):
+    monkeypatch.setenv("OF_A_JOB", "7")
+    cfg = check(cli.compose(["seed=${oc.env:OF_A_JOB}", "trainer.max_steps=${oc.env:OF_A_JOB}"]), prepare=False)
+    recorded = config.without_secrets(cfg)
+    assert [recorded["seed"], recorded["trainer"]["max_steps"], recorded["data"]["seed"]] == [7, 7, 7]
+
+
+def test_a_user_s_data_module_needs_no_micro_batch_size(tmp_path, monkeypatch):
+    (tmp_path / "mine_without_key.py").write_text(
+        "from armature.data.base import DataModule\n"
+        "class Mine(DataModule):\n    def __init__(self, **loader):\n        super().__init__(**loader)\n"
+        "class Small(DataModule):\n    def __init__(self, micro_batch_size=2, **loader):\n        super().__init__()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, size in (("Mine", "auto"), ("Small", 2)):
+        assert signatures.default(f"mine_without_key.{name}", "micro_batch_size") == size
+    (tmp_path / "broken_by_hand.py").write_text("class A(:\n")
+    with pytest.raises(ConfigError, match=r"broken_by_hand.py:1: invalid syntax. Correct the file"):
+        signatures.find_definition("broken_by_hand.A")

@@ -368,8 +368,9 @@ def test_the_proof_finds_a_generator_that_no_checkpoint_knows(proof, tmp_path):
 
 
 def test_the_proof_of_an_experiment_that_is_sound(proof, tmp_path):
-    code, printed = proof("--steps", "5", *BASE)
+    code, printed = proof("--steps", "5", *BASE, "trainer.max_steps=100", "run.name=mine")
     assert code == 0, printed
+    assert "trainer.max_steps=100, run.name=mine: not used, since this script decides that" in printed
     assert "equal, bit for bit: 5 rows" in printed
     assert list((tmp_path / "outputs").iterdir()) == []
 

@@ -385,6 +385,7 @@ def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
         (["hydra.sweeper.sampler.name=TPSampler"], "Did you mean 'TPESampler'?"),
         (["+hydra.sweeper.pruner.patience=3"], "MedianPruner has no such argument"),
         (["hydra.sweeper.trials=0"], "hydra.sweeper.trials=0: type a whole number"),
+        (["hydra.sweeper.trials=1000000000000"], "type a whole number from 1 to 1,000,000."),
         (["hydra/launcher=joblib"], "start the same command several times"),
     ],
 )

@@ -282,6 +282,11 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
         raise ConfigError(
             "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… names the outputs."
         )
+    if str(hydra.run.dir) != ".":  # of a file
+        raise ConfigError(
+            f"hydra.run.dir={hydra.run.dir}: this has no effect here. Remove it from the file that sets it. Type "
+            "run.root=… (holds all runs) and run.name=… (this run)."
+        )
     if problems := _merged_problems(overrides()):
         raise ConfigError(problems)
     chosen = hydra.runtime.choices

@@ -1,5 +1,6 @@
 """Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
 
+import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from armature.parallel import initialization
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
+
+log = logging.getLogger(__name__)
 
 
 def open_run(
@@ -80,10 +83,17 @@ def open_run(
     if verified is not None:
         if (named := [each for each in find() if each.name == verified]) == []:
             raise storage.removed(verified)
-        return cfg, named[0]
+        return cfg, named[0]  # the process that has compared them has said the rest
     checkpoint = storage.intact_beside_training(find, trust=trust)
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
+    if typed and pretrained.named_by(cfg) is not None and base.recorded(checkpoint) is None:
+        log.warning(
+            "%s=%s: %s holds all weights of the model, so none is read from that folder.",
+            pretrained.KEY,
+            cfg.model.pretrained,
+            checkpoint,
+        )
     return cfg, checkpoint
 
 

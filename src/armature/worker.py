@@ -32,7 +32,7 @@ from armature import config, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
-from armature.data import adapter, batching
+from armature.data import adapter, batching, memory
 from armature.data.base import DataModule
 from armature.errors import EXIT_CONFIG, ConfigError, MaskingFormatter
 from armature.finetune import check as pretrained
@@ -128,8 +128,9 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
-    _prepare(data)
-    data.setup("fit")
+    with memory.reporting(f"the data of {type(data).__name__}", data):
+        _prepare(data)
+        data.setup("fit")
     relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)

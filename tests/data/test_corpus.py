@@ -452,3 +452,10 @@ def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
     made.prepare()
     with pytest.raises(ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .*vocab_size=3\d\d"):
         corpus(f"{files}/**/*.txt", tokenizer=str(made.folder / "tokenizer.json")).check()
+
+
+@pytest.mark.parametrize("path", ["/", "/proc", "/sys/../proc", "/**/*.txt", "/proc/**"])
+def test_folders_in_which_nobody_keeps_files_are_not_searched(path, monkeypatch):
+    monkeypatch.setattr(sources.glob, "glob", lambda *_, **__: pytest.fail("this takes minutes"))
+    with pytest.raises(ConfigError, match="Name a folder of your own files"):
+        sources.find(path)

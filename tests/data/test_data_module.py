@@ -2,6 +2,7 @@
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -290,3 +291,22 @@ def test_another_seed_on_resume_is_reported(caplog):
 
 def test_state_is_plain_numbers():
     assert NumbersData().state_dict() == {"samples_seen": 0, "step": 0, "train_size": 21, "seed": 5}
+
+
+class OneDataset(DataModule):
+    def __init__(self, *, returned: Any, **loader: Any) -> None:
+        super().__init__(**loader)
+        self.returned = returned
+
+    def dataset(self, split: Any) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"), [(None, "has no training samples"), ([], "has no training samples"), (5, "returns a int")]
+)
+def test_a_data_module_without_training_samples_is_refused_by_name(returned, says):
+    with pytest.raises(ConfigError, match=f"data: OneDataset.*{says}"):
+        _ = OneDataset(returned=returned, global_batch_size=4).train_size
+    with pytest.raises(ConfigError, match=r"data: DataModule needs a method dataset\(split\)"):
+        _ = DataModule(global_batch_size=4).train_size

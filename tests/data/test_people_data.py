@@ -270,7 +270,8 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
 def hf(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="make setup EXTRAS=data")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    return lambda **changes: build("hf", targets="y", splits={"train": "train"}, global_batch_size=2, **changes)
+    usual = {"targets": "y", "splits": {"train": "train"}, "global_batch_size": 2}
+    return lambda **changes: build("hf", **usual | changes)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -320,3 +321,34 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"data=hf needs the package datasets .* make setup EXTRAS=data"):
         build("hf", path="x").dataset("train")
+
+
+def test_a_name_on_the_hub_is_answered_at_once_without_a_network(hf, tmp_path, monkeypatch):
+    import socket
+
+    import datasets
+
+    def fails(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    monkeypatch.setattr("armature.data.hf.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("armature.data.hf.getproxies", dict)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"data.path=mine: huggingface.co cannot be reached .* is in the cache"):
+        hf(path="mine", inputs="x").dataset("train")
+    (tmp_path / "my.csv").write_text("x,y\n1.0,0\n2.0,1\n")
+    files = hf(path="csv", data_files=str(tmp_path / "my.csv"), inputs="x")  # needs no network
+    assert len(files.dataset("train")) == 2
+    cached = (tmp_path / "cache" / "csv").rename(tmp_path / "cache" / "mine")
+    default = next(cached.glob("default-*")).rename(cached / "default")
+    next(default.rglob("csv-train.arrow")).rename(next(default.rglob("csv-train.arrow")).with_name("mine-train.arrow"))
+    assert len(hf(path="mine", inputs="x").dataset("train")) == 2
+    assert not datasets.config.HF_HUB_OFFLINE
+    with pytest.raises(ConfigError, match=r"split nosuch: .*Type data.splits.train=…"):
+        hf(path="csv", data_files=str(tmp_path / "my.csv"), inputs="x", splits={"train": "nosuch"}).dataset("train")
+
+
+def test_files_that_are_not_there_are_no_matter_of_splits(hf, tmp_path):
+    with pytest.raises(ConfigError, match=r"gone.csv.*Type data.path=…, data.name=… or data.data_files=…"):
+        hf(path="csv", data_files=str(tmp_path / "gone.csv"), inputs="x").dataset("train")

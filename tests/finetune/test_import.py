@@ -145,6 +145,10 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(fold
     assert "its logits are the run's" in result.stdout
     assert (out / folder.CHAT_TEMPLATE).read_text() == "{{ messages }}"
     assert (out / folder.TOKENIZER).read_bytes() == (tmp_path / "moved" / folder.TOKENIZER).read_bytes()
+    named = f"model.pretrained={tmp_path / 'moved'}"
+    words = [sys.executable, str(running.ROOT / "scripts/generate.py"), "outputs/single", "--tokens", "1", named]
+    result = running.run(words, cwd=tmp_path, env=running.environment())
+    assert "holds all weights of the model, so none is read from that folder" in result.stderr
     extras.command(REFERENCE, "logits", out, tmp_path / "theirs.safetensors")
     with torch.no_grad():
         ours = read_decoder(out, context=48)(ids())

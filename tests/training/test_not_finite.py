@@ -19,6 +19,7 @@ from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
 from armature.data.base import DataModule
 from armature.data.batching import Batches
+from armature.data.memory import is_missing
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
 from armature.models.mixture.model import MixtureDecoder
@@ -27,7 +28,7 @@ from armature.parallel.initialization import initialize_by_name
 from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-from armature.training import memory, not_finite, replay
+from armature.training import not_finite, replay
 from armature.training.finite import kind_of
 from tests import running
 from tests.test_resume import BASE, CONFIGS
@@ -474,7 +475,7 @@ def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train
         return
     with pytest.raises(RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)") as caught:
         train(*bad("stop", BAD))
-    assert not memory.is_missing(caught.value)
+    assert not is_missing(caught.value)
 
 
 @pytest.mark.slow

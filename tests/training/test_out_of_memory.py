@@ -10,6 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import armature
 from armature import hardware
+from armature.data.memory import is_missing
 from armature.training import memory, micro_batch
 from armature.training.record_error import RecordError
 from armature.validation.memory import overrides
@@ -81,13 +82,13 @@ def test_every_override_is_accepted_when_it_is_typed(composed):
     ],
 )
 def test_missing_memory_is_recognized_on_any_device(error, expected):
-    assert memory.is_missing(error) is expected
+    assert is_missing(error) is expected
 
 
 def test_a_real_allocation_that_fails_is_recognized():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert memory.is_missing(caught.value)
+    assert is_missing(caught.value)
 
 
 class Greedy(BoringModel):

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 from typing_extensions import override
 
 from armature import files
-from armature.data import labels
+from armature.data import labels, memory
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
@@ -33,6 +33,12 @@ from armature.errors import ConfigError
 
 def build(cfg: DictConfig) -> DataModule:
     """Return the data module of a configuration; a LightningDataModule that is not ours comes in a `PlainData`."""
+    settings: Any = OmegaConf.to_container(cfg.data, resolve=True)
+    with memory.reporting(f"what {cfg.data._target_} makes", settings):
+        return _build(cfg)
+
+
+def _build(cfg: DictConfig) -> DataModule:
     target: Any = get_object(cfg.data._target_)
     if isinstance(target, type) and issubclass(target, DataModule):
         return instantiate(cfg.data)
@@ -129,7 +135,8 @@ class PlainData(DataModule):
         """Let the module see one process, or it would divide its batches and samples itself."""
         trainer, self.module.trainer = self.trainer, _OneProcess(self.trainer)  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            with seeded(f"{self.seed}/setup"):
+            what = f"the data of {type(self.module).__name__}"
+            with seeded(f"{self.seed}/setup"), memory.reporting(what, self.module):
                 yield
         finally:
             self.module.trainer = trainer

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
-from armature.data import iterable
+from armature.data import iterable, memory
 from armature.data.batching import Batches, plan_batches
 from armature.data.eval_loader import EvalLoader
 from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
@@ -86,7 +86,7 @@ class DataModule(L.LightningDataModule):
         `__getitem__` draws from the global generators. It may define `describe(index)`, a dict that a row of
         predictions begins with, such as the sample's file.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a method dataset(split).")
+        raise ConfigError(f"data: {type(self).__name__} needs a method dataset(split). Write it (docs/your-own.md).")
 
     def collate_fn(self, samples: list[Any]) -> Any:
         """Return a batch of a list of samples. Override it for samples that cannot be stacked, such as ragged ones.
@@ -116,6 +116,8 @@ class DataModule(L.LightningDataModule):
     def train_size(self) -> int:
         """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each epoch's order."""
         size, limit = self._train_samples, self.limit_train_batches
+        if not size:
+            raise ConfigError(f"data: {type(self).__name__} has no training samples: dataset('train') is empty.")
         if limit is None:
             return size
         batches = limit if isinstance(limit, int) else max(1, int(limit * size / self.global_batch_size))
@@ -331,7 +333,13 @@ class DataModule(L.LightningDataModule):
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:
             limited = split == "train" and self.train_limit is not None
-            dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
+            with memory.reporting(f"the {split} split of {type(self).__name__}", self):
+                dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
+            if dataset is not None and not hasattr(dataset, "__len__"):
+                raise ConfigError(
+                    f"data: {type(self).__name__}.dataset('{split}') returns a {type(dataset).__name__}, which has no "
+                    "__len__. Return a Dataset with __len__ and __getitem__, or an IterableDataset."
+                )
             if split == "train" and isinstance(dataset, iterable.IterableStream):
                 dataset.check_repeats()
             self._datasets[split] = cast(Any, []) if dataset is None else dataset

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -147,15 +155,54 @@ class HFData(LabeledData):
             return self._loaded[split]
         name = self.splits[split]
         datasets = extras.load("datasets", needed_by="data=hf")
+        unreachable = self._unreachable
         try:
-            rows = self._loaded[split] = datasets.load_dataset(split=name, **self.source)
+            with _offline(datasets) if unreachable else nullcontext():
+                rows = self._loaded[split] = datasets.load_dataset(split=name, **self.source)
             return rows
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            if unreachable and isinstance(error, ConnectionError):
+                raise ConfigError(
+                    f"data.path={self.path}: {unreachable}, and no data set of this name is in the cache of datasets. "
+                    "Name local files (data.path=csv data.data_files=my.csv), or try again with a network."
+                ) from error
             cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else error
+            remedy = f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)"
+            if "split" not in str(error).lower():
+                remedy = "data.path=…, data.name=… or data.data_files=… of data that are there"
             raise ConfigError(
-                f"data.path={self.path}, split {name}: {error_line(cause or error)} Type "
-                f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)."
+                f"data.path={self.path}, split {name}: {error_line(cause or error)} Type {remedy}."
             ) from error
+
+    @cached_property
+    def _unreachable(self) -> str | None:
+        """Why a name cannot be looked up on the hub, or None. The hub's own retries take half a minute to say so."""
+        datasets = extras.load("datasets", needed_by="data=hf")
+        formats = Path(datasets.packaged_modules.__file__).parent
+        if os.path.isdir(self.path) or (formats / self.path).is_dir() or datasets.config.HF_HUB_OFFLINE:
+            return None
+        if getproxies():  # one that resolves names itself
+            return None
+        host = urlsplit(datasets.config.HF_ENDPOINT).hostname
+        for seconds in (1, 1, None):
+            try:
+                socket.getaddrinfo(host, None)
+                return None
+            except OSError as error:
+                if seconds is None:
+                    return f"{host} cannot be reached from this machine ({error_line(error)})"
+                time.sleep(seconds)
+        return None
+
+
+@contextmanager
+def _offline(datasets: Any) -> Iterator[None]:
+    """Let datasets take what its cache has, without asking the hub."""
+    before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 class Columns(Dataset[dict[str, Any]]):

@@ -21,6 +21,7 @@ from armature.errors import ConfigError
 CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 (or -f utf-16)."
 PIECE_BYTES = 1 << 20  # part of a file that is in memory at once
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_KERNEL = tuple(map(Path, ("/proc", "/sys", "/dev")))
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -69,6 +70,9 @@ def find(path: str | list[str]) -> list[SourceFile]:
             root, matched = (
                 (expanded, Path(glob.escape(str(expanded)), "**")) if expanded.is_dir() else (Path(*fixed), expanded)
             )
+            if "**" in matched.parts and (reason := _no_corpus(root)):
+                problems.append(f"data.path={pattern}: {reason} Name a folder of your own files.")
+                continue
             paths = [p for p in glob.glob(str(matched), recursive=True) if os.path.isfile(p)]
         if not paths:
             problems.append(_nothing_found(pattern, expanded, root))
@@ -77,6 +81,17 @@ def find(path: str | list[str]) -> list[SourceFile]:
     if problems:
         raise ConfigError(problems)
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+
+
+def _no_corpus(root: Path) -> str | None:
+    """Return why nobody's files are meant by a folder and all below it, where looking for them would take minutes."""
+    real = root.resolve()
+    if real == Path(real.anchor):
+        return f"{real} holds every file of this machine."
+    kernel = next((each for each in _KERNEL if real == each or each in real.parents), None)
+    if kernel is None or real.is_relative_to("/dev/shm"):
+        return None
+    return f"{kernel} holds no files, but what the kernel shows of itself."
 
 
 def check_class_folders(path: str | Path) -> None:
@@ -114,8 +129,8 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
     if not is_pattern:
         near = difflib.get_close_matches(pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5)
         return f"{problem} {f'Did you mean {there / near[0]}?' if near else f'{there.absolute()} has none like it.'}"
-    below = [p for p in itertools.islice(there.rglob("*"), 10_000) if p.is_file()]
-    kinds = Counter(p.suffix or "without a suffix" for p in below).most_common(4)
+    below = (name for _, _, names in os.walk(there) for name in names)  # passes over folders that it may not read
+    kinds = Counter(Path(p).suffix or "without a suffix" for p in itertools.islice(below, 10_000)).most_common(4)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
     return f"{problem} Files in and below {there.absolute()}: {listed}."
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from armature.errors import ConfigError
 from armature.finetune import nf4
 
 
@@ -65,7 +66,7 @@ def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
     def initial(name: str, shape: Sequence[int]) -> Tensor:
         owner = next((o for o in sorted(owners, key=len) if not o or name.startswith(f"{o}.")), None)
         if owner is None:
-            raise ValueError(
+            raise ConfigError(
                 f"Parameter {name!r} was built on the meta device, but its model has no initialize_parameter(name, "
                 "param, generator) to fill it: add one, or build the model on a real device."
             )

@@ -27,6 +27,7 @@ from armature.sweeps.study import journal, load_optuna, open_study, plugin_of
 log = logging.getLogger(__name__)
 
 LOCKS = ".locks"
+MOST_TRIALS = 1_000_000  # each has a directory
 HOPELESS = 5  # so many trials, all of them failed, end the search
 PRUNED = "pruned"  # attribute of a trial that its callback ended
 EXHAUSTED = "exhausted"  # attribute of a study: the sampler that has tried all its values
@@ -213,8 +214,8 @@ def _prune_override(storage: str | None, folder: Path) -> str:
 
 def _check(settings: Mapping[str, Any], launcher: Any) -> None:
     problems = []
-    if not isinstance(settings["trials"], int) or settings["trials"] < 1:
-        problems.append(f"hydra.sweeper.trials={settings['trials']}: type a whole number of at least 1.")
+    if not isinstance(settings["trials"], int) or not 1 <= settings["trials"] <= MOST_TRIALS:
+        problems.append(f"hydra.sweeper.trials={settings['trials']}: type a whole number from 1 to {MOST_TRIALS:,}.")
     if type(launcher).__name__ != "BasicLauncher":
         problems.append(
             f"hydra/launcher: sweep=optuna runs one trial after the other and does not use {type(launcher).__name__}. "

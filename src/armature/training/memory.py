@@ -12,15 +12,6 @@ from armature.hardware import peak_resident_memory
 from armature.parallel.gradients import local_part
 from armature.validation import memory
 
-WORDS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
-
-
-def is_missing(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
-
 
 def by_kind(module: LightningModule, optimizers: Iterable[Any], *, peak: int) -> dict[str, float]:
     """Return this rank's bytes by kind; what the peak has beyond weights, gradients and state is the last kind."""

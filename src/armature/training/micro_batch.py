@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from armature import run_dir
+from armature.data.memory import is_missing
 from armature.launcher import environment
 from armature.parallel import process_group
 from armature.training import memory
@@ -44,7 +45,7 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
     codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     in_step = EpochLoop.advance.__code__ in codes or any(code.co_name == "_compute_reference" for code in codes)
     fits = trainer.state.fn == TrainerFn.FITTING and in_step
-    if not (micro_batch.is_auto(cfg) and fits and memory.is_missing(error) and module.automatic_optimization):
+    if not (micro_batch.is_auto(cfg) and fits and is_missing(error) and module.automatic_optimization):
         return None
     batches = data_of(trainer).batches
     size = micro_batch.smaller(cfg, batches)

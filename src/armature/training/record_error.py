@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from armature.data.memory import is_missing
 from armature.errors import MicroBatchTooLarge
 from armature.launcher import environment
 from armature.training import memory, micro_batch, not_finite
@@ -33,7 +34,7 @@ class RecordError(Callback):
         self.smaller: micro_batch.Smaller | None = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if memory.is_missing(exception):
+        if is_missing(exception):
             with suppress(Exception):  # an explanation must not hide the error
                 exception.add_note(memory.explain(self.cfg, trainer, pl_module))
             with suppress(Exception):

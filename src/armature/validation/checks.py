@@ -58,7 +58,7 @@ def check(
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
-    cfg = pretrained.fill(cfg)
+    cfg = pretrained.fill(_with_numbers(cfg))
     problems, chosen = values.problems(cfg, plain(cfg)), None
     unsound = _target_problems(cfg) + _device_problems(cfg)
     sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
@@ -97,6 +97,9 @@ def decide(cfg: DictConfig) -> DictConfig:
         with open_dict(cfg):
             for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
                 cfg.data.setdefault(key, value)
+    elif "micro_batch_size" not in cfg.data and (default := signatures.default(cfg.data._target_, "micro_batch_size")):
+        with open_dict(cfg):
+            cfg.data.micro_batch_size = default
     return cfg
 
 
@@ -181,6 +184,20 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
         return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
     return []
+
+
+def _with_numbers(cfg: DictConfig) -> DictConfig:
+    """Write out the numbers that a resolver makes for a key of a known type (`seed=${oc.env:SEED}`).
+
+    A resolver gives text, which only this configuration turns into a number: config.yaml has no types.
+    """
+    cfg = cfg.copy()
+    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
+        if isinstance(value, str) and re.fullmatch(r"\$\{[\w.]+:.*\}", value):
+            found = OmegaConf.select(cfg, path)
+            if isinstance(found, int | float):
+                OmegaConf.update(cfg, path, found)
+    return cfg
 
 
 def _dangling(cfg: DictConfig) -> list[str]:

@@ -3,6 +3,7 @@
 Hydra stops at the first mistake. On this path alone, each override is tried by itself on top of the sound ones.
 """
 
+import codecs
 import difflib
 import math
 import re
@@ -29,6 +30,7 @@ from armature.errors import ConfigError
 from armature.sweeps import space
 from armature.validation import foreign_keys, signatures
 
+_ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
 MOST_SECONDS = 4.0  # of CPU time for trying all but the first: a machine that stands still must not skip any
@@ -261,11 +263,14 @@ def _describe(
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
     if group in OPEN and name and not override.startswith("+"):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
-    if key.startswith("hydra."):  # of the sweep that is chosen, too
-        known += [
-            f"hydra.{each}" for each in _keys(compose("train", [*_searched, *sound], return_hydra_config=True).hydra)
-        ]
+    if key.startswith("hydra."):
+        known = _of_hydra(sound)
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
+
+
+def _of_hydra(sound: list[str]) -> list[str]:
+    """Return the keys of Hydra itself, and of the sweep that is chosen."""
+    return [f"hydra.{each}" for each in _keys(compose("train", [*_searched, *sound], return_hydra_config=True).hydra)]
 
 
 def _is_argument(key: str, sound: list[str]) -> bool:
@@ -292,7 +297,11 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.YAMLError):
         return f"{where}: {plain_text(error)}."
-    first, *_ = [*filter(None, map(str.strip, file.read_text(encoding="utf-8").splitlines())), ""]
+    if file.read_bytes().startswith(codecs.BOM_UTF8):
+        return f"{where}: it begins with a byte order mark, which hides its first line. Save it as UTF-8 without one."
+    if isinstance(error, UnicodeDecodeError):
+        return f"{where}: it is not UTF-8 text (byte {error.start:,}). Save it as UTF-8."
+    first, *_ = [*filter(None, map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())), ""]
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
     if isinstance(error, MissingConfigException):
@@ -302,15 +311,34 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
         remedy = foreign_keys.remedy(group, option)
         return f"{where}: there is no '{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
     said = str(error.__cause__ or error)
+    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (wrong := _no_groups(file)):
+        return f"{where}: {' And '.join(wrong)}"
+    if "Could not override" in said or "To override a value" in said:
+        form = "Write '- override /GROUP: NAME' for a group of configs/, as in '- override /model: example'"
+        return f"{where}: {plain_text(error).rstrip('.')}. {form}."
     unknown = re.search(r"full_key: (\S+)", said)
     if unknown is None or "not in" not in said:
         return f"{where}: {plain_text(error)}."
     keys = _unknown_keys(file) if file.parent.name in GLOBAL else {}
-    known, found = _known(sound), []
+    found = []
     for key, value in ({unknown[1]: "…"} | keys).items():
+        known = _of_hydra(sound) if key.startswith("hydra.") else _known(sound)
         remedy = foreign_keys.remedy(key, value, known=known)
         found.append(f"there is no key '{key}'.{f' {remedy}' if remedy else _nearest(key, known)}")
     return f"{where}: {' And '.join(found)}"
+
+
+def _no_groups(file: Path) -> list[str]:
+    """Return the groups that a file makes something else."""
+    found = []
+    with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
+        read: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
+        for key in groups & read.keys():
+            if not isinstance(value := read[key], dict) and value is not None:
+                form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
+                found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}.")
+    return sorted(found)
 
 
 def _unknown_keys(file: Path) -> dict[str, str]:
@@ -336,6 +364,8 @@ def _as_typed(value: Any) -> str:
 def _nearest(word: str, known: list[str]) -> str:
     """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds `optimizer.lr`."""
     known = [each for each in known if not foreign_keys.is_opposite(word, each)]
+    if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
+        known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     if not near:
         last = word.rsplit(".", 1)[-1]

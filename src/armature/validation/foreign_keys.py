@@ -175,6 +175,7 @@ FOREIGN: dict[str, str] = {
     "data.test_batch_size": "Type data.eval_batch_size={value}",
     "data.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "data_dir": "Type data=text data.path={value}, or the key of your own data module",
+    "data.train_val_test_split": "Type data.source.val_fraction=… and data.source.test_fraction=…, or your own keys",
     "data.pin_memory": "Nothing to type: memory is pinned if the device is a GPU",
     "data.persistent_workers": "Nothing to type: workers live as long as the run; your own DataLoader keeps its value",
     "data.shuffle": "Nothing to type: training samples are shuffled in each epoch, by seed",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from armature.data.batching import LOADER_KEYS
+from armature.errors import ConfigError
 from armature.validation import annotations, foreign_keys
 
 LIBRARIES = ("torch", "lightning")  # their classes declare nothing of ours
@@ -89,7 +90,14 @@ def _module_file(name: str) -> Path | None:
 @functools.cache
 def _tree(module: str) -> ast.Module | None:
     file = _module_file(module)
-    return ast.parse(file.read_text(encoding="utf-8")) if file else None
+    if file is None:
+        return None
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:  # ValueError: a NUL, where Python 3.11 says no more
+        line = getattr(error, "lineno", None)
+        place = f"{file}:{line}" if line else str(file)
+        raise ConfigError(f"{module}: {place}: {getattr(error, 'msg', None) or error}. Correct the file.") from error
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -178,6 +186,13 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
     inherited = _with_bases(module, node, Signature(open=bool(node.bases)))
     inherited.required = next((signature_of(*base).required for base in _bases(module, node)), [])
     return inherited
+
+
+def default(target: str, name: str) -> Any:
+    """Return the default of a constructor's argument, or None if the source has none, or no literal."""
+    definition = find_definition(target)
+    found = None if definition is None else signature_of(*definition).defaults.get(name)
+    return found.value if isinstance(found, ast.Constant) else None
 
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:

@@ -1,0 +1,57 @@
+"""Refuse data that this machine's memory cannot hold in one message, which names the sizes that were asked for."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+
+from armature.data.batching import LOADER_KEYS
+from armature.errors import ConfigError, error_line, own_frames
+
+WORDS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+def is_missing(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
+
+
+@contextmanager
+def reporting(what: str, owner: Any) -> Iterator[None]:
+    """Raise ConfigError if memory runs out while data are built.
+
+    Args:
+        what: the data that are built, for the message.
+        owner: their data module, or its settings.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if cause is None or not is_missing(cause):
+            raise
+        place = own_frames(traceback.extract_tb(cause.__traceback__))[-1]
+        typed = ", ".join(f"data.{name}={size}" for name, size in _largest(owner))
+        remedy = f"Type a smaller number ({typed})" if typed else "Name less data"
+        raise ConfigError(
+            f"data: this machine's memory cannot hold {what} ({error_line(cause)}; {place.filename}:{place.lineno}). "
+            f"{remedy}, or make each sample when __getitem__ asks for it."
+        ) from error
+
+
+def _largest(owner: Any, *, count: int = 2, least: int = 1000) -> list[tuple[str, int]]:
+    """Return the largest whole numbers among the settings of a data module, as far as it keeps them by their names."""
+    if not isinstance(owner, Mapping):
+        kept = {**getattr(owner, "hparams", {}), **vars(owner)}
+        owner = {name: kept.get(name) for name in inspect.signature(type(owner)).parameters}
+    given = {name: value for name, value in owner.items() if name not in LOADER_KEYS}
+    sizes = {name: value for name, value in given.items() if type(value) is int and value >= least}
+    return sorted(sizes.items(), key=lambda item: -item[1])[:count]
