@@ -258,6 +258,14 @@ def test_a_rank_without_a_sample_gets_one_that_does_not_count():
     assert [batch["targets"].tolist() for batch in (empty, last)] == [[IGNORED], [7]]
 
 
+def test_an_empty_split_is_not_warned_of(tmp_path):
+    data = NumbersData()
+    data.dataset = lambda split: Numbers(21 if split == "train" else 0)
+    module, _ = fit(data, tmp_path, steps=2)
+    assert len(module.steps) == 2
+    assert module.validated == []
+
+
 def test_a_split_may_be_absent():
     data = NumbersData()
     data.dataset = lambda split: None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from armature.models.decoder import rope
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import problems
 from armature.models.decoder.loss import ChunkedCrossEntropy
@@ -62,6 +63,13 @@ def test_rotary_depends_on_relative_positions_only():
     ]
     assert scores[0] == pytest.approx(scores[1], abs=1e-5) == pytest.approx(scores[2], abs=1e-5)
     assert scores[0] != pytest.approx(scores[3], abs=1e-3)
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_rope_frequencies_are_rounded_as_in_the_programs_that_trained_the_models(theta):
+    found, _ = rope.frequencies(128, theta=theta, scaling=None, device="cpu")
+    expected = 1.0 / theta ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)  # Llama's and transformers'
+    assert torch.equal(found, expected)
 
 
 def test_rope_scaling_keeps_fast_frequencies_and_divides_slow_ones():

@@ -263,7 +263,7 @@ class DataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> Any:
         dataset = self._dataset(split)
         if not len(cast(Sized, dataset)):
-            warnings.filterwarnings("ignore", message="Total length of `DataLoader` across ranks is zero")
+            warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         return self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
 
     def _evaluation_sampler(self, dataset: Any, batch_size: int, *, pads: bool = True) -> EvalSampler:

@@ -89,7 +89,9 @@ def parse(record: object, *, where: str) -> Conversation:
         raise ConfigError(f"{where}: neither messages, nor prompt and completion (there: {there}). Write {FORM}.")
     learned = learned_of(read, first)
     if not learned:
-        raise ConfigError(f"{where}: no message of the role assistant, so there is nothing to learn. Remove the line.")
+        unlearned = any(message["role"] == "assistant" for message in read[first:])
+        found = "all messages of the role assistant have weight 0" if unlearned else "no message of the role assistant"
+        raise ConfigError(f"{where}: {found}, so there is nothing to learn. Remove the line.")
     return Conversation(where, read, tools(record, where=where), learned)
 
 
@@ -131,6 +133,8 @@ def _message(value: object, *, where: str) -> Message:
         raise ConfigError(f"{where}: tool_calls hold a {type(calls).__name__}, not a list. Write a list of calls.")
     if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
         content = "".join(str(each.get("text", "")) for each in content)
+    if value.get("weight", 1) not in (0, 1):
+        raise ConfigError(f"{where}: weight must be 1, or 0 for a message not to learn. Got {_short(value['weight'])}.")
     if content is None and value["role"] == "assistant" and calls:
         return value  # templates may ask whether it is none
     if not isinstance(content, str):

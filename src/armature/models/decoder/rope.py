@@ -21,7 +21,8 @@ def frequencies(
     `scaling` is the decoder's `rope_scaling`: a `kind` (llama3 if it is left out) and that kind's own numbers.
     """
     exponent_K = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    frequency_K = theta**-exponent_K
+    # rounded as where models of Hugging Face were trained: theta**-exponent is 0.008 rad off at position 131,072
+    frequency_K = 1.0 / theta**exponent_K
     if scaling is None:
         return frequency_K, 1.0
     numbers = {key: value for key, value in scaling.items() if key != "kind"}
