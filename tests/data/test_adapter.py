@@ -385,13 +385,15 @@ def test_a_batch_sampler_fixes_the_global_batch():
         PlainData(Plain(batch_sampler), seed=5, global_batch_size=8).setup("fit")
 
 
-def test_ranks_with_other_data_are_refused(tmp_path):
-    strategy = OneOf(1, 2)
-    strategy.broadcast = lambda obj, src=0: "other"
+@pytest.mark.parametrize(("rank", "same", "where"), [(1, False, "rank 1"), (0, True, "another rank")])
+def test_ranks_with_other_data_are_refused_on_all_ranks(rank, same, where):
+    strategy: Any = OneOf(rank, 2)
+    strategy.broadcast = lambda obj, src=0: obj if same else "other"
+    strategy.reduce_boolean_decision = lambda decision: False
     data = PlainData(Plain(), seed=5)
     data.setup("fit")
     data.trainer = type("Trainer", (), {"strategy": strategy, "accumulate_grad_batches": 1})()
-    with pytest.raises(ConfigError, match="other training data on rank 1 than on rank 0"):
+    with pytest.raises(ConfigError, match=f"other training data on {where} than on rank 0"):
         data.train_dataloader()
 
 

@@ -282,6 +282,15 @@ def test_accumulation_that_contradicts_the_batch_sizes_is_refused(tmp_path):
         fit(NumbersData(micro_batch_size=2), tmp_path, steps=1, micro=4)
 
 
+def test_data_that_grow_while_training_are_refused():
+    data = NumbersData(size=24)
+    loader = data.train_dataloader()
+    assert len(list(loader)) == 6
+    data._dataset("train").size += 8  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ConfigError, match=r"24 training samples when the run began, and there are 32 now\. .* known\["):
+        list(loader)
+
+
 def test_another_number_of_samples_on_resume_is_reported(caplog):
     data = NumbersData(size=30)
     with caplog.at_level("WARNING"):

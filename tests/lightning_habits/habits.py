@@ -1,6 +1,7 @@
 """The list of habits. `python -m tests.lightning_habits.habits` prints it."""
 
 from tests.lightning_habits.cells import ALL, CALLBACKS, FIND_UNUSED, NO_CLIP, SINGLE, STOCK, callback, regression
+from tests.lightning_habits.further import FURTHER
 from tests.lightning_habits.more import MORE
 from tests.lightning_habits.newest import NEWEST
 from tests.lightning_habits.runs import Habit
@@ -328,6 +329,7 @@ HABITS = [
     *DATA,
     *MORE,
     *NEWEST,
+    *FURTHER,
 ]
 
 if __name__ == "__main__":

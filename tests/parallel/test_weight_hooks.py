@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from armature.parallel import initialization
+from armature.parallel import dtensors, initialization
 from benchmarks.parity.harness import on_ranks
 
 
@@ -83,3 +83,12 @@ def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built() -> None:
     model.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad[0, 0] == 1.0
+
+
+def test_attributes_of_weights_are_carried_to_those_that_take_their_place():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    vars(model[0].bias)["_no_weight_decay"] = True
+    before = [*model.named_parameters()]
+    model[0].bias = nn.Parameter(torch.zeros(2))
+    dtensors.carry_attributes(before, model)
+    assert [name for name, param in model.named_parameters() if hasattr(param, "_no_weight_decay")] == ["0.bias"]

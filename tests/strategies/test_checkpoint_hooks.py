@@ -26,6 +26,7 @@ from armature.checkpoint import convert, lightning_file, plain, state, storage
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
+from tests.lightning_habits.packages import SlowWeights
 
 pytestmark = [  # what Lightning says of loaders and callbacks that differ, as they do here on purpose
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
@@ -544,13 +545,20 @@ class ByHand(Module):
             self.optimizers().zero_grad()
 
 
+class LooksAhead(Module):
+    """Its optimizer saves slow weights and a counter beside torch's entries."""
+
+    def configure_optimizers(self):
+        return SlowWeights(super().configure_optimizers(), k=3)
+
+
 class SavesInBatch(SavesAt):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == self.step:
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize(("module", "step"), [(ByLBFGS, 1), (ByHand, 2)])
+@pytest.mark.parametrize(("module", "step"), [(ByLBFGS, 1), (ByHand, 2), (LooksAhead, 1)])
 def test_every_optimizer_resumes_exactly(tmp_path, module, step):
     torch.manual_seed(0)
     straight = module()

@@ -74,6 +74,15 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is closure.empty
 
 
+def is_saved_whole(optimizer: Optimizer) -> bool:
+    """Return whether a checkpoint holds an optimizer's state dict as it is, instead of its tensors by weight.
+
+    A user's optimizer may save more than torch's entries, such as Lookahead's slow weights or a wrapper's averages.
+    """
+    own = optimizer.state_dict() if type(optimizer).state_dict is not Optimizer.state_dict else {}
+    return needs_closure(optimizer) or not isinstance(own, Mapping) or bool(own.keys() - {"state", "param_groups"})
+
+
 def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
     """Return gradients as `extra.grad.<name>`: a step of manual optimization may use those of earlier batches too."""
     named = ((name, param.grad) for param, name in parameter_names(module).items())

@@ -331,14 +331,17 @@ class PlainData(DataModule):
         )
 
     def _check_ranks_agree(self, read: ReadLoader) -> None:
-        """Raise ConfigError if this rank's data are not those of rank 0: the ranks divide one order of samples."""
+        """Raise ConfigError, on all ranks, if their data are not the same: they divide one order of samples."""
         if self._rank_and_ranks()[1] == 1 or self._ranks_agree:
             return
         own = hashlib.sha256(repr((self.train_size, read.describe())).encode()).hexdigest()
-        if own != self.trainer.strategy.broadcast(own):
+        strategy, rank = self.trainer.strategy, self._rank_and_ranks()[0]
+        same = own == strategy.broadcast(own)
+        if not strategy.reduce_boolean_decision(same):
+            where = "another rank" if same else f"rank {rank}"
             raise ConfigError(
-                f"data: {type(self.module).__name__} has other training data on rank {self._rank_and_ranks()[0]} than "
-                f"on rank 0 ({self.train_size} samples here). Let every rank have all samples, in the same order: they "
+                f"data: {type(self.module).__name__} has other training data on {where} than on rank 0 "
+                f"({self.train_size} samples on rank {rank}). Let every rank have all samples, in the same order: they "
                 "are divided over the ranks later."
             )
         self._ranks_agree = True

@@ -73,6 +73,7 @@ class DataModule(L.LightningDataModule):
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
         self.left_out: list[tuple[int, int]] = []
+        self._first_size: int | None = None  # training samples, before hooks could change the dataset
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
 
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
@@ -114,10 +115,21 @@ class DataModule(L.LightningDataModule):
 
     @property
     def train_size(self) -> int:
-        """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each epoch's order."""
+        """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each epoch's order.
+
+        Raises:
+            ConfigError: the number of samples has changed since it was first asked for.
+        """
         size, limit = self._train_samples, self.limit_train_batches
         if not size:
             raise ConfigError(f"data: {type(self).__name__} has no training samples: dataset('train') is empty.")
+        self._first_size = size if self._first_size is None else self._first_size
+        if size != self._first_size:
+            raise ConfigError(
+                f"data: there were {self._first_size} training samples when the run began, and there are {size} now. "
+                "Steps and positions count by their number, so it must stay. Let the dataset have one length from the "
+                "start, and return a sample that it knows at each index: known[index % len(known)]."
+            )
         if limit is None:
             return size
         batches = limit if isinstance(limit, int) else max(1, int(limit * size / self.global_batch_size))

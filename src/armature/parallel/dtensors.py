@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -272,7 +272,15 @@ def learn_gradient_types(model: nn.Module) -> None:
                     group._init_mp_dtypes()
 
 
-# ---------------------------------------------------------------- hooks of weights
+# ---------------------------------------------------------------- attributes and hooks of weights
+def carry_attributes(before: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> None:
+    """Give parameters that took others' place the attributes of these, such as `_no_weight_decay` (S4, Mamba)."""
+    now = dict(module.named_parameters())
+    for name, param in before:
+        if name in now and now[name] is not param:
+            vars(now[name]).update({key: value for key, value in vars(param).items() if key not in vars(now[name])})
+
+
 def carry_hooks(model: nn.Module) -> None:
     """Let hooks that `weight.register_hook` has added see the gradients of gathered weights, each rank's own.
 

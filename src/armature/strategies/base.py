@@ -108,7 +108,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         super().setup(trainer)
         for optimizer in self.optimizers:
             # Adafactor computes means over rows and columns of whole weights
-            whole = state.needs_closure(optimizer) or isinstance(optimizer, torch.optim.Adafactor)
+            whole = state.is_saved_whole(optimizer) or isinstance(optimizer, torch.optim.Adafactor)
             if whole and not self.saves_files:
                 raise ConfigError(
                     f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or "

@@ -104,7 +104,7 @@ class CheckpointMixin(LayoutMixin):
         """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if state.needs_closure(optimizer):
+        if state.is_saved_whole(optimizer):
             return {"whole": optimizer.state_dict()}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = state.optimizer_state(optimizer, names, index=index)

@@ -181,6 +181,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)
+        dtensors.carry_attributes(before, module)
         if options.expert == self.sizes["pipe"] == 1:  # else some are another rank's
             self._check_left_behind(before)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})

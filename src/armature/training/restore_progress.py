@@ -10,7 +10,7 @@ from torch import Tensor
 
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import epoch_metrics, epoch_start
+from armature.training import attributes, epoch_metrics, epoch_start
 from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -41,6 +41,8 @@ class RestoreProgress(Callback):
         self._random: dict[str, Any] | None = None  # of this rank, when its epoch began; None: no hook can draw
         self._attributes: epoch_start.SavedAttributes | None = None
         self._saved_attributes: epoch_start.Saved = []
+        self._digests: dict[str, str] = {}  # of rank 0's attributes that had changed when the checkpoint was saved
+        self._at_start: dict[str, str] | None = None  # the same of all attributes, when training began
         self._weights: dict[str, Tensor] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
         self._trainer: OurTrainer | None = None
 
@@ -65,8 +67,10 @@ class RestoreProgress(Callback):
             trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,
             epoch_metrics.newest_of(results),
+            attributes.changed(trainer, self._at_start) if process_group.rank() == 0 else {},
         )
-        logged, states, data_ranks, in_eval, random, newest = zip(*process_group.all_gather_object(own), strict=True)
+        everyones = zip(*process_group.all_gather_object(own), strict=True)
+        logged, states, data_ranks, in_eval, random, newest, digests = everyones
         return {
             "epoch": trainer.current_epoch,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -77,6 +81,7 @@ class RestoreProgress(Callback):
             "in_eval": sorted({name for names in in_eval for name in names}),
             "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
+            "attributes": digests[0],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -89,6 +94,7 @@ class RestoreProgress(Callback):
         # under another layout ranks draw other numbers anyway
         if random and len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
             self._random = random["ranks"][process_group.rank()]
+            self._digests = state_dict.get("attributes", {})
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
@@ -124,6 +130,7 @@ class RestoreProgress(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._find_attributes()  # strategies that load after on_fit_start
+        self._at_start = attributes.digests(trainer) if process_group.rank() == 0 else {}
         step = completed_batches(trainer)
         if not step:
             return
@@ -164,6 +171,7 @@ class RestoreProgress(Callback):
             if mid_epoch or closing:
                 self._random = self._random or epoch_start.random_state(trainer)
                 epoch_start.repeat(trainer, self._saved_attributes, self._random)
+                attributes.warn_of_lost(trainer, self._digests)
             epoch_start.put_back(module, weights)
             if self._in_eval is not None:
                 epoch_start.set_modes(module, self._in_eval)

@@ -1,0 +1,156 @@
+"""Name the plain attributes that a resume has lost: no checkpoint holds them, as in Lightning.
+
+A checkpoint holds a digest of each attribute of the user's module, callbacks, data module and optimizers that has
+changed since training began, on rank 0. After a resume inside an epoch, the user's own hooks have not restored what
+then differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from armature.data.base import DataModule
+from armature.parallel import process_group
+from armature.parallel.gradients import local_part
+from armature.training.progress import data_of
+
+log = logging.getLogger(__name__)
+
+_NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.", "torch.", "torchmetrics.", "builtins.")
+_MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
+_OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, torch.optim.lr_scheduler.LRScheduler)
+
+
+def digests(trainer: Any) -> dict[str, str]:
+    """Return a digest of each attribute, by the class of its owner and its name."""
+    found = {}
+    for label, owner, frameworks in _owners(trainer):
+        for name, value in vars(owner).items():
+            if inspect.isroutine(value):  # torch and Lightning replace methods
+                continue
+            if name not in frameworks and (digest := _digest(value)) is not None:
+                found[f"{label}.{name}"] = digest
+    return found
+
+
+def changed(trainer: Any, since: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the digests that are not as in `since`; none if training has not begun (None)."""
+    return {} if since is None else {n: d for n, d in digests(trainer).items() if since.get(n) != d}
+
+
+def warn_of_lost(trainer: Any, saved: Mapping[str, str]) -> None:
+    """Warn on rank 0 of the attributes that differ from when the checkpoint was saved."""
+    now = digests(trainer) if saved and process_group.rank() == 0 else {}
+    lost = sorted(name for name, digest in saved.items() if now and now.get(name) != digest)
+    if lost:
+        log.warning(
+            "Not as they were when the checkpoint was saved: %s. No checkpoint holds such attributes. If a step reads "
+            "one that was set before it, the resumed run differs: save it in on_save_checkpoint, state_dict or a "
+            "buffer (docs/resume.md).",
+            ", ".join(lost),
+        )  # fmt: skip
+
+
+def _owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield a label, an object of a user's class, and the names of its attributes that are not the user's."""
+    module, data = trainer.lightning_module, data_of(trainer)
+    for name, part in module.named_modules():
+        if _is_users(part):
+            yield f"{type(module).__name__}{'.' * bool(name)}{name}", part, vars(L.LightningModule()).keys()
+    data = getattr(data, "module", data)  # a PlainData's
+    if data is not None and _is_users(data):
+        ours = vars(DataModule(global_batch_size=1)).keys() if isinstance(data, DataModule) else ()
+        yield type(data).__name__, data, {*vars(L.LightningDataModule()), *ours}
+    for each in trainer.callbacks:
+        if _is_users(each):
+            yield type(each).__name__, each, ()
+    for each in trainer.optimizers:
+        if _is_users(each):
+            yield type(each).__name__, each, vars(torch.optim.SGD([torch.zeros(1)])).keys()
+
+
+def _is_users(value: Any) -> bool:
+    return not f"{type(value).__module__}.".startswith(_NOT_USERS) and hasattr(value, "__dict__")
+
+
+def _digest(value: Any) -> str | None:
+    """Return a digest of a value that is the same in another process; None if it is large."""
+    digest = _Digest()
+    try:
+        digest.add(value)
+    except Exception:  # of a user's class, too
+        return None
+    return digest.hash.hexdigest()[:16]
+
+
+class _Digest:
+    def __init__(self) -> None:
+        self.hash, self.left, self.parents = hashlib.sha256(), _MOST_BYTES, set()
+        self.parts_left = _MOST_PARTS
+
+    def add(self, value: Any) -> None:
+        """Add a value and all that it consists of. Raise ValueError if it is too large, or made anew in each step."""
+        self.parts_left -= 1
+        self.write(type(value).__name__.encode())
+        if isinstance(value, _NUMBERS):
+            self.write(repr(value).encode())
+        elif isinstance(value, Tensor | np.ndarray):
+            self._add_array(value)
+        elif isinstance(value, torch.Generator):
+            self.add(value.get_state())
+        elif isinstance(value, np.random.Generator):
+            self.add(value.bit_generator.state)
+        elif isinstance(value, np.random.RandomState):
+            self.add(value.get_state(legacy=False))
+        elif isinstance(value, random.Random):
+            self.add(value.getstate())
+        elif isinstance(value, set | frozenset):
+            self.add(sorted(value, key=repr))
+        else:
+            self._add_parts(value)
+
+    def _add_parts(self, value: Any) -> None:
+        """Add what a container or an object of a user's class holds. Anything else counts by its type alone."""
+        parts = []
+        if id(value) in self.parents:
+            return
+        if isinstance(value, Mapping):
+            parts = [each for item in value.items() for each in item]
+        elif isinstance(value, list | tuple | deque):
+            parts = list(value)
+        elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
+            parts = [each for item in vars(value).items() for each in item]
+        self.parents.add(id(value))
+        for part in parts:
+            self.add(part)
+        self.parents.discard(id(value))
+
+    def _add_array(self, value: Tensor | np.ndarray) -> None:
+        if isinstance(value, Tensor):
+            value = local_part(value)
+            plain = type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+            if not plain or value.nbytes > self.left:  # the output of a step is made anew
+                raise ValueError("no plain value")
+            value = value.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self.write(f"{value.dtype} {value.shape}".encode())
+        self.write(value.tobytes() if value.dtype.kind in "biufcSU" else repr(value.tolist()).encode())
+
+    def write(self, data: bytes) -> None:
+        self.left -= len(data)
+        if min(self.left, self.parts_left) < 0:
+            raise ValueError("large")
+        self.hash.update(data)

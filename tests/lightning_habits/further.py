@@ -1,0 +1,52 @@
+"""Habits of packages: their averages, optimizers, tags on parameters, steps, samplers and loaders."""
+
+from tests.lightning_habits.cells import ALL, SINGLE, STOCK, callback, regression
+
+WHOLE = ("single", "ddp2")  # under fsdp torch cannot compute their step, and the message says so
+APART = dict.fromkeys(("ddp2", "fsdp2"), "other training data on")
+
+FURTHER = [
+    regression("metric_in_loss", "steps.MetricInLoss", layouts=SINGLE),
+    regression("reads_callback_metrics", "steps.ReadsCallbackMetrics", layouts=SINGLE),
+    regression("seeds_validation", "steps.SeedsValidation", "trainer.val_every_n_steps=4", layouts=SINGLE),
+    regression("draws_at_start", "loaders.DrawsAtStart", data="loaders.NegativeData", layouts=SINGLE),
+    regression("growing_data", "loaders.Labels", data="loaders.GrowingData", refused=dict.fromkeys(ALL, "are 32 now")),
+    regression("own_loader_class", data="loaders.OwnLoaderClass", refused=dict.fromkeys(ALL, "own __iter__ decides")),
+    regression("wrapped_loader", data="loaders.WrappedLoader", refused=dict.fromkeys(ALL, "return one torch")),
+    regression("lists_of_indices", data="loaders.ListsOfIndices"),
+    regression("out_of_order", data="loaders.OutOfOrder"),
+    regression("with_replacement", data="loaders.WithReplacement"),
+    regression("own_distributed_sampler", data="loaders.OwnDistributedSampler", refused=APART, sample=("ddp2",)),
+    regression("node_stream", data="loaders.NodeStream", refused=APART),
+    regression("shuffled_stream", data="loaders.ShuffledStream"),
+    regression("episodes", data="loaders.EpisodeData"),
+    regression("ema_pytorch", "packages.AveragedByEma"),
+    regression("ema_timm", "packages.AveragedByTimm", refused={"ddp2": "is not the same on all ranks"}),
+    regression(
+        "ema_nemo", "regression.Regressor", callback("tests.lightning_habits.packages.NemoEMA"), layouts=WHOLE
+    ),
+    regression(
+        "looks_ahead", "packages.LooksAhead", refused={"fsdp2": "needs the whole model on every rank"},
+        sample=("single",),
+    ),
+    regression("step_hooks", "packages.StepHooks"),
+    regression("tensor_rate", "packages.TensorRate"),
+    regression("own_muon", "packages.Muons", layouts=WHOLE),
+    regression("prodigy", "packages.Prodigies", layouts=WHOLE),
+    regression("on_sphere", "packages.OnSphere"),
+    regression("tagged", "packages.Tagged", sample=("fsdp2",)),
+    regression("histograms", "steps.Histograms", layouts=WHOLE),  # NumPy reads no sharded tensor
+    regression("steps_in_backward", "packages.StepsInBackward", refused={"ddp2": "is not the same on all ranks"}),
+    regression("orthogonal_penalty", "steps.Orthogonal"),
+    regression("calls_forward", "steps.CallsForward", apart=("net.2.bias",)),
+    regression("partial_steps", "steps.PartialSteps", "trainer.test_at_end=true"),
+    regression("decorated_steps", "steps.DecoratedSteps"),
+    regression("parent", "steps.Parent"),
+    regression("chosen_manual", "steps.ChosenManual"),
+    regression("chosen_automatic", "steps.ChosenManual", "+task.manual=false", "data.micro_batch_size=2"),
+    regression("sharded_hook", "steps.Sharded"),
+    regression("fine_schedules", "steps.FineSchedules", callback(f"{STOCK}.LearningRateMonitor", log_momentum="true")),
+    regression("old_spectral", "steps.OldSpectral"),
+    regression("cached_parametrization", "steps.CachedParametrization"),
+    regression("token_means", "steps.TokenMeans"),
+]  # fmt: skip
