@@ -5,9 +5,9 @@ import pytest
 from tests import running
 
 pytestmark = pytest.mark.slow
-STRATEGIES = {  # 3d is fsdp_tensor and fsdp_pipeline together
+STRATEGIES = {
     "single": 1, "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp_tensor": 4, "fsdp_pipeline": 4,
-    "mesh": 4, "context": 2, "expert": 2,
+    "mesh": 4, "context": 2, "expert": 2, "3d": 8, "deepspeed": 2, "deepspeed_zero3": 2,
 }  # fmt: skip
 NEEDS = {
     "expert": ["model=mixture_nano", "model.experts=4", "model.heads=2"],

@@ -43,7 +43,9 @@ def make(runs: Sequence[History]) -> str:
         "<h2>Curves</h2>",
         charts([each for each in drawn if each.lines], name="curves"),
         "<h2>Learning rate and speed</h2>",
-        plain_charts([replace(each, from_zero=each.title != "lr") for each in speed]),
+        plain_charts(
+            [replace(each, title=each.title.replace("_", " "), from_zero=each.title != "lr") for each in speed]
+        ),
         "<h2>Configurations</h2>",
         *_configurations(runs),
     ]
