@@ -215,7 +215,7 @@ class Puts(Module):
     [
         (np.float64(0.5), 0.5), (np.int64(3), 3), (np.str_("a"), "a"), (np.array(["a", "b"]), ["a", "b"]),
         (Path("x/y"), "x/y"), (Color.RED, "red"), (Rates(0.1, (1, 2)), {"first": 0.1, "others": (1, 2)}),
-        (collections.deque([1, 2], maxlen=3), [1, 2]), (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (collections.defaultdict(list, a=[1]), {"a": [1]}),
         (collections.Counter("aab"), collections.Counter("aab")), (frozenset([1]), {1}), ({(1, 2): {3}}, {(1, 2): {3}}),
         (torch.bfloat16, torch.bfloat16), (torch.device("cpu"), torch.device("cpu")), (2**100, 2**100), (None, None),
         (OmegaConf.create({"a": [1], "b": "${a}"}), {"a": [1], "b": [1]}), (1 + 2j, 1 + 2j),
@@ -246,6 +246,14 @@ def test_numpys_random_state_can_be_kept(tmp_path):
     np.random.set_state(again.got["legacy"])
     assert np.array_equal(np.random.rand(3), drawn)
     assert np.array_equal(np.asarray(again.got["array"]), np.arange(3.0))
+
+
+def test_a_deque_keeps_its_limit(tmp_path):
+    again = Puts(None)
+    kept = {"queue": collections.deque([(1, "a"), (2, "b")], maxlen=2), "free": [collections.deque()]}
+    fit(tmp_path, again, ckpt=saved_by(tmp_path, Puts(kept)), max_steps=3)
+    assert again.got == kept
+    assert (again.got["queue"].maxlen, again.got["free"][0].maxlen) == (2, None)
 
 
 @pytest.mark.parametrize("value", [nn.Linear, len, object(), slice(1)])

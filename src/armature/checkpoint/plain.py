@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
 _BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a derived class becomes one of these
 NDARRAY = "__ndarray__"  # the only key of a dict that holds a NumPy array's numbers as a tensor
+DEQUE = {"__deque__", "maxlen"}  # the keys of a dict that holds a deque's items and its limit
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
 
@@ -48,9 +49,9 @@ class NotPlain(Exception):
 def plain(value: Any, path: str = "") -> Any:
     """Return a value with plain types in place of others, or raise NotPlain.
 
-    Containers stay what they are where loading allows it; a deque or a configuration's list becomes a list, a frozenset
-    a set, and a dataclass, a namespace or any other mapping a dict. NumPy's scalars become Python's, its arrays what
-    `restored` turns into arrays again (of text: lists), a Path its text, and an enum its value.
+    Containers stay what they are where loading allows it; a configuration's list becomes a list, a frozenset a set, and
+    a dataclass, a namespace or any other mapping a dict. NumPy's scalars become Python's, a Path its text, and an enum
+    its value. `restored` turns what NumPy's arrays (of text: lists) and deques become into these again.
     """
     if type(value) in _KEPT:
         return value
@@ -79,8 +80,10 @@ def plain(value: Any, path: str = "") -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Return a loaded checkpoint with NumPy arrays where there were some when it was saved."""
+    """Return a loaded checkpoint with NumPy arrays and deques where there were some when it was saved."""
     if type(value) in (dict, OrderedDict):
+        if value.keys() == DEQUE:
+            return deque(map(restored, value["__deque__"]), value["maxlen"])
         if value.keys() == {NDARRAY}:
             return value[NDARRAY].numpy()
         return type(value)((key, restored(item)) for key, item in value.items())
@@ -94,6 +97,8 @@ def _plain_container(value: Any, path: str) -> Any:
         return kept(entries)
     if isinstance(value, list | tuple | deque):
         items = [plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, deque):
+            return {"__deque__": items, "maxlen": value.maxlen}
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
         return {plain(item, f"{path}, an element") for item in value}
