@@ -338,8 +338,6 @@ def quiet() -> None:
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    # DeepSpeed calls what torch 2.13 has renamed
-    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor` is deprecated")
 
 
 def _profiler(cfg: DictConfig, directory: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # DeepSpeed calls what torch 2.13 has renamed
+        warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor` is deprecated")
         self.join_group()
         DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's refuses a CPU, on which the engine works
         torch.manual_seed(self.seed)
