@@ -79,7 +79,8 @@ def is_saved_whole(optimizer: Optimizer) -> bool:
 
     A user's optimizer may save more than torch's entries, such as Lookahead's slow weights or a wrapper's averages.
     """
-    own = optimizer.state_dict() if type(optimizer).state_dict is not Optimizer.state_dict else {}
+    users = isinstance(optimizer, Optimizer) and type(optimizer).state_dict is not Optimizer.state_dict
+    own = optimizer.state_dict() if users else {}  # DeepSpeed's are no Optimizer of torch's
     return needs_closure(optimizer) or not isinstance(own, Mapping) or bool(own.keys() - {"state", "param_groups"})
 
 

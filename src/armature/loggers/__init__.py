@@ -21,7 +21,10 @@ class RowWriter(Protocol):
     """A logger that takes several optimizer steps in one call."""
 
     def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows of numbers by name; each has the `step` that it belongs to."""
+        """Take rows of numbers by name; each has the `step` that it belongs to. They are written by the next `save`."""
+
+    def save(self) -> None:
+        """Write the rows that were taken: before a checkpoint is saved, among others."""
 
 
 def writes_rows(logger: object) -> TypeIs[RowWriter]:

@@ -205,11 +205,15 @@ class StepLog(Callback):
     def flush(self, trainer: Trainer) -> None:
         """Log the pending rows and write what the files still lack, but for the newest row. All ranks call it."""
         self._log_pending(trainer)
-        self._write_files()
+        self._write_files(trainer)
 
-    def _write_files(self) -> None:
+    def _write_files(self, trainer: Trainer) -> None:
+        """Write what is kept for the next write: a run that is killed resumes behind the rows of its checkpoint."""
         self.csv.write_ready()
         self.timings.write_ready()
+        for logger in trainer.loggers:
+            if writes_rows(logger):
+                logger.save()
 
     def _log_pending(self, trainer: Trainer) -> None:
         """Reduce and read the pending rows, and pass them to metrics.csv and the loggers. All ranks call it."""
@@ -334,7 +338,7 @@ class StepLog(Callback):
         self.flush(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write_files()
+        self._write_files(trainer)
 
 
 def _samples_seen(trainer: Trainer) -> int:

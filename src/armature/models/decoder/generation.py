@@ -94,7 +94,10 @@ def _column_by_column(model: nn.Module, *, tokens: int) -> Iterator[None]:
     A product with one row then reads them about twice as fast, if they are small (up to a few megabytes). Their values
     stay, and so does the memory that they had: an optimizer or a strategy may hold views of it.
     """
-    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    linears = [
+        weight for module in model.modules() if isinstance(module, nn.Linear)
+        for name, weight in module.named_parameters(recurse=False) if name == "weight"
+    ]  # fmt: skip
     weights = [
         weight for weight in dict.fromkeys(linears)
         if type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.is_contiguous()
