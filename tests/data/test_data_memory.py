@@ -48,7 +48,9 @@ class InConstructor(L.LightningDataModule):
 def test_a_split_is_named_with_the_key_of_its_size():
     data = InDataset(samples=HUGE, global_batch_size=2000)
     assert data.train_size == 4
-    with pytest.raises(ConfigError, match=rf"{FITS} the val split of InDataset \(.*test_data_memory.py:\d+\)") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"{FITS} the val split of InDataset \(.*test_data_memory.py:\d+\)"
+    ) as caught:
         data.val_dataloader()
     assert f"Type a smaller number (data.samples={HUGE}), or" in str(caught.value)
 
