@@ -13,6 +13,7 @@ from armature.validation import values
 
 WRITES = ("log_metrics", "write_rows")
 CALLED = (*WRITES, "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")  # by a Trainer, StepLog
+SECONDS_BETWEEN_WRITES = 1.0  # of a file: opening it and writing to it take longer than a short step
 MOST_FAILURES = 3  # in a row: a service that is away may take minutes for each
 log = logging.getLogger(__name__)
 

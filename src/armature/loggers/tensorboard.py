@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-SECONDS_BETWEEN_WRITES = 1.0
+from armature.loggers import SECONDS_BETWEEN_WRITES
+
 log = logging.getLogger(__name__)
 
 

@@ -21,7 +21,7 @@ from armature.strategies.base import StrategyMixin
 
 HOOK = "on_train_batch_start"
 FLAG = "should_stop"
-_NOT_USERS = (*NOT_USERS, "torch.", "torchmetrics.", "builtins.")
+FRAMEWORKS = (*NOT_USERS, "torch.", "torchmetrics.", "builtins.")  # whose code is not the users'
 
 
 def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:
@@ -76,7 +76,7 @@ def may_stop(trainer: Any) -> bool:
     """Return whether there are several ranks, and code of users that mentions `should_stop`."""
     owners = (trainer.lightning_module, *trainer.callbacks) if process_group.ranks() > 1 else ()
     classes = {base for owner in owners for base in type(owner).__mro__}
-    users = (base for base in classes if not f"{base.__module__}.".startswith(_NOT_USERS))
+    users = (base for base in classes if not f"{base.__module__}.".startswith(FRAMEWORKS))
     return any(FLAG in code.co_names for base in users for value in vars(base).values() for code in _codes(value))
 
 

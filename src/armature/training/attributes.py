@@ -25,11 +25,11 @@ from torch.utils.data import Dataset
 from armature.data.base import DataModule
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
+from armature.training.agreement import FRAMEWORKS
 from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
 
-_NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.", "torch.", "torchmetrics.", "builtins.")
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -84,7 +84,7 @@ def _owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    return not f"{type(value).__module__}.".startswith(_NOT_USERS) and hasattr(value, "__dict__")
+    return not f"{type(value).__module__}.".startswith(FRAMEWORKS) and hasattr(value, "__dict__")
 
 
 def _digest(value: Any) -> str | None:

@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from armature import files
+from armature.loggers import SECONDS_BETWEEN_WRITES
 
 log = logging.getLogger(__name__)
 
 INSTEAD = "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard or logger=wandb"
-SECONDS_BETWEEN_WRITES = 1.0
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
