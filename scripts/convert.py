@@ -99,10 +99,10 @@ def is_adapter(source: Path) -> bool:
 
 def merge(args: argparse.Namespace) -> str:
     """Write an adapter's base model with the adapter added, and return what was written."""
-    from armature import worker
     from armature.finetune import merge
+    from armature.training import process
 
-    worker.quiet()
+    process.quiet()
     return merge.merge(args.source, args.target, base=args.base)
 
 
@@ -138,11 +138,11 @@ def near_suffix(target: Path) -> bool:
 
 def export_folder(args: argparse.Namespace) -> str:
     """Write a folder for transformers, and return what was written."""
-    from armature import worker
     from armature.finetune import export, peft
     from armature.loading import open_run
+    from armature.training import process
 
-    worker.quiet()
+    process.quiet()
     cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
     hint_at_average(args, checkpoint)
     if args.adapter:
@@ -187,11 +187,11 @@ def whole_weights(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any] 
 
 def export(args: argparse.Namespace) -> None:
     """Write a program that computes the model's outputs from one batch of inputs."""
-    from armature import worker
     from armature.checkpoint import convert
     from armature.loading import load_task, open_run
+    from armature.training import process
 
-    worker.quiet()
+    process.quiet()
     cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
     if args.average and not convert.has_averages(checkpoint):
         raise convert.lacks_average(checkpoint)

@@ -31,11 +31,11 @@ def evaluate(args: argparse.Namespace) -> None:
 
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
 
-    from armature import worker
     from armature.data.users_view import UsersTrainer
     from armature.loading import load_data, load_task, set_up_with, weights_note
+    from armature.training import process
 
-    worker.quiet()
+    process.quiet()
     data = load_data(cfg)
     task = load_task(cfg, checkpoint, set_up=set_up_with(data, "validate" if args.split == "val" else "test"))
     accelerator = cli.accelerator(args.accelerator)

@@ -76,14 +76,13 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         args.path, best=args.best, overrides=overrides, trust=args.trust, verified=share[1] if share[0] else None
     )
 
-    from armature import worker
     from armature.loading import load_data, load_task, set_up_with, weights_note
-    from armature.training import predict
+    from armature.training import predict, process
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)
     ranks = count_ranks(cfg.trainer.devices, accelerator) if "trainer.devices" in keys else 1
-    worker.quiet()
+    process.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
         task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict"))

@@ -197,7 +197,7 @@ def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
     monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
-    monkeypatch.setattr("armature.worker.quiet", lambda: None)
+    monkeypatch.setattr("armature.training.process.quiet", lambda: None)
     monkeypatch.setattr(predict, "predict", fails)
     monkeypatch.setattr(sys, "argv", ["predict.py", "run", "out=p.csv"])
     with pytest.raises(SystemExit) as ended:

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files, hardware, run_dir
 from armature.data.batching import LOADER_KEYS
-from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, error_line, masked
+from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, brief, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
@@ -226,6 +226,14 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
             error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception:
+        text = None if _full_error else brief(traceback.format_exc())
+        if text is None:
+            raise
+        if sweep:
+            raise RunFailed(text) from None
+        print(masked(text), file=sys.stderr)
+        sys.exit(1)
 
 
 def _is_of_a_grid(cfg: DictConfig) -> bool:

@@ -2,7 +2,10 @@
 
 import logging
 import os
+import re
+import sysconfig
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from traceback import FrameSummary
 
 EXIT_CONFIG = 2  # the exit code of a mistake in the configuration
@@ -73,6 +76,40 @@ class MaskingFormatter(logging.Formatter):
 def own_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
     """Return those of a traceback or a stack that lie outside of installed packages; all of them if none does."""
     return [each for each in frames if f"{os.sep}site-packages{os.sep}" not in each.filename] or [*frames]
+
+
+_PACKAGE = Path(__file__).resolve().parent
+_PROJECT = _PACKAGE.parents[1]
+# not the user's code: Python, what is installed, and this project's own commands
+_FOLDERS = (sysconfig.get_path("stdlib"), _PACKAGE, _PACKAGE.parent / "hydra_plugins", _PROJECT / "scripts")
+_OTHERS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), str(_PROJECT / "train.py"), "<")
+_FRAME = re.compile(r'  File "(.+)", line \d+, in .+')
+
+
+def brief(text: str) -> str | None:
+    """Return a traceback without its lines of libraries and of this project, or None if none is the user's.
+
+    Args:
+        text: of `traceback.format_exc()`.
+    """
+    lines, shown, end = text.splitlines(), [], 0
+    for i, line in enumerate(lines):
+        if (frame := _FRAME.fullmatch(line)) is None:
+            continue
+        end = i + 1
+        while end < len(lines) and lines[end].startswith(("    ", "  [Previous line")):
+            end += 1
+        if is_users(frame[1]):
+            shown.append("\n".join(lines[i : min(i + 2, end)]))
+    if not shown:
+        return None
+    return "\n".join(["Traceback (most recent call last), of your code alone:", *dict.fromkeys(shown), *lines[end:]])
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of a traceback holds the user's own code."""
+    installed = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
+    return not (installed or file.startswith(_OTHERS))
 
 
 def error_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from armature import config, run_dir
 from armature.checkpoint import buffers, convert, directory, huggingface, lightning_file, resume, state, storage
 from armature.data import adapter
 from armature.data.base import DataModule
+from armature.data.memory import is_missing
 from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError, error_line, own_frames
 from armature.finetune import base
@@ -141,7 +142,7 @@ def constructors() -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
-        if not isinstance(cause, TypeError | ValueError):
+        if cause is None or is_missing(cause):
             raise
         key = re.search(r"full_key: (\S+)", str(error))
         place = own_frames(traceback.extract_tb(cause.__traceback__))[-1]

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from hydra.utils import instantiate
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
@@ -34,16 +31,16 @@ from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching, memory
 from armature.data.base import DataModule
-from armature.errors import EXIT_CONFIG, ConfigError, MaskingFormatter
+from armature.errors import EXIT_CONFIG, ConfigError
 from armature.finetune import check as pretrained
-from armature.launcher import environment, heap, lock
+from armature.launcher import environment, lock
 from armature.launcher.rank import leave, leave_at_exit
 from armature.layout import Layout
 from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import loggers, not_finite, replicas, report, run_report, stock_callbacks
+from armature.training import hook_check, loggers, not_finite, process, replicas, report, run_report, stock_callbacks
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -51,12 +48,12 @@ from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
 from armature.training.record_error import RecordError, record
+from armature.training.refusals import refusal_of
 from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
 from armature.validation import manual, micro_batch, parallelism, relations, resize
-from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
 
@@ -86,17 +83,19 @@ def run(cfg: DictConfig) -> None:
     """Train, test and write summary.json. Called on every rank, after its process group was made."""
     stop = StopOnSignal(max_seconds=seconds_of(cfg.trainer.max_time), deadline=environment.deadline())
     stop.install()
-    log_file = _prepare_process(cfg, Path(cfg.run.dir))
+    log_file = process.prepare(cfg, Path(cfg.run.dir))
     try:
         one_folder.require(cfg)
         again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
         while (again := _attempt(*again, stop)) is not None:
             stop.forget_module()
             release()
+    except Exception as error:
+        process.keep_traceback(error, log_file)
+        raise
     finally:
         stop.restore()
-        logging.getLogger().removeHandler(log_file)  # a sweep's next trial has a log of its own
-        log_file.close()
+        process.close(log_file)
 
 
 def _attempt(
@@ -128,6 +127,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
+    hook_check.check(getattr(data, "module", data), base=L.LightningDataModule)
     with memory.reporting(f"the data of {type(data).__name__}", data):
         _prepare(data)
         data.setup("fit")
@@ -138,6 +138,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
 
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
+    hook_check.check(task, base=L.LightningModule)
     checkpoint = _checkpoint_to_resume(cfg, directory)
     if checkpoint is None and (found := pretrained.class_problems(cfg, data)):
         raise ConfigError(found)
@@ -226,8 +227,10 @@ def fit_and_test(run: Run) -> None:
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
-    except MisconfigurationException as error:  # what Lightning finds in the user's classes
-        raise ConfigError(str(error)) from error
+    except Exception as error:
+        if (refused := refusal_of(error, run.task)) is None:
+            raise
+        raise refused from error
     step_log.csv.flush()
     task: Any = run.task
     can_preview = reason == "finished" and hasattr(task, "preview") and run_report.can_sample(trainer)
@@ -307,37 +310,6 @@ def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     if isinstance(found, ConfigError):
         raise found
     return storage.first_intact(found, trust=cfg.checkpoint.trust)
-
-
-def _prepare_process(cfg: DictConfig, directory: Path) -> logging.Handler:
-    quiet()
-    (directory / "logs").mkdir(parents=True, exist_ok=True)  # an NFS client may not know yet that rank 0 made it
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
-    heap.keep_freed_memory(cfg.trainer.accelerator)
-    handler = logging.FileHandler(directory / "logs" / f"rank_{environment.rank():04d}.log")
-    hide_secrets(cfg)
-    handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.captureWarnings(True)
-    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = cfg.trainer.matmul_precision != "highest"  # convolutions
-    return handler
-
-
-def quiet() -> None:
-    """Silence warnings about things we do on purpose."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # torchmetrics has reduced them already
-    warnings.filterwarnings("ignore", message="The `srun` command is available")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-    # norms of each head's queries and keys, whose weights stay in fp32 under autocast
-    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-    # ours is resumable: the sampler knows its position
-    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
-    warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
 
 
 def _profiler(cfg: DictConfig, directory: Path) -> Any:

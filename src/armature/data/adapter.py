@@ -53,6 +53,8 @@ def _build(cfg: DictConfig) -> DataModule:
             f"data._target_={cfg.data._target_} makes a {type(made).__name__}. Name a LightningDataModule, or a class "
             "that derives from armature.data.base.DataModule (docs/data.md)."
         )
+    if "prepare_data_per_node" not in vars(made):  # which the constructor of Lightning's class sets
+        raise ConfigError(f"data: {type(made).__name__}.__init__ must call super().__init__() first. Add that line.")
     if "global_batch_size" in parameters:
         loader["global_batch_size"] = node.get("global_batch_size")
     return PlainData(made, **{"seed": cfg.seed, **loader})
@@ -262,6 +264,9 @@ class PlainData(DataModule):
     @override
     def _train_samples(self) -> int:
         read: ReadLoader = self._read["train"]
+        if not len(read.dataset):
+            name = type(self.module).__name__
+            raise ConfigError(f"data: {name} has no training samples: the dataset of train_dataloader is empty.")
         return self._limited(len(read.dataset) if read.draw is None else read.draw.size)
 
     @override
@@ -308,6 +313,8 @@ class PlainData(DataModule):
         return self._read[key]
 
     def _replace(self, read: ReadLoader, name: str, *, pads: bool = True) -> Any:
+        if not len(read.dataset):
+            self._say_empty(name, type(self.module).__name__)
         # at least 2 if possible: with 1 a rank may be left without a sample at the end
         size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1])
         return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size, pads=pads), read=read)

@@ -72,6 +72,7 @@ class DataModule(L.LightningDataModule):
         self.limit_train_batches: int | float | None = None  # global batches per epoch, or a share of it
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
+        self._empty: set[str] = set()  # loaders that have been named
         self.left_out: list[tuple[int, int]] = []
         self._first_size: int | None = None  # training samples, before hooks could change the dataset
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
@@ -275,8 +276,19 @@ class DataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> Any:
         dataset = self._dataset(split)
         if not len(cast(Sized, dataset)):
+            self._say_empty(split, type(self).__name__)
             warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         return self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
+
+    def _say_empty(self, loader: str, owner: str) -> None:
+        """Say once that a loader for evaluation has no samples.
+
+        Args:
+            loader: its name, such as "val" or "val/0".
+        """
+        if loader not in self._empty and self._rank_and_ranks()[0] == 0:
+            log.warning("data: %s has no samples for %s: nothing is measured there.", owner, loader)
+        self._empty.add(loader)
 
     def _evaluation_sampler(self, dataset: Any, batch_size: int, *, pads: bool = True) -> EvalSampler:
         rank, ranks = self._rank_and_ranks()

@@ -1,4 +1,4 @@
-"""Refuse data that this machine's memory cannot hold in one message, which names the sizes that were asked for."""
+"""Refuse in one message data that this machine's memory cannot hold, and data whose files are missing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hydra.errors import InstantiationException
 from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError, error_line, own_frames
 
+FILE_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 WORDS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
@@ -26,7 +27,7 @@ def is_missing(error: BaseException) -> bool:
 
 @contextmanager
 def reporting(what: str, owner: Any) -> Iterator[None]:
-    """Raise ConfigError if memory runs out while data are built.
+    """Raise ConfigError if memory runs out, or a file cannot be opened, while data are built.
 
     Args:
         what: the data that are built, for the message.
@@ -36,9 +37,14 @@ def reporting(what: str, owner: Any) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        if cause is None or not is_missing(cause):
+        if cause is None or not (is_missing(cause) or isinstance(cause, FILE_ERRORS)):
             raise
         place = own_frames(traceback.extract_tb(cause.__traceback__))[-1]
+        if isinstance(cause, FILE_ERRORS):
+            raise ConfigError(
+                f"data: {error_line(cause)} ({place.filename}:{place.lineno}, which builds {what}). Name files that "
+                "exist and may be read."
+            ) from error
         typed = ", ".join(f"data.{name}={size}" for name, size in _largest(owner))
         remedy = f"Type a smaller number ({typed})" if typed else "Name less data"
         raise ConfigError(

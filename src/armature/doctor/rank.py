@@ -35,10 +35,10 @@ def run(
     import lightning.pytorch as L
     import torch
 
-    from armature import worker
     from armature.doctor import communication, session, training
+    from armature.training import process
 
-    worker.quiet()
+    process.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     try:
         on_gpus = cfg.trainer.accelerator == "gpu"

@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 
 from armature import hardware, run_dir
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError, MicroBatchTooLarge, NotFinite, NotSaved, RunFailed
+from armature.errors import ConfigError, MicroBatchTooLarge, NotFinite, NotSaved, RunFailed, brief
 from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, micro_batch, resize
@@ -310,9 +310,10 @@ def describe(
         return Failure(message, rest, is_final=True)
     if kind == NotSaved.__name__:
         return Failure(rest, rest, is_final=True)
+    text = brief(text or "") or text or failure.message
     return Failure(
         f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
-        f"{text or failure.message}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",
+        f"{text}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",
         is_error=True,
         problems=tuple(rest.splitlines()) if kind == ConfigError.__name__ else (),
     )

@@ -34,7 +34,7 @@ from armature.simulation.probe import Probe, StepEnded, Validation
 from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
 from armature.strategies.base import StrategyMixin
-from armature.training import flops
+from armature.training import flops, process
 from armature.training.stop import StopOnSignal
 from armature.validation import checks
 
@@ -158,7 +158,7 @@ def _simulate(
     hooks.install(meter)
     operators.install(meter)
     substitutes.experts_load(meter, load=expert_load)
-    worker.quiet()
+    process.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     adapter_build = worker.adapter.build
 

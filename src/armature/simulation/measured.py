@@ -98,10 +98,11 @@ def _step(cfg: DictConfig) -> dict[str, Any]:
     from armature.layout import Layout
     from armature.parallel import process_group
     from armature.simulation.probe import MeasuredStep, StepEnded
+    from armature.training import process
     from armature.training.stop import StopOnSignal
 
     torch.set_num_threads(1)
-    worker.quiet()
+    process.quiet()
     process_group.init()
     run = worker.build(cfg, StopOnSignal(max_seconds=None, deadline=None))
     layout = Layout.of(cfg)

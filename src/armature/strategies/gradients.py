@@ -26,6 +26,7 @@ from armature.strategies import hooks
 from armature.strategies.hooks import call_hooks
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
+from armature.training.refusals import loss_problem
 
 HOOK = "on_before_optimizer_step"
 CLIPPING_HOOKS = ("configure_gradient_clipping", "clip_gradients")
@@ -176,10 +177,17 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not kwargs):  # kwargs: gradient=
+            self._refuse_loss(closure_loss)
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
             raise ConfigError(self._problem_of(changed, "inside training_step", "unfreeze it in on_train_batch_start"))
         with self._step_context():  # activation checkpointing computes forwards again
             return self._backward(closure_loss, *args, **kwargs)
+
+    def _refuse_loss(self, loss: Tensor) -> None:
+        """Raise ConfigError for a loss that backward cannot begin at, unless the module has a backward of its own."""
+        if not is_overridden("backward", self.module) and (problem := loss_problem(loss, self.module)) is not None:
+            raise ConfigError(problem)
 
     def _step_context(self) -> AbstractContextManager[None]:
         """Return the context of what users' code computes in a step. The strategy's own work stays out of it."""

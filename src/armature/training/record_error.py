@@ -12,6 +12,7 @@ from armature.data.memory import is_missing
 from armature.errors import MicroBatchTooLarge
 from armature.launcher import environment
 from armature.training import memory, micro_batch, not_finite
+from armature.training.refusals import refusal_of
 from armature.training.stop import StoppedBySignal
 
 
@@ -44,4 +45,4 @@ class RecordError(Callback):
             if not micro_batch.begins_anew_here():
                 record(MicroBatchTooLarge(self.smaller.line))
         elif not isinstance(exception, StoppedBySignal | not_finite.RolledBack):
-            record(exception)
+            record(refusal_of(exception, pl_module) or exception)

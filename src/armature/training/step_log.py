@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from armature.loggers import writes_rows
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
+from armature.training import not_trained
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.progress import completed_batches, data_of
@@ -230,6 +231,7 @@ class StepLog(Callback):
         self.wait.marks.reset()
         *ranks, due = self._read(trainer, rows, [*own.values(), float(self.stragglers.is_due)])
         self._warn_of_nan(trainer, rows)
+        not_trained.warn(trainer, rows)
         over_all_ranks = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
 
         self.rate, self.data_wait = samples / seconds, over_all_ranks["data_wait"]

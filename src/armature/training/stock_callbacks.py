@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from armature.errors import ConfigError
 from armature.layout import Layout
+from armature.training import hook_check
 from armature.training.trainer import Trainer as OurTrainer
 from armature.validation import lightning_callbacks
 
@@ -25,8 +26,7 @@ class CheckCallbacks(Callback):
         layout, callbacks = Layout.of(self._cfg), trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         kinds = dict.fromkeys(type(each) for each in callbacks)
         found = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
-        if problems := [each for each in found if each is not None]:
-            raise ConfigError(problems)
+        hook_check.check(*callbacks, base=Callback, problems=[each for each in found if each is not None])
 
 
 def prepare(trainer: OurTrainer) -> None:

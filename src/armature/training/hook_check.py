@@ -1,0 +1,143 @@
+"""Check the hooks that users define against how they are called, before training: one of the end would cost a run."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from armature.errors import ConfigError
+from armature.parallel import process_group
+
+log = logging.getLogger(__name__)
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_NAMED = (
+    *STEPS, "setup", "teardown", "prepare_data", "configure_optimizers", "configure_callbacks", "configure_model",
+    "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward",
+    "transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
+)  # fmt: skip
+_BY_NAME = ("stage", "gradient_clip_val", "gradient_clip_algorithm")  # arguments that are passed by their names
+# hooks of Lightning 1 that nothing calls; those that Lightning 2 refuses itself are left out
+REMOVED = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "configure_model",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_keyboard_interrupt": "on_exception",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    "tbptt_split_batch": "training_step",
+    "get_progress_bar_dict": "log",
+}
+_LIKE = 0.92  # of difflib: on_train_epoch_ends is meant to be on_train_epoch_end
+
+
+def check(*owners: Any, base: type, problems: Sequence[str] = ()) -> None:
+    """Raise ConfigError for hooks that cannot be called, and warn of methods that look like hooks.
+
+    Args:
+        owners: modules, data modules or callbacks.
+        base: the class of Lightning that defines their hooks.
+        problems: others, to be told with these.
+    """
+    if found := [*problems, *(each for owner in owners for each in problems_of(owner, base))]:
+        raise ConfigError(found)
+    for text in (each for owner in owners for each in warnings_of(owner, base)):
+        if process_group.rank() == 0:
+            log.warning("%s", text)
+
+
+def problems_of(owner: Any, base: type) -> list[str]:
+    """Return which hooks of a module, data module or callback cannot be called as they will be.
+
+    Args:
+        base: the class of Lightning that defines the hooks.
+    """
+    found = []
+    for name in _hooks(base):
+        own = getattr(owner, name, None)
+        if not (callable(own) and is_overridden(name, owner, base)):
+            continue
+        try:
+            signature = inspect.signature(own)
+        except (TypeError, ValueError):  # not written in Python
+            continue
+        if not any(_takes(signature, *call) for call in _calls(name, getattr(base, name))):
+            args, keywords = _calls(name, getattr(base, name))[0]
+            found.append(
+                f"{type(owner).__name__}.{name}{signature}: it is called with ({', '.join((*args, *keywords))})."
+                f"{_advice(signature)} Define it as def {name}({', '.join(('self', *args, *keywords))})."
+            )
+    return found
+
+
+def warnings_of(owner: Any, base: type) -> list[str]:
+    """Return which methods look like hooks and are none, so that nothing calls them."""
+    hooks, found = _hooks(base), []
+    for name in _defined(owner, base):
+        near = difflib.get_close_matches(name, hooks, n=1, cutoff=_LIKE)
+        meant = REMOVED.get(name) or (near[0] if near else None)
+        if meant is not None and not (meant in hooks and is_overridden(meant, owner, base)):
+            since = "Lightning 2 has no such hook" if name in REMOVED else "there is no such hook"
+            found.append(f"{type(owner).__name__}.{name} is never called: {since}. Use {meant}.")
+    return found
+
+
+def _hooks(base: type) -> list[str]:
+    names = (name for name in dir(base) if name.startswith("on_") or name in _NAMED)
+    return [name for name in names if inspect.isfunction(inspect.getattr_static(base, name))]
+
+
+def _calls(name: str, hook: Callable[..., Any]) -> list[tuple[list[str], list[str]]]:
+    """Return the ways in which a hook may be called: the names of its arguments by position, and by keyword."""
+    if name in STEPS:
+        ways = [["batch", "batch_idx"], ["batch"], ["batch", "batch_idx", "dataloader_idx"]]
+        return [(way, []) for way in (ways[:2] if name == "training_step" else ways)]
+    taken = [*inspect.signature(hook).parameters.values()][1:]
+    needed = [each.name for each in taken if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    if name in ("configure_gradient_clipping", "optimizer_step"):  # their defaults are not used
+        needed = [each.name for each in taken]
+    by_name = [each for each in needed if each in _BY_NAME]
+    return [([each for each in needed if each not in by_name], by_name)]
+
+
+def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -> bool:
+    try:
+        signature.bind(*args, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def _advice(signature: inspect.Signature) -> str:
+    if "optimizer_idx" in signature.parameters:
+        return (
+            " Lightning 2 has no optimizer_idx: for several optimizers set self.automatic_optimization = False in "
+            "__init__, and call opt1, opt2 = self.optimizers() in training_step."
+        )
+    if "outputs" in signature.parameters:
+        return " Lightning 2 keeps no outputs: append them to a list in the step."
+    return ""
+
+
+def _defined(owner: Any, base: type) -> Iterator[str]:
+    """Yield the methods of the user's classes that Lightning's class does not have."""
+    for cls in type(owner).__mro__:
+        if cls.__module__.partition(".")[0] not in ("armature", "lightning", "torch", "builtins"):
+            yield from (
+                name for name, made in vars(cls).items() if inspect.isfunction(made) and not hasattr(base, name)
+            )

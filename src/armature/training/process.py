@@ -1,0 +1,62 @@
+"""The process of a rank: its log, and what torch, Lightning and the C library are set to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from armature.errors import ConfigError, MaskingFormatter, RunFailed
+from armature.launcher import environment, heap
+from armature.validation.values import hide_secrets
+
+log = logging.getLogger(__name__)
+
+
+def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
+    """Open this rank's log, and set what holds for the whole process."""
+    quiet()
+    (directory / "logs").mkdir(parents=True, exist_ok=True)  # an NFS client may not know yet that rank 0 made it
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
+    heap.keep_freed_memory(cfg.trainer.accelerator)
+    handler = logging.FileHandler(directory / "logs" / f"rank_{environment.rank():04d}.log")
+    hide_secrets(cfg)
+    handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = cfg.trainer.matmul_precision != "highest"  # convolutions
+    return handler
+
+
+def quiet() -> None:
+    """Silence warnings about things we do on purpose."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # torchmetrics has reduced them already
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    # norms of each head's queries and keys, whose weights stay in fp32 under autocast
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # ours is resumable: the sampler knows its position
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
+    warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+
+
+def keep_traceback(error: Exception, file: logging.FileHandler) -> None:
+    """Write the traceback of the error that ends a run into its log, since the terminal shows less of it."""
+    if environment.error_file() is None and not isinstance(error, ConfigError | RunFailed):  # else the launcher does
+        file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.", (), sys.exc_info()))
+        error.add_note(f"The whole traceback is in {file.baseFilename}.")
+
+
+def close(file: logging.FileHandler) -> None:
+    logging.getLogger().removeHandler(file)  # a sweep's next trial has a log of its own
+    file.close()

@@ -1,0 +1,74 @@
+"""What Lightning and torch refuse in a user's classes, in one message instead of a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from armature.errors import ConfigError, is_users
+
+_LIGHTNING = str(Path(L.__file__).parent)
+_EMPTY = "optimizer got an empty parameter list"
+
+
+def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
+    """Return a ConfigError that says what an error of training means, or None if it says that itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ConfigError) or not frames:
+        return None
+    within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)  # not the call of trainer.fit
+    own = [frame for frame in within if is_users(frame.filename)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    name, last = type(module).__name__, frames[-1]
+    by_lightning = last.filename.startswith(_LIGHTNING)
+    if isinstance(error, MisconfigurationException) or (by_lightning and (last.line or "").startswith("raise ")):
+        return ConfigError(f"{name}{place}: {error}")
+    if isinstance(error, KeyError) and by_lightning and Path(last.filename).name == "optimizer.py":
+        return ConfigError(
+            f"{name}.configure_optimizers returned a dict without {error}. Return the optimizer, or "
+            '{"optimizer": optimizer, "lr_scheduler": scheduler}.'
+        )
+    if isinstance(error, ValueError) and str(error) == _EMPTY:
+        return ConfigError(
+            f"{name}.configure_optimizers{place}: the optimizer got no parameters. {_parameters(module)}"
+        )
+    return None
+
+
+def _parameters(module: L.LightningModule) -> str:
+    """Return why there may be nothing to train, and what to do."""
+    if not [*module.parameters()]:
+        return "The module has no parameters: make its layers in __init__ or configure_model, as self.net = …"
+    if not any(param.requires_grad for param in module.parameters()):
+        return "All parameters of the module are frozen (requires_grad is False). Unfreeze those to be trained."
+    return "Give it self.parameters(), or those to be trained."
+
+
+def loss_problem(loss: Tensor, module: Any) -> str | None:
+    """Return why backward cannot begin at a loss, or None.
+
+    Args:
+        loss: what backward is to begin at, of any shape.
+    """
+    step = "training_step returned" if module.automatic_optimization else "manual_backward was given"
+    what = f"{type(module).__name__}: {step} a loss"
+    if not loss.requires_grad:
+        if not any(param.requires_grad for param in module.parameters()):
+            return f"{what} without a gradient. {_parameters(module)}"
+        if not (loss.is_floating_point() or loss.is_complex()):
+            return f"{what} of whole numbers ({loss.dtype}), which has no gradient. Compute it from the outputs."
+        off = "" if torch.is_grad_enabled() else " torch.set_grad_enabled(False) is in effect."
+        return (
+            f"{what} without a gradient: it came from detach(), item(), argmax() or torch.no_grad(), or from no "
+            f"weight of the model.{off} Return the loss as it was computed from the model's outputs."
+        )
+    if loss.numel() != 1:
+        return f"{what} of shape {tuple(loss.shape)}. Return one number, such as loss.mean()."
+    return None

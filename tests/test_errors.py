@@ -1,0 +1,66 @@
+"""What is shown of an error: the lines of the user's code, without those of libraries and of this project."""
+
+import textwrap
+import traceback
+
+import torch
+from torch.utils.data import DataLoader
+
+from armature import errors
+
+
+def failed(call):
+    try:
+        call()
+    except Exception:
+        return errors.brief(traceback.format_exc())
+    raise AssertionError("it did not fail")
+
+
+def step(weight):
+    return weight @ torch.ones(3)
+
+
+def test_the_users_lines_and_the_error_remain():
+    text = failed(lambda: step(torch.ones(2, 2)))
+    head, *_, place, line, message = text.splitlines()
+    assert head.startswith("Traceback (most recent call last)")
+    assert place.startswith(f'  File "{__file__}", line ')
+    assert line == "    return weight @ torch.ones(3)"
+    assert message.startswith("RuntimeError: size mismatch")
+    assert "site-packages" not in text
+
+
+class Broken:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise FileNotFoundError(f"no image {index}")
+
+
+def test_an_error_of_a_data_worker_is_shown_as_its_own():
+    text = failed(lambda: next(iter(DataLoader(Broken(), num_workers=1))))
+    assert text.count("Traceback") == 1
+    assert text.splitlines()[-2].strip() == 'raise FileNotFoundError(f"no image {index}")'
+    assert text.splitlines()[-1] == "FileNotFoundError: no image 0"
+
+
+def test_notes_and_messages_of_several_lines_remain():
+    def fails():
+        error = ValueError("first\n    second")
+        error.add_note("a note")
+        raise error
+
+    assert failed(fails).endswith("ValueError: first\n    second\na note")
+
+
+def test_an_error_without_a_line_of_the_users_is_left_as_it_is():
+    text = textwrap.dedent("""\
+        Traceback (most recent call last):
+          File "/usr/lib/python3/site-packages/torch/nn/module.py", line 3, in forward
+            x = y
+        NameError: name 'y' is not defined
+        """)
+    assert errors.brief(text) is None
+    assert errors.brief("") is None
