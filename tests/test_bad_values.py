@@ -15,7 +15,7 @@ from armature.errors import ConfigError
 from armature.loading import constructors
 from armature.models.decoder import check as decoder
 from armature.models.sizes import nearest_divisor
-from armature.validation import signatures, targets, values
+from armature.validation import numbers, signatures, targets, values
 from armature.validation.checks import check
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -367,6 +367,22 @@ def test_a_number_of_the_environment_is_one_in_the_recorded_configuration(monkey
     cfg = check(cli.compose(["seed=${oc.env:OF_A_JOB}", "trainer.max_steps=${oc.env:OF_A_JOB}"]), prepare=False)
     recorded = config.without_secrets(cfg)
     assert [recorded["seed"], recorded["trainer"]["max_steps"], recorded["data"]["seed"]] == [7, 7, 7]
+
+
+def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(monkeypatch):
+    variables = {"DEVICES": "2", "RATE": "3e-4", "DEPTH": "3", "TIED": "false", "NAME": "123", "WARMUP": "0.5"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    keys = {
+        "trainer.devices": "DEVICES",
+        "optimizer.lr": "RATE",
+        "model.layers": "DEPTH",
+        "model.tied": "TIED",
+        "scheduler.warmup": "WARMUP",
+        "run.name": "NAME",
+    }
+    cfg = numbers.written_out(cli.compose([f"{key}=${{oc.env:{name}}}" for key, name in keys.items()]))
+    assert [OmegaConf.select(cfg, key) for key in keys] == [2, 3e-4, 3, False, 0.5, "123"]
 
 
 def test_a_user_s_data_module_needs_no_micro_batch_size(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from armature.data import adapter
 from armature.data.base import DataModule
 from armature.data.memory import is_missing
 from armature.data.users_view import UsersTrainer
-from armature.errors import ConfigError, error_line, own_frames
+from armature.errors import ConfigError, error_line, is_users, own_frames
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
@@ -135,17 +135,18 @@ def is_of_a_run(path: Path) -> bool:
 
 @contextmanager
 def constructors() -> Iterator[None]:
-    """Turn what a constructor refuses in its arguments into a ConfigError with the key of its `_target_`."""
+    """Turn what a constructor refuses, and a user's error in one, into a ConfigError with the key of its `_target_`."""
     try:
         yield
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
-        if cause is None or is_missing(cause):
+        frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+        told = isinstance(cause, TypeError | ValueError) or any(is_users(frame.filename) for frame in frames)
+        if cause is None or not told or is_missing(cause):
             raise
-        key = re.search(r"full_key: (\S+)", str(error))
-        place = own_frames(traceback.extract_tb(cause.__traceback__))[-1]
+        key, place = re.search(r"full_key: (\S+)", str(error)), own_frames(frames)[-1]
         raise ConfigError(
             f"{key[1] if key else 'The configuration'}: {error_line(cause)} ({place.filename}:{place.lineno})."
         ) from error

@@ -28,6 +28,7 @@ from armature.validation import (
     foreign_keys,
     lightning_parts,
     manual,
+    numbers,
     parallelism,
     relations,
     signatures,
@@ -58,7 +59,7 @@ def check(
     _forget_unused_groups(cfg)
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
-    cfg = pretrained.fill(_with_numbers(cfg))
+    cfg = pretrained.fill(numbers.written_out(cfg))
     problems, chosen = values.problems(cfg, plain(cfg)), None
     unsound = _target_problems(cfg) + _device_problems(cfg)
     sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
@@ -182,22 +183,10 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
                 f"(docs/data.md), or {key}=…"
             ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
+        if "Recursive" in said:
+            said = f"it refers to itself. Type {key}=… for its value"
         return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
     return []
-
-
-def _with_numbers(cfg: DictConfig) -> DictConfig:
-    """Write out the numbers that a resolver makes for a key of a known type (`seed=${oc.env:SEED}`).
-
-    A resolver gives text, which only this configuration turns into a number: config.yaml has no types.
-    """
-    cfg = cfg.copy()
-    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
-        if isinstance(value, str) and re.fullmatch(r"\$\{[\w.]+:.*\}", value):
-            found = OmegaConf.select(cfg, path)
-            if isinstance(found, int | float):
-                OmegaConf.update(cfg, path, found)
-    return cfg
 
 
 def _dangling(cfg: DictConfig) -> list[str]:

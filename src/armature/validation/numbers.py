@@ -1,0 +1,55 @@
+"""Numbers that a configuration takes from the environment, where every value is a text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature.validation import annotations, signatures, values
+
+_UNTYPED = ("trainer.devices",)  # a number or a word
+_WORDS = {"true": True, "false": False}
+
+
+def written_out(cfg: DictConfig) -> DictConfig:
+    """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no types.
+
+    A text becomes one where its key takes a number and no text.
+    """
+    cfg = cfg.copy()
+    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
+        if isinstance(value, str) and re.fullmatch(r"\$\{[\w.]+:.*\}", value):
+            found = OmegaConf.select(cfg, path)
+            found = _number(cfg, path, found) if isinstance(found, str) else found
+            if isinstance(found, int | float):
+                OmegaConf.update(cfg, path, found)
+    return cfg
+
+
+def _number(cfg: DictConfig, path: str, text: str) -> Any:
+    """Return the number, or true or false, that a text stands for at a key, or the text."""
+    for read in (int, float, lambda word: _WORDS[word.lower()]):
+        try:
+            number = read(text)
+        except (ValueError, KeyError):
+            continue
+        return number if path in _UNTYPED or _takes(cfg, path, number, text) else text
+    return text
+
+
+def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
+    """Return whether a key takes the number, and the text not."""
+    rule = values.RANGES.get(path) or values.OWN_RANGES.get(path)
+    if rule is not None:
+        return rule(number) is None and rule(text) is not None
+    parent, _, key = path.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else None
+    target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+    definition = signatures.find_definition(target) if target else None
+    if definition is None:
+        return False
+    annotation, default = signatures.signature_of(*definition).parameters.get(key), signatures.default(target, key)
+    takes_text = annotations.accepts(annotation, text) and not isinstance(default, int | float)
+    return annotations.accepts(annotation, number) and not takes_text
