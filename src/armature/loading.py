@@ -140,6 +140,8 @@ def constructors() -> Iterator[None]:
         yield
     except InstantiationException as error:
         cause = error.__cause__
+        while isinstance(cause, ImportError) and cause.__cause__ is not None:  # Hydra's about the user's module
+            cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
         frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []

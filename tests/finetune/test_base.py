@@ -274,6 +274,7 @@ def test_adapters_that_do_not_fit_the_model_are_named_before_launch(model):
     assert "no Linear matches query. There are: blocks.*.attention.q" in built({}, 1, model, targets=["query"])
     assert "no parameter matches wte. There are: embed.weight" in built({}, 1, model, train=["wte"])
     assert "task.adapter trains nothing" in built({}, 1, model, targets=[])
+    assert "task.adapter.rank=1000: no adapted Linear has a rank above " in built({}, 1, model, rank=1000)
     assert built({"pipe": 2, "schedule": "1f1b"}, 2, model) == ""
     first = ["blocks.0.*", "blocks.1.*"]
     told = built({"pipe": 2, "schedule": "1f1b"}, 2, model, targets=first)

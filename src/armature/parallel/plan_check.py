@@ -97,6 +97,10 @@ def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layou
         return error.problems
     if not any(param.requires_grad for param in model.parameters()):
         return ["task.adapter trains nothing. Type task.adapter.targets=null for all Linears in the blocks."]
+    adapted = [each for each in model.modules() if isinstance(each, LoraLinear)]
+    most = max((min(each.in_features, each.out_features) for each in adapted), default=adapter.rank)
+    if adapter.rank > most:
+        return [f"task.adapter.rank={adapter.rank}: no adapted Linear has a rank above {most}. Type at most that."]
     if (plan := layout.plan) is None:
         return []
     found = []
