@@ -38,6 +38,8 @@ FURTHER = [
     regression("histograms", "steps.Histograms", layouts=WHOLE),  # NumPy reads no sharded tensor
     regression("steps_in_backward", "packages.StepsInBackward", refused={"ddp2": "is not the same on all ranks"}),
     regression("orthogonal_penalty", "steps.Orthogonal"),
+    regression("penalty_first", "steps.PenaltyFirst", sample=("fsdp2",)),
+    regression("anchored", "steps.Anchored", sample=("fsdp2",)),
     regression("calls_forward", "steps.CallsForward", apart=("net.2.bias",)),
     regression("partial_steps", "steps.PartialSteps", "trainer.test_at_end=true"),
     regression("decorated_steps", "steps.DecoratedSteps"),

@@ -39,6 +39,32 @@ class Orthogonal(Regressor):
         return loss + 0.01 * torch.linalg.svdvals(w).max() + 0.01 * w.flatten()[3:9].square().sum()
 
 
+class PenaltyFirst(Regressor):
+    """A penalty by sums and rows of the weights, before the forward; every third loss is it alone."""
+
+    def training_step(self, batch, batch_idx):
+        penalty = (
+            sum(p.sum() for p in self.parameters()) + self.net[0].weight[0].sum() + (2 * self.net[2].weight).mean()
+        )
+        penalty = 0.1 * penalty.square()
+        self.log("train/penalty", penalty)
+        return penalty if batch_idx % 3 == 2 else super().training_step(batch, batch_idx) + penalty
+
+
+class Anchored(Regressor):
+    """A penalty for the distance from the first weights, which are buffers."""
+
+    def __init__(self):
+        super().__init__()
+        for name, p in [*self.named_parameters()]:
+            self.register_buffer(f"first_{name.replace('.', '_')}", p.detach().clone())
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        first = {name: getattr(self, f"first_{name.replace('.', '_')}") for name, _ in self.named_parameters()}
+        return loss + 0.1 * sum((p - first[name]).square().sum() for name, p in self.named_parameters())
+
+
 class CallsForward(Regressor):
     """forward is called by its name, also of layers."""
 

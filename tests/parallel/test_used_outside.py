@@ -23,14 +23,18 @@ def stack() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """By a slice, a weight, a weight computed from another, operators with the weight on either side and in place."""
+def loss(model: nn.Sequential, x: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:
+    """By a slice, a weight, a weight computed from another, operators with the weight on either side and in place.
+
+    Last by copies of the weights, once a forward has gathered the weights and not the copies.
+    """
     first, last = model[0].weight, model[2].weight
     out = model[2](model[:2](x)) + nn.functional.linear(x, first).mean(1, keepdim=True)
     sums = (last - x[:, :1]).sum(1, keepdim=True) + (x @ first.mean(0))[:, None] - (1 - x[:, :1]) * last.sum()
     total = (out + sums).square().mean()
     total += 0.1 * last.abs().sum()
-    return total.add_(first.square().sum(), alpha=0.1)
+    total = total.add_(first.square().sum(), alpha=0.1) + model(x).square().mean()
+    return total + sum(((p - 2 * s) ** 2).sum() for p, s in zip(model.parameters(), saved, strict=True))
 
 
 def computed() -> dict[str, Any]:
@@ -44,11 +48,11 @@ def computed() -> dict[str, Any]:
         device_mesh = mesh.build(sizes, device_type="cpu")
         apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
     with dtensors.gathers():
-        value = loss(model, x.chunk(ranks)[rank])
         if ranks > 1:
             for change in (lambda w: w.add_(torch.ones(5, 3)), lambda w: w.__setitem__(0, torch.ones(3))):
                 with torch.no_grad(), pytest.raises(RuntimeError, match=dtensors.MIXED):
                     change(model[0].weight)
+        value = loss(model, x.chunk(ranks)[rank], [p.detach().clone() for p in model.parameters()])
         value.backward()
     gradients = [p.grad.full_tensor() if ranks > 1 else p.grad for p in model.parameters()]  # pyright: ignore
     teacher = copy.deepcopy(model).requires_grad_(False)

@@ -170,10 +170,64 @@ def gathers() -> Iterator[None]:
         DTensor.__torch_function__ = before
 
 
+def with_whole_loss(output: Any) -> Any:
+    """Return what training_step returns with its loss, if that was made of sharded weights alone, as one number."""
+    if isinstance(output, dict) and isinstance(output.get("loss"), DTensor):
+        return {**output, "loss": _gathered(output["loss"])}
+    return _gathered(output) if isinstance(output, DTensor) else output
+
+
+# what asks for, or sets, something of the weight itself
+_OF_THE_LEAF = (
+    "__get__",
+    "__set__",
+    "__delete__",
+    "backward",
+    "register_hook",
+    "retain_grad",
+    "__deepcopy__",
+    "detach",
+)
+
+
+def _placed(tensor: DTensor) -> DTensor:
+    placed = _Placed.apply(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+    assert isinstance(placed, DTensor)
+    return placed
+
+
+class _Placed(torch.autograd.Function):
+    """The weight itself; its gradient is sharded as it is: that of a sum is whole on each rank, which FSDP misreads."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: DTensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.placements = tensor.placements
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: DTensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.redistribute(placements=ctx.placements)
+
+
+def _learns_beside(args: Any) -> bool:
+    """Return whether a plain tensor that learns, as a gathered weight does, is an operand beside a sharded one.
+
+    An operation that torch begins with both and refuses spoils the plain one's graph: backward then fails.
+    """
+    plain = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in plain)
+
+
 def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     changed = args[:1] if _is_in_place(func.__name__) else (kwargs or {}).get("out")
     whole = changed is not None and not pytree.tree_any(lambda leaf: isinstance(leaf, DTensor), changed)
-    if not whole:  # torch has an error of its own for a plain number that a sharded weight is added to in place
+    if not whole and not (
+        changed is None and _learns_beside(args)
+    ):  # torch has an error of its own for a plain number that a sharded weight is added to in place
+        if changed is None and torch.is_grad_enabled() and func.__name__ not in _OF_THE_LEAF:
+            args, kwargs = pytree.tree_map_only(DTensor, _placed, (args, kwargs or {}))
         try:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         except RuntimeError as error:

@@ -306,7 +306,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 dtensors.refuse_functional_calls(part)
             self._knows_hooks = True
         dtensors.check_parts()
-        return super().training_step(*args, **kwargs)
+        return dtensors.with_whole_loss(super().training_step(*args, **kwargs))
 
     def _check_sparse(self) -> None:
         """Raise ConfigError if a sharded weight would have sparse gradients, which no DTensor can hold."""
