@@ -131,7 +131,8 @@ class Trainer(UsersTrainer):
     """Train as Lightning's Trainer does, with these differences:
 
     - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
-    - validation also runs after the last step (training/loops.py);
+    - validation also runs after the last step, and one that a stop interrupted starts anew (training/loops.py);
+    - `training_step(dataloader_iter)` keeps all gradients of a global batch: Lightning clears those of the first one;
     - loggers receive the number of optimizer steps made as the step, for training, validation and test alike.
 
     Args:
