@@ -113,7 +113,9 @@ class Corpus:
             raise ConfigError(problems)
         files = sources.standard_library() if self.path is None else sources.find(self.path)
         if not any(file.size for file in files):
-            raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
+            raise ConfigError(
+                f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty. Name files with text."
+            )
         return files
 
     @property
