@@ -147,7 +147,15 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
         try:
             weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
         except (SafetensorError, OSError, ValueError) as error:
-            raise ConfigError(f"{file}: it cannot be read as safetensors: {error}.") from None
+            raise ConfigError(
+                f"{file}: it cannot be read as safetensors: {error}. Write or download it again."
+            ) from None
+        if not weights:
+            raise ConfigError(f"{file}: it holds no tensors. Name a file with weights.")
+    if sparse := next((name for name, value in weights.items() if value.layout != torch.strided), None):
+        raise ConfigError(
+            f"{file}: {sparse} is a sparse tensor, which checkpoints do not hold. Save it with to_dense()."
+        )
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"})
     return list(weights)

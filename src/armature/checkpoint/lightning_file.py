@@ -22,6 +22,20 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
         part.replace(path)
 
 
+def _lacks_weights(found: Any, path: Path) -> str:
+    """Return what a file holds instead of a state_dict, and what to type."""
+    if not isinstance(found, dict):
+        return f"it holds a {type(found).__name__}, but no state_dict with tensors, as Lightning's checkpoints do."
+    problem = f"it has the keys {', '.join(map(str, [*found][:9]))}{', …' * (len(found) > 9)}, but no state_dict with "
+    if not found or not all(isinstance(value, Tensor) for value in found.values()):
+        return f"{problem}tensors, as Lightning's checkpoints do."
+    return (
+        f'{problem}them. They are the weights themselves: put them into one. Type python -c "import torch; torch.save('
+        f"{{'state_dict': torch.load('{path}')}}, 'weights.ckpt')\", and name weights.ckpt. Names must be those of "
+        "your module: those of its attribute model begin with 'model.'."
+    )
+
+
 def read(path: Path) -> dict[str, Any]:
     """Return a checkpoint with weights, as it was saved. Nothing but tensors and plain values is read.
 
@@ -31,14 +45,15 @@ def read(path: Path) -> dict[str, Any]:
     try:
         checkpoint = storage.read_plain(path)
     except ConfigError as error:
+        if "would run as code" not in str(error):
+            raise
         raise ConfigError(
             f'{error} If you trust the file, write its weights into another: python -c "import torch; torch.save('
             f"{{'state_dict': torch.load('{path}', weights_only=False)['state_dict']}}, 'weights.ckpt')\""
         ) from None
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(weights, dict) or not any(isinstance(value, Tensor) for value in weights.values()):
-        found = f"the keys {', '.join(map(str, checkpoint))}" if isinstance(checkpoint, dict) else type(checkpoint)
-        raise ConfigError(f"{path}: it has {found}, but no state_dict with tensors, as Lightning's checkpoints do.")
+        raise ConfigError(f"{path}: {_lacks_weights(checkpoint, path)}")
     wrong = [n for n, v in weights.items() if not isinstance(v, Tensor) and not str(n).endswith("_extra_state")]
     if wrong:
         kind = type(weights[wrong[0]]).__name__
