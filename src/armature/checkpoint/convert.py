@@ -179,7 +179,7 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
             # an RNN's list of its weights, which export records and restores
             warnings.filterwarnings("ignore", message=r"The tensor attributes [^ ]*_flat_weights\[")
             write(model, arguments, file)
-    except ConfigError:
+    except (ConfigError, OSError):  # OSError: the file cannot be written
         raise
     except Exception as error:  # export has many kinds of its own
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
