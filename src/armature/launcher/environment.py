@@ -42,22 +42,22 @@ def is_joined() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
-def _number(name: str, default: Number) -> Number:
+def number(name: str, default: Number) -> Number:
     """Return a variable as a number of the default's type. Raises ConfigError if it is none, or is negative."""
     value = os.environ.get(name)
     if not value:
         return default
     try:
-        number = type(default)(value)
+        found = type(default)(value)
     except ValueError:
-        number = None
-    if number is None or not 0 <= number < math.inf:
+        found = None
+    if found is None or not 0 <= found < math.inf:
         raise ConfigError(f"{name}={value}: must be a number; a launcher sets it. Type unset {name}.")
-    return number
+    return found
 
 
 def rank() -> int:
-    return _number("RANK", 0)
+    return number("RANK", 0)
 
 
 def is_first(*names: str) -> bool:
@@ -70,19 +70,19 @@ def is_first(*names: str) -> bool:
 
 
 def world_size() -> int:
-    return _number("WORLD_SIZE", 1) if is_joined() else 1
+    return number("WORLD_SIZE", 1) if is_joined() else 1
 
 
 def local_rank() -> int:
-    return _number("LOCAL_RANK", 0)
+    return number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    return _number("LOCAL_WORLD_SIZE", 1)
+    return number("LOCAL_WORLD_SIZE", 1)
 
 
 def node_rank() -> int:
-    return _number("GROUP_RANK", 0)
+    return number("GROUP_RANK", 0)
 
 
 def main_address() -> str:
@@ -109,7 +109,7 @@ def wait_for_main_address() -> None:
 
 
 def main_port() -> int:
-    return _number("MASTER_PORT", 29500)
+    return number("MASTER_PORT", 29500)
 
 
 def set_rank(
@@ -136,7 +136,7 @@ def rendezvous() -> str | None:
 
 
 def is_restarted() -> bool:
-    return any(_number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def record_collectives() -> None:
@@ -192,5 +192,5 @@ def set_deadline(unix_time: float) -> None:
 
 
 def deadline() -> float | None:
-    value = _number("ARMATURE_DEADLINE", math.nan)
+    value = number("ARMATURE_DEADLINE", math.nan)
     return None if math.isnan(value) else value
