@@ -24,13 +24,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 RECORDED_COLLECTIVES = "1024"
 EXPORT_NAME = "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, type hostname -I)."
 NAME_SECONDS = 60  # until a name that does not resolve counts as wrong
@@ -54,6 +57,28 @@ def number(name: str, default: Number) -> Number:
     if found is None or not 0 <= found < math.inf:
         raise ConfigError(f"{name}={value}: must be a number; a launcher sets it. Type unset {name}.")
     return found
+
+
+def unknown_interfaces(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield a problem and its remedy for network interfaces that NCCL or gloo are told to use and that are missing."""
+    known = set(psutil.net_if_addrs())
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        typed = environ.get(name, "")
+        wanted = [each.strip() for each in typed.lstrip("=").split(",") if each.strip()]
+        if not wanted or typed.startswith("^"):
+            continue
+        exact = name.startswith("GLOO") or typed.startswith("=")
+        if not any(have == each or (not exact and have.startswith(each)) for have in known for each in wanted):
+            remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
+            yield f"{name}={typed}: this machine has no such network interface.", remedy
+
+
+def debug_problem() -> str | None:
+    """Return why importing torch's distributed package would fail, or None."""
+    typed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    if typed.upper() in _DEBUG_LEVELS:
+        return None
+    return f"TORCH_DISTRIBUTED_DEBUG={typed}: must be {', '.join(_DEBUG_LEVELS)}. Type unset TORCH_DISTRIBUTED_DEBUG."
 
 
 def rank() -> int:
