@@ -40,7 +40,7 @@ def main() -> None:
         cli.refuse(problems)
     found = [chat for file in training_files() for chat in conversations(file.read_text(encoding="utf-8"))]
     chosen = sorted(found, key=lambda chat: sources.hash_place(chat["prompt"]))[: args.most]
-    args.target.write_text("".join(f"{json.dumps(chat)}\n" for chat in chosen), encoding="utf-8")
+    cli.write_output("", args.target, "".join(f"{json.dumps(chat)}\n" for chat in chosen))
     print(f"{args.target}: {len(chosen):,} conversations of {len(found):,}")
 
 

@@ -373,6 +373,14 @@ def output_problems(option: str, file: Path, suffix: str) -> list[str]:
     return [f"{option}{file}: it cannot be written ({reason}). Name another file."] if reason else []
 
 
+def write_output(option: str, file: Path, text: str) -> None:
+    """Write a script's result, as a whole or not at all. Refuse a file that cannot be written, as on a full disk."""
+    try:
+        files.replace(file.absolute(), text)
+    except OSError as error:
+        refuse([f"{option}{file}: it cannot be written ({error.strerror}). Make room, or name another file."])
+
+
 def config_dir_problems(folder: str | None) -> list[str]:
     if folder is None or (folder and os.path.isdir(folder)):
         return []

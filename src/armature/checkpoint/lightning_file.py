@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = directory.part_of(path)
-    storage.write_plain(part, checkpoint)
+    try:
+        storage.write_plain(part, checkpoint)
+    except OSError:  # a full disk: a leftover would keep it full
+        with suppress(OSError):
+            part.unlink()
+        raise
     if part != path:
         if path.is_dir() and not path.is_symlink():
             directory.remove(path)  # one of another strategy's
