@@ -206,3 +206,23 @@ def test_a_damaged_image_is_named_also_by_a_loader_process(tmp_path):
     with pytest.raises(ConfigError, match=r"^data.path: .*1.png cannot be read as an image .* Remove it.$") as raised:
         next(iter(data.train_dataloader()))
     assert len(raised.value.problems) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the image open
+def test_damaged_files_of_hugging_face_datasets_are_named(tmp_path):
+    pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+    (tmp_path / "t.csv").touch()
+    splits_ = {"splits": {"train": "train", "val": None, "test": None}}
+    with pytest.raises(
+        ConfigError, match=r"data.path=csv \(.*t.csv\), split train: EmptyDataError: .*file. Type data.path"
+    ):
+        build("hf", path="csv", data_files=str(tmp_path / "t.csv"), **splits_).dataset("train")
+    with pytest.raises(ConfigError, match=r"data.path=csv: a format, but no files. Type data.data_files="):
+        build("hf", path="csv", **splits_).dataset("train")
+    folder = images(tmp_path / "images")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(folder / "dog" / "1.png")
+    (folder / "dog" / "1.png").write_bytes((folder / "dog" / "1.png").read_bytes()[:2000])
+    columns = {"inputs": "image", "targets": "label"}
+    data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_).dataset("train")
+    with pytest.raises(ConfigError, match=r"data.path=imagefolder \(.*\), split train: sample 1 cannot be read"):
+        data[1]
