@@ -23,7 +23,7 @@ TABLES = {
     "row after a cell of two lines": ('a,b,kind\n1,2,"x\ny"\n5\n', r"line 4: 1 cell, but the header has 3"),
     "open quote": (f'{CSV}5,6,"x\n7,8,y\n', r"line 4: a quote is opened and never closed"),
     "open quote at the end": (f'{CSV}5,6,"x', r"line 4: a quote is opened and never closed"),
-    "zero byte": (f"{CSV}5,\0,x\n", r"line 4: a cell holds a zero byte, which is not text"),
+    "zero byte": (f"{CSV}5,\0,x\n", r"line 4: it holds a zero byte, which is not text"),
     "empty": ("", r"t.csv: the file is empty"),
     "no names": ("0,0,x\n1,2,y\n", r"two columns are named 0. .* The first line is taken for their names"),
     "UTF-16": (CSV.encode("utf-16"), r"is not CSV in UTF-8 .* iconv"),

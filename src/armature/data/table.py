@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -207,7 +207,7 @@ def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
     csv.field_size_limit(_LONGEST_CELL)
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            header, lines = _rows(file, csv.reader(itertools.chain(stream, [_END])))
+            header, lines = _rows(file, csv.reader(_lines(file, stream)))
     except UnicodeDecodeError as error:
         raise ConfigError(f"data.path={file} is not CSV in UTF-8 ({error_line(error)}). {sources.CONVERT}") from error
     except (OSError, csv.Error) as error:
@@ -216,6 +216,15 @@ def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
         ) from error
     _require_unique(file, header, note=" The first line is taken for their names.")
     return {name: np.array([row[i] for row in lines], dtype=kind) for i, name in enumerate(header)}
+
+
+def _lines(file: Path, stream: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a file, and _END."""
+    for number, line in enumerate(stream, start=1):
+        if "\0" in line:
+            raise ConfigError(f"data.path={file}, line {number}: it holds a zero byte, which is not text. Remove it.")
+        yield line
+    yield _END
 
 
 def _rows(file: Path, reader: Any) -> tuple[list[str], list[list[str]]]:
@@ -228,8 +237,6 @@ def _rows(file: Path, reader: Any) -> tuple[list[str], list[list[str]]]:
             if row != [_END]:
                 raise ConfigError(f"data.path={file}, line {line}: a quote is opened and never closed. Close it.")
             break
-        if any("\0" in cell for cell in row):
-            raise ConfigError(f"data.path={file}, line {line}: a cell holds a zero byte, which is not text. Remove it.")
         if row and not header:
             header = row
             other = next((each for each in _SEPARATORS if each in row[0]), None) if len(row) == 1 else None
