@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from armature import cli, files
+from armature import cli
 from armature.launcher.streams import make_lasting
 from armature.pages import compare, history
 
@@ -36,7 +36,7 @@ def main() -> None:
         cli.refuse(problems)
     runs = [history.read(path) for path in paths]
     print(compare.text(runs))
-    files.replace(out.absolute(), compare.make(runs))
+    cli.write_output("out=", out, compare.make(runs))
     print(out)
 
 

@@ -30,6 +30,7 @@ from armature.doctor import finding
 from armature.doctor.examine import examine
 from armature.errors import ConfigError, error_line, masked
 from armature.launcher import environment
+from armature.launcher.streams import make_lasting
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
 
@@ -87,6 +88,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def command() -> None:
+    make_lasting()
     if any(each in ("-h", "--help") for each in sys.argv[1:]):
         print(__doc__)
         return

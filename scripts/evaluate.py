@@ -20,6 +20,7 @@ def main() -> None:
     parser = cli.run_parser(__doc__)
     parser.add_argument("--split", choices=("val", "test"), default="test")
     args = cli.parse_arguments(parser)
+    cli.refuse_training_keys(args.overrides, used=["trainer.precision"])
     try:
         evaluate(args)
     except ConfigError as error:

@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", help="the folder of an adapter's base model, if it is not where it was")
     args = cli.parse_arguments(parser)
+    cli.refuse_training_keys(args.overrides)
     try:
         check(args)
         generate(args)
@@ -59,6 +60,11 @@ def check(args: argparse.Namespace) -> None:
         f"--{name.replace('_', '-')} {getattr(args, name)}: must be {ranges.get(name, 'a whole number of at least 1')}."
         for name, good in rules.items()
         if not good
+    ]
+    problems += [
+        f"--prompt {prompt!r}: its bytes are no UTF-8 text. Type it in a terminal of UTF-8."
+        for prompt in args.prompt or ()
+        if any("\ud800" <= character <= "\udfff" for character in prompt)
     ]
     if problems:
         raise ConfigError(problems)

@@ -19,6 +19,7 @@ from armature import cli
 from armature.errors import ConfigError
 
 GROUPS = ("model", "data", "task", "experiment")
+LONGEST = 60  # characters of a name, which names files
 VALUES = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "nan", "inf", "none", "default")
 TEST = '''"""The experiment passes the checks, learns, and gives the same losses under another strategy."""
 
@@ -98,6 +99,8 @@ def name_problems(name: str) -> list[str]:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         form = "letters a to z, digits and '_', a letter first, and no keyword of Python"
         return [f"NAME={name}: must be a name that Python can import: {form}. Type make new NAME=moons."]
+    if len(name) > LONGEST:
+        return [f"NAME={name[:20]}…: it has {len(name)} characters. Type a name of at most {LONGEST}."]
     if name in VALUES:
         return [f"NAME={name}: experiment={name} would be read as a value. Type another name."]
     made = [ROOT / "src" / name, *(ROOT / "configs" / group / f"{name}.yaml" for group in GROUPS)]

@@ -12,9 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-import jupytext
-import nbformat
-from nbclient import NotebookClient
+try:
+    import jupytext
+    import nbformat
+    from nbclient import NotebookClient
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: notebooks are executed in an environment of their own. Type make notebooks")
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 CELL_SECONDS = 600  # after which a cell counts as hanging

@@ -96,7 +96,7 @@ def write(drawn: chart.Chart, out: Path, theme: str) -> list[Path]:
     """Write the chart, for both themes into files of their own. Return the files."""
     files = {t: out.with_stem(f"{out.stem}-{t}") for t in ("light", "dark")} if theme == "both" else {theme: out}
     for name, file in files.items():
-        file.write_text(chart.standalone(chart.render(drawn), name), encoding="utf-8")
+        cli.write_output("out=", file, chart.standalone(chart.render(drawn), name))
     return [*files.values()]
 
 

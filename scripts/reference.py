@@ -39,8 +39,9 @@ class Key:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/reference.md")
-    parser.add_argument("--check", action="store_true", help="fail if docs/reference.md differs")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="write docs/reference.md")
+    what.add_argument("--check", action="store_true", help="fail if docs/reference.md differs")
     args = parser.parse_args()
     if args.write:
         PAGE.write_text(page(files()), encoding="utf-8")

@@ -24,7 +24,7 @@ def main() -> None:
     for path in args.runs:
         if reason := files.why_not_writable(path / report.NAME):
             cli.refuse([f"{path / report.NAME}: it cannot be written ({reason}). Copy the run to where you may write."])
-        files.replace(path / report.NAME, report.make(path, running=run_state.is_held(path / lock.NAME)))
+        cli.write_output("", path / report.NAME, report.make(path, running=run_state.is_held(path / lock.NAME)))
         print(path / report.NAME)
 
 

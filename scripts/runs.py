@@ -57,7 +57,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     args = parser.parse_args()
     if missing := [str(path) for path in args.paths if not os.path.isdir(path)]:
-        parser.error(f"no such folder: {', '.join(missing)}. Name a folder of runs, such as outputs")
+        parser.error(
+            f"no such folder: {', '.join(missing)}. Name the folder of your runs (run.root), or train one first"
+        )
     found = {os.path.realpath(path): path for path in reversed([*find(args.paths)])}  # each once, despite links
     runs = sorted(map(describe, found.values()), key=KEYS[args.sort])
     if args.json:

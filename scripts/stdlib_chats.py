@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from armature import cli
 from armature.data import sources
 
 LINES, CHARACTERS = 8, 320  # of a function that is shown
@@ -32,9 +33,14 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="the .jsonl file to write")
     parser.add_argument("--most", type=int, default=4000, help="conversations, chosen by a hash of the prompt")
     args = parser.parse_args()
+    problems = cli.output_problems("", args.target, ".jsonl")
+    if args.most < 1:
+        problems.append(f"--most {args.most}: must be at least 1.")
+    if problems:
+        cli.refuse(problems)
     found = [chat for file in training_files() for chat in conversations(file.read_text(encoding="utf-8"))]
     chosen = sorted(found, key=lambda chat: sources.hash_place(chat["prompt"]))[: args.most]
-    args.target.write_text("".join(f"{json.dumps(chat)}\n" for chat in chosen), encoding="utf-8")
+    cli.write_output("", args.target, "".join(f"{json.dumps(chat)}\n" for chat in chosen))
     print(f"{args.target}: {len(chosen):,} conversations of {len(found):,}")
 
 

@@ -120,6 +120,8 @@ CASES = {
         ["-m", "data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=8", "optimizer.lr=1,-1"],
         ["1 problem:", "optimizer.lr=-1: must be positive"],
     ),
+    "a folder that is not there": (["--config-dir", "none"], ["--config-dir none: there is no such folder"]),
+    "a file that is not there": (["--config-name", "none"], ["primary config 'none'. Type --config-name=NAME"]),
     "an option in a sweep": (["-m", "strategy=dpd,fspd"], ["strategy has no option 'fspd'. Did you mean 'fsdp'?"]),
     "a sweep over files": (["-m", "scheduler=glob(*)", "model.heads=3"], ["1 problem:", "model.heads=3"]),
     "a long sweep": (["-m", "seed=range(0,1000)", "model.heads=3"], ["1 problem:", "model.heads=3"]),
@@ -144,7 +146,7 @@ def folder(tmp_path_factory):
 AS_A_COMMAND = [
     n
     for n, (overrides, _) in CASES.items()
-    if {"-m", "--cfg", "resume=required", "task=[language_modeling]"} & {*overrides}
+    if {"-m", "--cfg", "--config-dir", "--config-name", "resume=required", "task=[language_modeling]"} & {*overrides}
 ]
 
 

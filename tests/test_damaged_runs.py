@@ -76,6 +76,12 @@ def half(name: str):
     return lambda run: os.truncate(run / name, (run / name).stat().st_size // 2)
 
 
+def half_a_config(run: Path) -> None:
+    """Cut config.yaml behind a key, so that it is no YAML: cut behind a value, the half would be readable."""
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text[: len(text) // 2].rpartition(":")[0])
+
+
 def of_each_checkpoint(name: str):
     return lambda run: [(folder / name).unlink() for folder in run.glob("checkpoints/step=*")]
 
@@ -153,7 +159,7 @@ REFUSED = {
         write("config.yaml", b"run:\n  name: a\n"),
         "is damaged .it holds no task, model",
     ),
-    "half a config.yaml": (half("config.yaml"), "config.yaml is damaged"),
+    "half a config.yaml": (half_a_config, "config.yaml is damaged"),
     "config.yaml gone": (remove("config.yaml"), "no config.yaml"),
     "config.yaml a pipe": (pipe("config.yaml"), "no config.yaml"),
     "all manifests gone": (of_each_checkpoint("manifest.json"), "it holds no readable manifest.json"),
@@ -223,6 +229,12 @@ def test_a_resume_goes_on_or_names_the_file(damage, message, run, trained, tmp_p
     assert message in done.stderr
     refused = "config.yaml" in message or "no file" in message
     assert done.returncode == (2 if refused else 0), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "config.yaml"])
+def test_a_path_in_a_run_that_is_no_checkpoint_names_the_run(name, run, capsys):
+    code, shown = command(capsys, "evaluate.py", run / name)
+    assert (code, f"no checkpoint. Name the run, {run}, or a step=" in shown) == (2, True), shown
 
 
 def test_checkpoints_that_a_run_removes_while_they_are_compared_are_looked_for_again(run):

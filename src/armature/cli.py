@@ -39,6 +39,7 @@ _refused: list[str] = []  # messages about trials of this process's sweep, which
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 _SOUGHT = 'grep "@hydra.main" $file_path -q'  # a line of Hydra's completion for bash, which ignores its result
+_OF_TRAINING = ("run", "resume", "strategy", "trainer", "logger")
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 
@@ -69,7 +70,8 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
     one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
-    problems = foreign_keys.ineffective(arguments.overrides)
+    problems = [*filter(None, [environment.debug_problem()])]
+    problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(arguments.config_dir)
     if default_config and not arguments.cfg:
         multirun = arguments.multirun or not one_mode or any("hydra.mode" in each for each in arguments.overrides)
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
@@ -358,6 +360,13 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
+def refuse_training_keys(typed: Sequence[str], *, used: Sequence[str] = ()) -> None:
+    """Refuse KEY=VALUE that only a training reads, but for the keys `used`: they would be ignored in silence."""
+    keys = {each: each.partition("=")[0].lstrip("+") for each in typed}
+    if ignored := [each for each, key in keys.items() if key.split(".")[0] in _OF_TRAINING and key not in used]:
+        refuse([f"{', '.join(ignored)} would change nothing here: only a training reads it. Leave it out."])
+
+
 def out_file(words: Sequence[str], given: Path | None) -> tuple[list[str], Path | None]:
     """Return the words but out=FILE, and the file of the last such word, or `given` by --out."""
     typed = [word for word in words if word.startswith("out=")]
@@ -372,6 +381,14 @@ def output_problems(option: str, file: Path, suffix: str) -> list[str]:
     return [f"{option}{file}: it cannot be written ({reason}). Name another file."] if reason else []
 
 
+def write_output(option: str, file: Path, text: str) -> None:
+    """Write a script's result, as a whole or not at all. Refuse a file that cannot be written, as on a full disk."""
+    try:
+        files.replace(file.absolute(), text)
+    except OSError as error:
+        refuse([f"{option}{file}: it cannot be written ({error.strerror}). Make room, or name another file."])
+
+
 def config_dir_problems(folder: str | None) -> list[str]:
     if folder is None or (folder and os.path.isdir(folder)):
         return []
@@ -383,6 +400,7 @@ def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[a
 
     Secrets of .env, such as HF_TOKEN, are in the environment afterwards, as they are for train.py.
     """
+    make_lasting()
     _load_env(Path.cwd() / ".env")
     args, typed = parser.parse_known_args()
     if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:

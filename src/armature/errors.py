@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 
+_OF_LOADER = "Caught ConfigError in DataLoader worker process"  # torch adds the traceback of its worker to the text
 EXIT_CONFIG = 2  # the exit code of a mistake in the configuration
 
 
@@ -19,6 +20,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: list[str] | str) -> None:
+        if isinstance(problems, str) and problems.startswith(_OF_LOADER):
+            problems = problems.rpartition(f"{__name__}.{type(self).__name__}: ")[2].strip().splitlines()
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 

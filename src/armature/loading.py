@@ -86,6 +86,8 @@ def open_run(
             raise storage.removed(verified)
         return cfg, named[0]  # the process that has compared them has said the rest
     checkpoint = storage.intact_beside_training(find, trust=trust)
+    if checkpoint is None and path != run_path and not best:
+        raise ConfigError(f"{path}: no checkpoint. Name the run, {run_path}, or a step=… folder in its checkpoints.")
     if checkpoint is None:
         raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
     if typed and pretrained.named_by(cfg) is not None and base.recorded(checkpoint) is None:

@@ -19,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import subprocess
 import time
@@ -43,10 +44,14 @@ _new_roots: set[Path] = set()  # values of run.root that did not exist when this
 
 def default_name(label: str) -> str:
     """Return the Slurm job's id under Slurm, else `label` and the time at which the run was started."""
-    if job := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        return f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return job
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID") if os.environ.get("SLURM_ARRAY_JOB_ID") else ("SLURM_JOB_ID",)
+    if any(name in os.environ for name in names):
+        ids = {name: os.environ.get(name, "") for name in names}
+        if wrong := [f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)]:
+            raise ConfigError(
+                f"{', '.join(wrong)}: must be a number; Slurm sets it. Type run.name=…, or unset {names[0]}."
+            )
+        return "_".join(ids.values())
     # under torchrun, the launcher's start time is the same for all ranks and all restarts
     started = psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()
     return f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"

@@ -204,7 +204,7 @@ def test_messages_of_weight_zero_are_not_learned():
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ([1], "a list, not an object"),
+        ([1], "[1] is no object"),
         ({"text": "a"}, "neither messages, nor prompt and completion (there: text)"),
         ({"messages": []}, "must be a list of messages"),
         ({"messages": "hello"}, "must be a list of messages"),
@@ -216,8 +216,8 @@ def test_messages_of_weight_zero_are_not_learned():
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "all messages of the role assistant have weight 0"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "messages[1]: weight must be 1, or 0"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": "0"}]}, 'Got "0"'),
-        ({"messages": CHAT, "tools": "add"}, "tools hold a str, not a list"),
-        ({"prompt": "a", "completion": [{**CHAT[1], "tool_calls": 5}]}, "tool_calls hold a int, not a list"),
+        ({"messages": CHAT, "tools": "add"}, 'tools must be a list. Got "add"'),
+        ({"prompt": "a", "completion": [{**CHAT[1], "tool_calls": 5}]}, "tool_calls must be a list. Got 5"),
     ],
 )
 def test_a_record_that_is_no_conversation_is_refused(record, says):

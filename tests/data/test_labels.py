@@ -105,7 +105,7 @@ def test_a_run_of_an_older_version_warns(tmp_path, run, caplog):
         ("a,kind\n1,x\n2,\n", "column kind is empty in data row 2"),
         ("kind\nx\n", "has no column but the target kind"),
         ("a,kind\n1,x\n2,x\n", "the training data have the class x alone"),
-        ("", "the files have no rows"),
+        ("", "the file is empty"),
     ],
 )
 def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
@@ -127,10 +127,10 @@ def test_an_empty_class_is_no_class_of_its_own(tmp_path):
 def test_files_that_are_no_tables_are_named(tmp_path):
     (tmp_path / "latin.csv").write_bytes(b"a,kind\n1,caf\xe9\n")
     (tmp_path / "text.parquet").write_text("a,kind\n")
-    with pytest.raises(ConfigError, match=r"latin.csv cannot be read as CSV in UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin.csv is not CSV in UTF-8"):
         build("table", path=str(tmp_path / "latin.csv"), target="kind").dataset("train")
     pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
-    with pytest.raises(ConfigError, match=r"text.parquet: this is no Parquet file"):
+    with pytest.raises(ConfigError, match=r"text.parquet cannot be read as Parquet"):
         build("table", path=str(tmp_path / "text.parquet"), target="kind").dataset("train")
 
 

@@ -67,17 +67,17 @@ def test_of_whole_conversations_all_that_both_begin_with_is_the_prompt():
 @pytest.mark.parametrize(
     ("written", "says"),
     [
-        ([1], "a list, not an object"),
+        ([1], "[1] is no object"),
         ({"prompt": "a", "chosen": "b"}, "no rejected (there: chosen, prompt)"),
         ({"prompt": "a"}, "no chosen and no rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected"),
         ({"chosen": "a", "rejected": "b"}, "no prompt"),
-        ({"prompt": 5, "chosen": "a", "rejected": "b"}, "prompt must be a list of messages. Got 5"),
+        ({"prompt": 5, "chosen": "a", "rejected": "b"}, "prompt must be a text or a list of messages. Got 5"),
         ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "b"}, "content must be text"),
         ({"chosen": [USER, GOOD], "rejected": [SYSTEM, BAD]}, "answers to different prompts"),
         ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, GOOD]}, "chosen begins with a message of the role user"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has no message of the role assistant"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": 3}, "tools hold a int"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": 3}, "tools must be a list. Got 3"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(source, written, says):

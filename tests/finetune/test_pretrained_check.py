@@ -224,6 +224,12 @@ def test_names_and_shapes_of_the_weights_are_those_of_config_json(model):
     assert "model.embed_tokens.weight is (9, 16), not (4096, 16)" in shapes
 
 
+def test_more_layers_than_tensors_are_refused_at_once(model):
+    settings = json.loads((model / folder.CONFIG).read_text())
+    (model / folder.CONFIG).write_text(json.dumps(settings | {"num_hidden_layers": 10**12}))
+    assert "asks for 1000000000000 layers, and its files hold 21 tensors in all" in refused(model)[0]
+
+
 def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
     write_tokenizer(model, 40)
     other = tmp_path / "other"

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks import finetune
 from tests import in_process
 
@@ -33,6 +35,21 @@ def test_conversations_ask_for_name_arguments_and_purpose_without_showing_the_do
     )
     assert found[3]["prompt"].endswith("def clear(*parts):\n    pass")
     assert not [*in_process.load("stdlib_chats").conversations("def (")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (("none/a.jsonl",), "none/a.jsonl: name a file that ends in .jsonl, in a folder that exists"),
+        (("a.txt",), "a.txt: name a file that ends in .jsonl"),
+        (("a.jsonl", "--most", "-1"), "--most -1: must be at least 1"),
+    ],
+)
+def test_a_file_of_conversations_that_cannot_be_is_refused_before_the_work(
+    typed, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert message in in_process.run(in_process.load("stdlib_chats"), typed, monkeypatch, capsys)
 
 
 def test_files_that_are_held_out_are_left_out_and_few_conversations_are_the_same_each_time(

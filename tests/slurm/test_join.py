@@ -5,6 +5,7 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
+from armature import run_dir
 from armature.errors import ConfigError
 from armature.launcher import slurm
 
@@ -67,6 +68,45 @@ def test_agents_of_other_nodes_than_asked_for_are_refused(step):
     step(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)")
     with pytest.raises(ConfigError, match=r"trainer.num_nodes=3.*2 nodes. Type trainer.num_nodes=2"):
         slurm.join(config(2, nodes=3))
+
+
+ODD = {
+    "no task": ({"SLURM_PROCID": ""}, r"SLURM_STEP_ID=0, but SLURM_PROCID without a value.* Type unset SLURM_STEP_ID"),
+    "no nodes": ({"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""}, r"but SLURM_STEP_NODELIST, SLURM_NODEID without"),
+    "words": ({"SLURM_PROCID": "x"}, r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID"),
+    "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
+    "tasks of a node": (
+        {"SLURM_STEP_TASKS_PER_NODE": "many"},
+        r"SLURM_STEP_TASKS_PER_NODE=many: must be as in 4\(x2\)",
+    ),
+    "restarts": ({"SLURM_RESTART_COUNT": "x"}, r"SLURM_RESTART_COUNT=x: must be a number"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), ODD.values(), ids=ODD)
+def test_variables_that_srun_cannot_have_set_are_named(changes, message, step):
+    step(**changes)
+    with pytest.raises(ConfigError, match=message):
+        slurm.join(config(2))
+
+
+def test_a_time_limit_that_is_no_number_is_named(step):
+    step(SLURM_JOB_END_TIME="x")
+    with pytest.raises(ConfigError, match=r"SLURM_JOB_END_TIME=x: must be a number"):
+        slurm.stop_at(5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({"SLURM_JOB_ID": "../x"}, r"SLURM_JOB_ID=../x: must be a number; Slurm sets it. Type run.name="),
+        ({"SLURM_ARRAY_JOB_ID": "3"}, r"SLURM_ARRAY_TASK_ID=: must be a number"),
+    ],
+)
+def test_a_run_is_not_named_after_a_job_that_cannot_be(ids, message, step):
+    step(**ids)
+    with pytest.raises(ConfigError, match=message):
+        run_dir.default_name("a")
 
 
 def test_nodes_with_different_numbers_of_tasks_are_refused(step):

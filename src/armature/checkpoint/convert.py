@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import itertools
+import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -78,6 +82,7 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base:
 
     A parameter with two names is written under the first.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weights = weights_of(checkpoint, average=average, base=base)
@@ -88,7 +93,10 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base:
         if not value.numel() or first[value.data_ptr(), value.shape] == name
     }
     with files.replacing(file) as part:
-        save_file(weights, part, metadata={"format": "pt"})
+        try:
+            save_file(weights, part, metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk
+            raise OSError(str(error)) from error
     return list(weights)
 
 
@@ -147,7 +155,15 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
         try:
             weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
         except (SafetensorError, OSError, ValueError) as error:
-            raise ConfigError(f"{file}: it cannot be read as safetensors: {error}.") from None
+            raise ConfigError(
+                f"{file}: it cannot be read as safetensors: {error}. Write or download it again."
+            ) from None
+        if not weights:
+            raise ConfigError(f"{file}: it holds no tensors. Name a file with weights.")
+    if sparse := next((name for name, value in weights.items() if value.layout != torch.strided), None):
+        raise ConfigError(
+            f"{file}: {sparse} is a sparse tensor, which checkpoints do not hold. Save it with to_dense()."
+        )
     meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"})
     return list(weights)
@@ -165,13 +181,16 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     """
     model, example = (module, inputs) if is_overridden("forward", module) else (module.get_submodule("model"), inputs)
     arguments = example if isinstance(example, tuple) else (example,)
+    weights = itertools.chain(model.parameters(), model.buffers())
+    if shutil.disk_usage(files.nearest_existing(file)).free < sum(value.nbytes for value in weights):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))  # torch's writer would abort the process
     write = _export_onnx if file.suffix == ".onnx" else _export_pt2
     try:
         with warnings.catch_warnings():
             # an RNN's list of its weights, which export records and restores
             warnings.filterwarnings("ignore", message=r"The tensor attributes [^ ]*_flat_weights\[")
             write(model, arguments, file)
-    except ConfigError:
+    except (ConfigError, OSError):  # OSError: the file cannot be written
         raise
     except Exception as error:  # export has many kinds of its own
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

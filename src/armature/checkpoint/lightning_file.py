@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,30 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = directory.part_of(path)
-    storage.write_plain(part, checkpoint)
+    try:
+        storage.write_plain(part, checkpoint)
+    except OSError:  # a full disk: a leftover would keep it full
+        with suppress(OSError):
+            part.unlink()
+        raise
     if part != path:
         if path.is_dir() and not path.is_symlink():
             directory.remove(path)  # one of another strategy's
         part.replace(path)
+
+
+def _lacks_weights(found: Any, path: Path) -> str:
+    """Return what a file holds instead of a state_dict, and what to type."""
+    if not isinstance(found, dict):
+        return f"it holds a {type(found).__name__}, but no state_dict with tensors, as Lightning's checkpoints do."
+    problem = f"it has the keys {', '.join(map(str, [*found][:9]))}{', …' * (len(found) > 9)}, but no state_dict with "
+    if not found or not all(isinstance(value, Tensor) for value in found.values()):
+        return f"{problem}tensors, as Lightning's checkpoints do."
+    return (
+        f'{problem}them. They are the weights themselves: put them into one. Type python -c "import torch; torch.save('
+        f"{{'state_dict': torch.load('{path}')}}, 'weights.ckpt')\", and name weights.ckpt. Names must be those of "
+        "your module: those of its attribute model begin with 'model.'."
+    )
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -31,14 +51,15 @@ def read(path: Path) -> dict[str, Any]:
     try:
         checkpoint = storage.read_plain(path)
     except ConfigError as error:
+        if "would run as code" not in str(error):
+            raise
         raise ConfigError(
             f'{error} If you trust the file, write its weights into another: python -c "import torch; torch.save('
             f"{{'state_dict': torch.load('{path}', weights_only=False)['state_dict']}}, 'weights.ckpt')\""
         ) from None
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(weights, dict) or not any(isinstance(value, Tensor) for value in weights.values()):
-        found = f"the keys {', '.join(map(str, checkpoint))}" if isinstance(checkpoint, dict) else type(checkpoint)
-        raise ConfigError(f"{path}: it has {found}, but no state_dict with tensors, as Lightning's checkpoints do.")
+        raise ConfigError(f"{path}: {_lacks_weights(checkpoint, path)}")
     wrong = [n for n, v in weights.items() if not isinstance(v, Tensor) and not str(n).endswith("_extra_state")]
     if wrong:
         kind = type(weights[wrong[0]]).__name__

@@ -90,6 +90,9 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     whole = ("model", "task._target_", "task.adapter", "optimizer._target_")
     for group in ("model",) if directory.is_file(checkpoint) else whole:
         there, here = (flat(OmegaConf.select(c, group, default=None), group) for c in (saved, cfg))
+        kind = f"{group}._target_"
+        if there.get(kind) != here.get(kind):  # their other keys have nothing in common
+            there, here = ({kind: each.get(kind)} for each in (there, here))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
             if key == "model.pretrained" and now is not None and pretrained.is_same(now, trained_in):  # it has moved
@@ -132,15 +135,18 @@ def problems(cfg: DictConfig) -> list[str]:
     if path.is_file():
         if directory.is_named_as_file(path):  # Lightning's: training starts with its weights
             return []
+        converts = path.suffix == ".safetensors"
+        how = f"Convert it first: python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000."
         return [
             f"resume={cfg.resume}: a file, but only one of Lightning's ({', '.join(directory.FILE_SUFFIXES)}) can be "
-            f"read. Convert others first: python scripts/convert.py {cfg.resume} "
-            "outputs/converted/checkpoints/step=000000."
+            f"read. {how if converts else 'Name one of those, a run directory or a checkpoint in one.'}"
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:
+        incomplete = [f" {each}: {directory.problem(each)}." for each in checkpoints_at(path)]
         return [
-            f"resume={cfg.resume}: there is no complete checkpoint. Name a run directory, or a step=… folder in one."
+            f"resume={cfg.resume}: there is no complete checkpoint.{''.join(incomplete)} Name a run directory, or a "
+            "step=… folder in one."
         ]
     if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from armature.checkpoint import directory, of_ranks, plain, resume, storage
+from armature.checkpoint import directory, misfit, of_ranks, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -223,7 +223,7 @@ def place_late_weights(source: Path, module: nn.Module, weights: dict[str, Any],
     """Load what `place_weights` returned, once the modules are there. With strict, raise ConfigError if one is not."""
     own = module.state_dict()
     if strict and (surplus := sorted(weights.keys() - own.keys())):
-        raise ConfigError(_another_model(source, [], surplus))
+        raise ConfigError(misfit.another_model(source, [], surplus))
     placed = {name: _placed_as(value, own[name]) for name, value in weights.items() if name in own}
     load_tensors_of(source, module, placed, strict=False)
 
@@ -246,11 +246,11 @@ def load_tensors_of(
     try:
         missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
-        raise ConfigError(f"{source} does not fit the model. {error}") from None
+        raise ConfigError(misfit.of_load_state_dict(source, error)) from None
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
     late = [name for name in surplus if grows and name in weights]  # not what hooks of load_state_dict have renamed
     if strict and (missing or len(late) < len(surplus)):
-        raise ConfigError(_another_model(source, sorted(missing), sorted(surplus)))
+        raise ConfigError(misfit.another_model(source, sorted(missing), sorted(surplus)))
     return late
 
 
@@ -377,14 +377,7 @@ def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str], *, ma
     missing = sorted(set(names) - saved.keys() - may_lack)
     surplus = sorted(_weight_names(saved) - _names_of_all_ranks(names))
     if missing or surplus:
-        raise ConfigError(_another_model(checkpoint, missing, surplus))
-
-
-def _another_model(source: Path, missing: list[str], surplus: list[str]) -> str:
-    return (
-        f"{source} holds another model's weights. "
-        f"Not in the checkpoint: {_few(missing)}. Not in the model: {_few(surplus)}."
-    )
+        raise ConfigError(misfit.another_model(checkpoint, missing, surplus))
 
 
 def _size_of(entry: Any) -> tuple[int, ...] | None:
@@ -398,7 +391,7 @@ def _check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any])
         if isinstance(value, Tensor) and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
     ]
     if wrong:
-        raise ConfigError(f"{checkpoint} holds weights of other sizes: {_few(wrong)}.")
+        raise ConfigError(misfit.other_sizes(checkpoint, wrong))
 
 
 def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any], *, index: int) -> None:
@@ -410,11 +403,6 @@ def _check_optimizer(checkpoint: Path, saved: dict[str, Any], own: dict[str, Any
     there, here = (sorted({key for parameter, key in pairs if parameter in common}) for pairs in (held, mine))
     if there != here:
         raise ConfigError(
-            f"{checkpoint} was saved with another optimizer: its state holds {_few(there)}, "
-            f"this one's {_few(here)}. Resume with the optimizer that the run began with."
+            f"{checkpoint} was saved with another optimizer: its state holds {misfit.few(there)}, "
+            f"this one's {misfit.few(here)}. Resume with the optimizer that the run began with."
         )
-
-
-def _few(names: list[str], *, limit: int = 5) -> str:
-    shown = ", ".join(names[:limit]) or "nothing"
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

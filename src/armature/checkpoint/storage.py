@@ -124,7 +124,8 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
         if process_group.rank() == 0:
             log.warning("Checkpoint %s is skipped: %s.", path, problem)
     if problems:
-        raise ConfigError([f"{path}: {problem}." for path, problem in problems.items()])
+        remedy = "Restore one of them from a copy, or name another." if len(problems) > 1 else "Restore it from a copy."
+        raise ConfigError([*(f"{path}: {problem}." for path, problem in problems.items()), remedy])
     return None
 
 
@@ -184,7 +185,10 @@ def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False
             no_dist = alone or not dist.is_initialized()
             dcp.load(state, storage_reader=_reader(checkpoint), planner=_PlainValuePlanner(), no_dist=no_dist)
         except CheckpointException as error:
-            refused = [cause for cause, _ in error.failures.values() if isinstance(cause, ConfigError)]
+            causes = [cause for cause, _ in error.failures.values()]
+            if any(isinstance(cause, pickle.UnpicklingError | EOFError) for cause in causes):
+                raise ConfigError(f"{checkpoint}: its tensors cannot be read. Restore it from a copy.") from error
+            refused = [cause for cause in causes if isinstance(cause, ConfigError)]
             raise (refused[0] if refused else failure(error)) from error
 
 
@@ -219,7 +223,8 @@ def write_plain(file: Path, value: Any) -> None:
 def read_plain(file: Path) -> Any:
     """Return the tensors and plain values that torch.save wrote. Anything else is an error, and is not run."""
     try:
-        with file.open("rb") as stream:
+        with file.open("rb") as stream, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of a file that is refused anyway
             return torch.load(stream, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: {_refusal(error)}") from None
@@ -228,9 +233,9 @@ def read_plain(file: Path) -> Any:
 
 
 def _refusal(error: Exception) -> str:
-    found = re.search(r"GLOBAL ([\w.]*\w)|^([\w.]+)$", str(error))
+    found = re.search(r"GLOBAL ([\w.]*\w)|^([a-z_]\w*\.[\w.]+)$", str(error), re.IGNORECASE)
     if found is None:
-        return "it cannot be read: it is damaged, or not what torch.save writes."
+        return "it cannot be read: it is damaged, or not what torch.save writes. Restore it from a copy."
     cause = next(filter(None, found.groups()))
     return f"refused, since it holds more than tensors and plain values, which would run as code on loading ({cause})."
 
@@ -271,8 +276,10 @@ class _PlainMetadataReader:
         with self.fs.create_stream(path, "rb") as file:  # pyright: ignore[reportAttributeAccessIssue]
             try:
                 metadata = _MetadataUnpickler(file).load()
-            except pickle.UnpicklingError as error:
+            except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
                 raise ConfigError(f"{path}: {_refusal(error)}") from None
+        if not isinstance(metadata, Metadata):
+            raise ConfigError(f"{path}: it holds a {type(metadata).__name__}, not an index of tensors. Restore it.")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # pyright: ignore[reportAttributeAccessIssue]
         return metadata

@@ -1,5 +1,6 @@
 """Cache folders that are complete or absent: written elsewhere, locked, checked, rebuilt if damaged. Torch-free."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -76,6 +77,13 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
             shutil.rmtree(folder)
         os.replace(part, folder)
         files.sync(folder.parent)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(
+            f"data.source.cache_dir: the disk of {folder.parent} is full. Make room, or set data.source.cache_dir, or "
+            "ARMATURE_CACHE in the environment, to a folder on another one."
+        ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     _stamp(folder, header)

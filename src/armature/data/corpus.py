@@ -113,7 +113,9 @@ class Corpus:
             raise ConfigError(problems)
         files = sources.standard_library() if self.path is None else sources.find(self.path)
         if not any(file.size for file in files):
-            raise ConfigError(f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty.")
+            raise ConfigError(
+                f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty. Name files with text."
+            )
         return files
 
     @property
@@ -161,7 +163,7 @@ class Corpus:
                 bpe = tokenizer.load_external(self.tokenizer_path)
             else:
                 bpe = tokenizer.train(self._train_text(files, split), vocab_size=self.vocab_size)
-            bpe.save(str(part / tokenizer.TOKENIZER_FILE))
+            tokenizer.write(bpe, part / tokenizer.TOKENIZER_FILE)
             statistics = self._encode(part, files, split, bpe)
         empty = [name for name, counts in statistics.items() if not counts["bytes"]]
         if empty:

@@ -85,8 +85,10 @@ class HFData(LabeledData):
             where = f"data.path={self.path}, split {self.splits[of]}, column {self.targets},"
             keys = names if _is_text(rows, self.targets) else range(len(names))
             numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}  # -1: not labeled
-        kind = StreamedColumns if self.source["streaming"] else Columns
-        return kind(rows.with_format("torch"), columns, numbers)
+        rows = rows.with_format("torch")
+        if self.source["streaming"]:
+            return StreamedColumns(rows, columns, numbers)
+        return Columns(rows, columns, numbers, where=f"{self._where}, split {self.splits[of]}")
 
     @override
     def names(self) -> dict[str, list[str]]:
@@ -140,14 +142,13 @@ class HFData(LabeledData):
         known = rows.column_names
         if known is not None and (missing := [column for column in columns if column not in known]):
             raise ConfigError(
-                f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(known)}. "
+                f"{self._where} has no column {', '.join(missing)}. Its columns: {', '.join(known)}. "
                 "Type data.inputs=… data.targets=…"
             )
         for column in () if self.source["streaming"] else columns:
             if empty := rows.data.column(column).null_count:
                 raise ConfigError(
-                    f"data.path={self.path}: column {column} has {empty} empty cells. Fill them in, or leave "
-                    "out these rows."
+                    f"{self._where}: column {column} has {empty} empty cells. Fill them in, or leave out these rows."
                 )
 
     def _load(self, split: str) -> Any:
@@ -155,6 +156,11 @@ class HFData(LabeledData):
             return self._loaded[split]
         name = self.splits[split]
         datasets = extras.load("datasets", needed_by="data=hf")
+        formats = Path(datasets.packaged_modules.__file__).parent
+        if not (self.source["data_files"] or self.source["data_dir"]) and (formats / self.path).is_dir():
+            raise ConfigError(  # it would read each file below the current folder
+                f"data.path={self.path}: a format, but no files. Type data.data_files=… or data.data_dir=…, too."
+            )
         unreachable = self._unreachable
         try:
             with _offline(datasets) if unreachable else nullcontext():
@@ -170,9 +176,14 @@ class HFData(LabeledData):
             remedy = f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)"
             if "split" not in str(error).lower():
                 remedy = "data.path=…, data.name=… or data.data_files=… of data that are there"
-            raise ConfigError(
-                f"data.path={self.path}, split {name}: {error_line(cause or error)} Type {remedy}."
-            ) from error
+            said = error_line(cause or error).rstrip(".!")
+            raise ConfigError(f"{self._where}, split {name}: {said}. Type {remedy}.") from error
+
+    @property
+    def _where(self) -> str:
+        """The data, for messages: a format alone, such as csv, says nothing."""
+        files = self.source["data_files"] or self.source["data_dir"]
+        return f"data.path={self.path}" + (f" ({files})" if files else "")
 
     @cached_property
     def _unreachable(self) -> str | None:
@@ -208,15 +219,19 @@ def _offline(datasets: Any) -> Iterator[None]:
 class Columns(Dataset[dict[str, Any]]):
     """Two columns of a map-style data set."""
 
-    def __init__(self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None) -> None:
-        self.rows, self.columns, self.numbers = rows, columns, numbers
+    def __init__(self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None, *, where: str = "") -> None:
+        self.rows, self.columns, self.numbers, self.where = rows, columns, numbers, where
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @override
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _sample(self.rows[index], self.columns, self.numbers)
+        try:
+            row = self.rows[index]
+        except OSError as error:  # a damaged image
+            raise ConfigError(f"{self.where}: sample {index} cannot be read ({error}). Remove it.") from error
+        return _sample(row, self.columns, self.numbers)
 
 
 class StreamedColumns(IterableDataset[dict[str, Any]]):
@@ -248,7 +263,8 @@ def _vector(row: dict[str, Any], columns: list[str]) -> torch.Tensor:
     for column, value in zip(columns, values, strict=True):
         if not isinstance(value, torch.Tensor) or value.ndim:
             raise ConfigError(
-                f"data.inputs={columns}: column {column} holds no single numbers. Type data.inputs={column}"
+                f"data.inputs={columns}: column {column} holds no single numbers. Leave it out, or type "
+                f"data.inputs={column} for it alone."
             )
     return torch.stack([value.float() for value in values])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -117,7 +119,19 @@ class ImageFolderData(LabeledData):
 
     @override
     def names(self) -> dict[str, list[str]]:
-        return {"classes": _classes(self._split_folders().get("train", self.path))}
+        folder = self._split_folders().get("train", self.path)
+        if not (found := _classes(folder)):
+            raise ConfigError(
+                f"data.path={folder}: it has no folder. Put the images of each class into one, as in "
+                f"{folder}/cat/1.jpg."
+            )
+        empty = [name for name in found if next(_images_below(folder / name), None) is None]
+        if empty and len(empty) < len(found):
+            raise ConfigError(
+                f"data.path={folder}: the folder {empty[0]} has no images ({_KINDS}). Put some there, or remove it: "
+                "each folder is a class."
+            )
+        return {"classes": found}
 
     @cached_property
     def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
@@ -186,5 +200,19 @@ def _rgb(image: Any, path: Path) -> Any:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    hidden = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
-    return sorted(file for file in hidden if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(map(Path, _images_below(folder)))
+
+
+def _images_below(folder: str | Path) -> Iterator[str]:
+    """Yield the files with an image's suffix, except hidden ones. Raises ConfigError for what only has its name."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                if not entry.is_symlink():
+                    yield from _images_below(entry.path)
+            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                if not entry.is_file():
+                    raise ConfigError(f"data.path: {entry.path} is {sources.what(Path(entry.path))}. Remove it.")
+                yield entry.path

@@ -198,7 +198,9 @@ class LabeledTextData(LabeledData):
             if name.removesuffix(".gz").endswith(".jsonl"):
                 for where, row in sources.json_lines(file):
                     if not isinstance(row, dict):
-                        raise ConfigError(f"{where}: a {type(row).__name__}, not an object with {self.text!r}.")
+                        raise ConfigError(
+                            f"{where}: {sources.shown(row)} is no object with {self.text!r}. Correct the line."
+                        )
                     yield where, row
             elif file.path.suffix in (".csv", ".parquet"):
                 columns = table.read(file.path, kind=object)  # str gives each cell the size of the longest

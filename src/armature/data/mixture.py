@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -42,19 +44,29 @@ class Mixture:
         self.tokenizer_path, self.arguments = tokenizer, corpus
 
     def check(self) -> None:
-        """Raise ConfigError if the weights do not fit."""
+        """Raise ConfigError if the weights do not fit, or files of a corpus are missing."""
         if self.weights.keys() != self.paths.keys() or not self.paths:
             raise ConfigError(
                 f"data.weights names {', '.join(self.weights)}, and data.paths {', '.join(self.paths)}: name the same."
             )
         if any(not isinstance(w, (int, float)) or not 0 < w < float("inf") for w in self.weights.values()):
             raise ConfigError(f"data.weights={self.weights}: every weight must be a positive number.")
+        problems: list[str] = []
+        for name, path in self.paths.items():
+            try:
+                with _naming(name):
+                    Corpus(path, tokenizer=self.tokenizer_path, **self.arguments).check()
+            except ConfigError as error:
+                problems += [each for each in error.problems if each not in problems]
+        if problems:
+            raise ConfigError(problems)
 
     def prepare(self) -> None:
         """Prepare all corpora. Several processes may call this at once."""
         self.check()
-        for corpus in self.corpora.values():
-            corpus.prepare()
+        for name, corpus in self.corpora.items():
+            with _naming(name):
+                corpus.prepare()
 
     @cached_property
     def corpora(self) -> dict[str, Corpus]:
@@ -62,7 +74,8 @@ class Mixture:
         made, tokenizer = {}, self.tokenizer_path
         for name, path in self.paths.items():
             made[name] = Corpus(path, tokenizer=tokenizer, **self.arguments)
-            tokenizer = tokenizer or str(made[name].folder / TOKENIZER_FILE)
+            with _naming(name):
+                tokenizer = tokenizer or str(made[name].folder / TOKENIZER_FILE)
         return made
 
     @property
@@ -74,6 +87,15 @@ class Mixture:
         """Hash of all corpora; the weights may change in a run."""
         each = [f"{name}:{corpus.fingerprint}" for name, corpus in self.corpora.items()]
         return hashlib.sha256("/".join(each).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the key of a corpus in its problems, which name that of a run with one corpus."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([each.replace("data.path", f"data.paths.{name}", 1) for each in error.problems]) from error
 
 
 class MixtureData(TokenData):

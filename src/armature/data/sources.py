@@ -1,5 +1,6 @@
 """Finds text files and reads them piece by piece, so that a corpus may be larger than memory. Torch-free."""
 
+import codecs
 import difflib
 import glob
 import gzip
@@ -22,6 +23,7 @@ CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 (or -f utf-16)."
 PIECE_BYTES = 1 << 20  # part of a file that is in memory at once
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _KERNEL = tuple(map(Path, ("/proc", "/sys", "/dev")))
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -115,6 +117,8 @@ def _source(path: Path, root: Path) -> SourceFile:
 
 
 def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
+    if os.path.lexists(pattern):
+        return f"data.path={typed}: {_no_file(pattern)}"
     is_pattern = glob.has_magic(str(pattern))
     problem = f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
     wanted = root if is_pattern else pattern.parent
@@ -133,6 +137,20 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
     kinds = Counter(Path(p).suffix or "without a suffix" for p in itertools.islice(below, 10_000)).most_common(4)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
     return f"{problem} Files in and below {there.absolute()}: {listed}."
+
+
+def _no_file(path: Path) -> str:
+    """Return why something that is there is no file to read, and what to do."""
+    if path.is_dir():
+        return "the folder holds no files. Put some there, or name another one."
+    return f"{what(path)}. Name a file, or a folder of files."
+
+
+def what(path: Path) -> str:
+    """Return what something is that is neither a file nor a folder."""
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, which is not there"
+    return "a device or a pipe, which cannot be read twice"
 
 
 def check_heads(files: list[SourceFile]) -> None:
@@ -185,6 +203,10 @@ def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, objec
         if not line.strip():
             continue
         where = f"data.path: {file.path}, line {line_number}"
+        if b"\0" in line:  # json would take it for UTF-16 or UTF-32
+            if line_number == 1 and line.startswith(_UTF16):
+                raise ConfigError(_utf16(file))
+            raise ConfigError(f"{where}: it holds zero bytes, as after a loss of power. Remove the line.")
         try:
             yield where, json.loads(line)
         except UnicodeDecodeError as error:
@@ -193,22 +215,36 @@ def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, objec
             raise ConfigError(f"{where}: not a line of JSON ({error}). Correct or remove it.") from error
 
 
+def shown(value: object, *, most: int = 60) -> str:
+    """Return a value as JSON, of at most so many characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()
+    return text if len(text) <= most else f"{text[: most - 3]}…"
+
+
 def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
     for number, (where, record) in enumerate(_json_lines(file, stream)):
-        if not isinstance(record, dict) or field not in record:
-            got = ", ".join(sorted(record)) if isinstance(record, dict) else f"a {type(record).__name__}, not an object"
+        if not isinstance(record, dict):
             raise ConfigError(
-                f"{where}: no field '{field}' (there: {got}). Name the one with the text: data.source.field=…."
+                f"{where}: {shown(record)} is no object with the field '{field}'. Write one in each line: "
+                f'{{"{field}": "…"}}'
+            )
+        if field not in record:
+            raise ConfigError(
+                f"{where}: no field '{field}' (there: {', '.join(sorted(record)) or 'none'}). Name the one with the "
+                "text: data.source.field=…."
             )
         text = record[field]
         try:
             if not isinstance(text, str):
                 raise ConfigError(
-                    f"{where}: field '{field}' holds a {type(text).__name__}, not text. Change data.source.field."
+                    f"{where}: field '{field}' holds {shown(text)}, not text. Correct the line, or change "
+                    "data.source.field."
                 )
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{where}: field '{field}' has half a surrogate pair, which is not text.") from error
+            raise ConfigError(
+                f"{where}: field '{field}' has half a surrogate pair, which is not text. Remove it."
+            ) from error
         yield Piece(number, True, text, size)
 
 
@@ -219,13 +255,20 @@ def _open(file: SourceFile) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, stream)
     except (OSError, EOFError, zlib.error) as error:  # cannot be opened, is not a gzip file, or is a truncated one
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"data.path: {file.path} cannot be read ({reason}).") from error
+        raise ConfigError(f"data.path: {file.path} cannot be read ({reason}). Write it again, or remove it.") from error
+
+
+def _utf16(file: SourceFile) -> str:
+    return f"data.path: {file.path} is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8"
 
 
 def _decode(file: SourceFile, data: bytes, offset: int) -> str:
     if b"\0" in data:
+        if offset == 0 and data.startswith(_UTF16):
+            raise ConfigError(_utf16(file))
         raise ConfigError(
-            f"data.path: {file.path} is a binary file (byte {offset + data.index(0):,} is zero), not text."
+            f"data.path: {file.path} is a binary file (byte {offset + data.index(0):,} is zero), not text. Leave it "
+            "out: name the text files, as in data.path='folder/**/*.txt'."
         )
     try:
         return data.decode()

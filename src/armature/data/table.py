@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +25,11 @@ from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
 _ROW_NUMBERS = re.compile(r"|__index_level_\d+__")  # names that pandas gives to columns of row numbers
+_NESTED = (np.ndarray, list, dict)
 _EMPTY = ("None", "nan", "NaN", "<NA>", "NaT")  # missing values of NumPy, pandas and pyarrow as texts
 _LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_END = "\0end of the file"  # a row after the last one of a file: a quote that is not closed takes it in
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -113,6 +117,11 @@ class TableData(LabeledData):
         column = table.get(self.target)
         if column is None:
             content.problem = self._lacks([self.target], columns=list(table))
+        elif (nested := next((each for each in column if isinstance(each, _NESTED)), None)) is not None:
+            content.problem = (
+                f"data.target: column {self.target} holds a {type(nested).__name__} in each row, not one value. Name "
+                "another column."
+            )
         elif (empty := _first_empty(column)) is not None:
             content.problem = f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in."
         elif not self.classes_are_targets:
@@ -169,8 +178,9 @@ class TableData(LabeledData):
 
     def _lacks(self, missing: list[str], *, columns: list[str]) -> str:
         key = "data.target" if missing == [self.target] else "data.features"
+        spaced = [repr(name) if name != name.strip() else name for name in columns]
         return (
-            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(columns)}. "
+            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(spaced)}. "
             f"Type {key}=…, or name the columns in the file so."
         )
 
@@ -191,27 +201,85 @@ class TableData(LabeledData):
 def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
     """Return the columns of a file by name. Raises ConfigError."""
     if file.suffix == ".parquet":
-        parquet = extras.load("pyarrow.parquet", needed_by=f"data.path={file}")
-        try:
-            table = parquet.read_table(file)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.path={file}: this is no Parquet file ({error_line(error)[:200]}).") from error
-        return {name: _decoded(table[name]).to_numpy() for name in table.column_names}
+        return _read_parquet(file)
     if file.suffix != ".csv":
         raise ConfigError(f"data.path={file}: name .csv or .parquet files.")
     csv.field_size_limit(_LONGEST_CELL)
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            header, *lines = [row for row in csv.reader(stream) if row] or [[]]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            header, lines = _rows(file, csv.reader(_lines(file, stream)))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.path={file} is not CSV in UTF-8 ({error_line(error)}). {sources.CONVERT}") from error
+    except (OSError, csv.Error) as error:
         raise ConfigError(
-            f"data.path={file} cannot be read as CSV in UTF-8 ({error_line(error)[:200]}). Convert or remove it."
+            f"data.path={file} cannot be read as CSV ({error_line(error)[:200]}). Convert or remove it."
         ) from error
-    if repeated := sorted({name for name in header if header.count(name) > 1}):
-        raise ConfigError(f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them.")
-    if uneven := next((i for i, row in enumerate(lines, start=2) if len(row) != len(header)), None):
-        raise ConfigError(f"data.path={file}: row {uneven} has not as many cells as the header ({len(header)}).")
+    _require_unique(file, header, note=" The first line is taken for their names.")
     return {name: np.array([row[i] for row in lines], dtype=kind) for i, name in enumerate(header)}
+
+
+def _lines(file: Path, stream: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a file, and _END."""
+    for number, line in enumerate(stream, start=1):
+        if "\0" in line:
+            raise ConfigError(f"data.path={file}, line {number}: it holds a zero byte, which is not text. Remove it.")
+        yield line
+    yield _END
+
+
+def _rows(file: Path, reader: Any) -> tuple[list[str], list[list[str]]]:
+    """Return the names and the other rows of CSV, the last of which is _END. Raises ConfigError with a row's line."""
+    header: list[str] = []
+    rows: list[list[str]] = []
+    line = 1  # of the row's beginning: a cell in quotes may hold line ends
+    for row in reader:
+        if row and row[-1].endswith(_END):
+            if row != [_END]:
+                raise ConfigError(f"data.path={file}, line {line}: a quote is opened and never closed. Close it.")
+            break
+        if row and not header:
+            header = row
+            other = next((each for each in _SEPARATORS if each in row[0]), None) if len(row) == 1 else None
+            if other is not None:
+                raise ConfigError(
+                    f"data.path={file}: its columns are separated by {_SEPARATORS[other]}, not by commas. Save it with "
+                    "commas."
+                )
+        elif row and len(row) != len(header):
+            raise ConfigError(
+                f"data.path={file}, line {line}: {_cells(len(row))}, but the header has {len(header)}. Mend the line; "
+                "a cell that holds commas needs quotes."
+            )
+        elif row:
+            rows.append(row)
+        line = reader.line_num + 1
+    if not header:
+        raise ConfigError(f"data.path={file}: the file is empty. Name another, or remove it.")
+    return header, rows
+
+
+def _cells(number: int) -> str:
+    return f"{number} cell{'s' * (number != 1)}"
+
+
+def _require_unique(file: Path, names: list[str], *, note: str = "") -> None:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them.{note}")
+
+
+def _read_parquet(file: Path) -> dict[str, np.ndarray]:
+    parquet = extras.load("pyarrow.parquet", needed_by=f"data.path={file}")
+    try:
+        _require_unique(file, parquet.read_schema(file).names)
+        table = parquet.read_table(file)
+        return {name: _decoded(table[name]).to_numpy() for name in table.column_names}
+    except ConfigError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"data.path={file} cannot be read as Parquet ({error_line(error)[:200]}). It may be cut short, or of "
+            "another kind: write it again, or remove it."
+        ) from error
 
 
 def _decoded(column: Any) -> Any:
@@ -227,17 +295,27 @@ def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
             "data.features, or turn it into numbers first, such as days since a date."
         )
     try:
-        numbers = column.astype(np.float32)
+        with np.errstate(over="ignore"):  # reported below
+            numbers = column.astype(np.float32)
     except (ValueError, TypeError):
-        wrong = next((value for value in column.tolist() if not _is_number(value)), None)
+        row = next(i for i, value in enumerate(column.tolist()) if not _is_number(value))
+        if (value := _plain(column[row])) == "":
+            raise ConfigError(f"data.{key}: column {name} is empty in data row {row + 1}. Fill it in.") from None
         raise ConfigError(
-            f"data.{key}: column {name} holds {wrong!r}, which is no number. Leave the column out of data.features, or "
-            "turn it into numbers first."
+            f"data.{key}: column {name} holds {value!r} in data row {row + 1}, which is no number. Leave "
+            "the column out of data.features, or turn it into numbers first."
         ) from None
     if not np.isfinite(numbers).all():
         row = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        raise ConfigError(f"data.{key}: column {name} holds {column[row].item()!r} in data row {row + 1}. Fill it in.")
+        raise ConfigError(
+            f"data.{key}: column {name} holds {_plain(column[row])!r} in data row {row + 1}, which is no finite number "
+            "of 32 bits. Fill it in, or leave the column or the row out."
+        )
     return numbers
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _first_empty(column: np.ndarray) -> int | None:

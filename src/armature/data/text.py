@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from armature.data.base import Batch, DataModule, Split
 from armature.data.corpus import Corpus
-from armature.data.tokenizer import TOKENIZER_FILE
+from armature.data.tokenizer import TOKENIZER_FILE, write
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 
@@ -48,7 +48,7 @@ class TokenData(DataModule):
     @override
     def save_assets(self, run_dir: Path) -> None:
         if self.tokenizer is not None:
-            self.tokenizer.save(str(run_dir / TOKENIZER_FILE))
+            write(self.tokenizer, run_dir / TOKENIZER_FILE)
 
     def prompts(self, count: int = 3) -> list[str]:
         """Return beginnings of lines of held-out text, to show what a model makes of them; [] if none can be read."""

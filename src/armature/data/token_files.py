@@ -20,6 +20,8 @@ from armature.models.loss import IGNORED
 
 MEGATRON = b"MMIDIDX\x00\x00"
 _CHECKED_FIRST = 1 << 20  # tokens of each split that are checked before a run
+_NUMPY = b"\x93NUMPY"
+_HEAD = struct.Struct("<QBQ")  # version, type of the tokens, number of sequences
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes
 
 
@@ -50,10 +52,24 @@ class TokenFiles:
             tokenizer.require_file(self.tokenizer_path)
         train = self.tokens("train")
         if len(train) <= self.context:
-            raise ConfigError(f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}.")
+            raise ConfigError(
+                f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}. Type "
+                f"data.context={max(len(train) - 1, 1)} or less, or name more tokens."
+            )
+        self._check_width(train[:_CHECKED_FIRST])
         for split in ("train", "val", "test"):
             if len(tokens := self.tokens(split)[:_CHECKED_FIRST]):
                 self.check_range(int(tokens.min()), int(tokens.max()), split)
+
+    def _check_width(self, tokens: Any) -> None:
+        """Raise ConfigError if the tokens are halves or quarters of wider numbers: of small ones all but one are 0."""
+        read = tokens.dtype.itemsize
+        wider = next((size for size in (8, 4) if size > read and _is_padded(tokens, size // read)), None)
+        if wider is not None:
+            raise ConfigError(
+                f"data.source.dtype={self.dtype}: of each {wider // read} tokens of {self.path} all but one are 0, so "
+                f"they have more bytes. Type data.source.dtype={'uint32' if wider == 4 else 'int64'}."
+            )
 
     def check_range(self, least: int, largest: int, split: str) -> None:
         """Raise ConfigError if the smallest or the largest of some tokens is not in the vocabulary."""
@@ -73,7 +89,12 @@ class TokenFiles:
             return self._open(file) if file.is_file() else np.empty(0, np.uint16)
         file = self.path if self.path.suffix == ".bin" else self.path.with_name(f"{self.path.name}.bin")
         if not file.is_file():
-            raise ConfigError(f"data.path={self.path}: there is no such folder or .bin file.")
+            if self.path.is_file():
+                raise ConfigError(
+                    f"data.path={self.path} is no .bin file. Write its token ids into one, without a header, as "
+                    "NumPy's ids.tofile('train.bin') does."
+                )
+            raise ConfigError(f"data.path={self.path}: there is no such folder or .bin file. Name one that is there.")
         every = self._open(file)
         val, test = (int(len(every) * fraction) for fraction in (self.val_fraction, self.test_fraction))
         end = len(every) - val - test
@@ -81,18 +102,24 @@ class TokenFiles:
 
     def _open(self, file: Path) -> Any:
         index = file.with_suffix(".idx")
-        dtype = np.dtype(self.dtype)
-        if index.is_file():
-            with index.open("rb") as stream:
-                head = stream.read(len(MEGATRON) + 9)
-            if not head.startswith(MEGATRON) or len(head) < len(MEGATRON) + 9:
-                raise ConfigError(f"data.path: {index} is not an index of Megatron's, or is cut short.")
-            version, code = struct.unpack("<QB", head[len(MEGATRON) :])
-            if version != 1 or code not in _DTYPES:
-                raise ConfigError(f"data.path: {index} has version {version} and type {code}, which are not known.")
-            dtype = np.dtype(_DTYPES[code])
-        if file.stat().st_size % dtype.itemsize or not file.stat().st_size:
-            raise ConfigError(f"data.path: {file} has {file.stat().st_size} bytes: no whole number of {dtype} tokens.")
+        dtype, tokens = _described(index) if index.is_file() else (np.dtype(self.dtype), None)
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            if stream.read(len(_NUMPY)) == _NUMPY:
+                raise ConfigError(
+                    f"data.path: {file} is a .npy file of NumPy's. Write its numbers alone: "
+                    f"np.load('{file}').tofile(…)."
+                )
+        if size % dtype.itemsize or not size:
+            raise ConfigError(
+                f"data.path: {file} has {size} bytes: no whole number of {dtype} tokens. Write it again, or type its "
+                "own data.source.dtype."
+            )
+        if tokens is not None and tokens * dtype.itemsize != size:
+            raise ConfigError(
+                f"data.path: {file} has {size // dtype.itemsize:,} tokens of type {dtype}, and {index} describes "
+                f"{tokens:,}. They are of different data, or one is cut short: write both again."
+            )
         return np.memmap(file, dtype=dtype, mode="r")
 
     @cached_property
@@ -105,6 +132,31 @@ class TokenFiles:
     @cached_property
     def tokenizer(self) -> Any:
         return None if self.tokenizer_path is None else tokenizer.load_external(self.tokenizer_path)
+
+
+def _described(index: Path) -> tuple[np.dtype[Any], int]:
+    """Return the type and the number of the tokens that a Megatron index describes. Raises ConfigError."""
+    with index.open("rb") as stream:
+        head = stream.read(len(MEGATRON) + _HEAD.size)
+    if not head.startswith(MEGATRON) or len(head) < len(MEGATRON) + _HEAD.size:
+        raise ConfigError(f"data.path: {index} is not an index of Megatron's, or is cut short. Write it again.")
+    version, code, sequences = _HEAD.unpack(head[len(MEGATRON) :])
+    if version != 1 or code not in _DTYPES:
+        raise ConfigError(
+            f"data.path: {index} has version {version} and type {code}, which are not known. Known are version 1 and "
+            f"the types {', '.join(map(str, _DTYPES))}."
+        )
+    start = len(head) + 8  # after the number of documents
+    if index.stat().st_size < start + 4 * sequences:
+        raise ConfigError(f"data.path: {index} is cut short: it lists {sequences:,} sequences. Write it again.")
+    lengths = np.memmap(index, "<i4", mode="r", offset=start, shape=(sequences,)) if sequences else np.empty(0, "<i4")
+    return np.dtype(_DTYPES[code]), int(lengths.sum(dtype=np.int64))
+
+
+def _is_padded(tokens: Any, parts: int) -> bool:
+    """Return whether all but the first of each so many tokens are 0, and some of the first are not."""
+    whole = tokens[: len(tokens) // parts * parts].reshape(-1, parts)
+    return len(whole) > 8 and not whole[:, 1:].any() and bool(whole[:, 0].any())
 
 
 class TokenFileData(TokenData):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from armature import files
 from armature.errors import ConfigError, error_line
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def write(tokenizer: Tokenizer, file: Path) -> None:
+    """Write the tokenizer as its own `save` does, whose errors are no OSError."""
+    files.replace(file, tokenizer.to_str(pretty=True))
 
 
 def read(file: Path) -> Tokenizer:

@@ -124,16 +124,8 @@ def slurm_tasks(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding
 
 def interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check the network interfaces that NCCL and gloo are told to use."""
-    known = set(psutil.net_if_addrs())
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        typed = environ.get(name, "")
-        wanted = [each.strip() for each in typed.lstrip("=").split(",") if each.strip()]
-        if not wanted or typed.startswith("^"):
-            continue
-        exact = name.startswith("GLOO") or typed.startswith("=")
-        if not any(have == each or (not exact and have.startswith(each)) for have in known for each in wanted):
-            remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
-            yield failure(GROUP, f"{name}={typed}: this machine has no such network interface.", remedy=remedy)
+    for what, remedy in environment.unknown_interfaces(environ):
+        yield failure(GROUP, what, remedy=remedy)
 
 
 def loopback(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:

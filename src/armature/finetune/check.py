@@ -255,6 +255,11 @@ def weight_problems(path: Path, args: Mapping[str, Any], *, apart: bool = False)
     weights = folder.weights(path)
     if weights.problems:
         return list(weights.problems)
+    if args["layers"] > len(weights.tensors):
+        return [
+            f"{path}: config.json asks for {args['layers']} layers, and its files hold {len(weights.tensors)} tensors "
+            "in all. Download it again."
+        ]
     needed = tensors(args)
     missing = sorted(name for name in needed if name not in weights.tensors)
     surplus = sorted(

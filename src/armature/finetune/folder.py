@@ -238,7 +238,7 @@ def weights(folder: Path) -> Weights:
             if odd := [file for file in files if not isinstance(file, str)]:
                 raise TypeError(f"{odd[0]} is no name of a file")
         except (ConfigError, KeyError, AttributeError, TypeError) as error:
-            return Weights({}, (f"{folder / INDEX}: no index of weights ({error}).",))
+            return Weights({}, (f"{folder / INDEX}: no index of weights ({error}). Download it again.",))
         extra = {name for name in present if _is_shard(name)}
     elif WEIGHTS in present:
         listed, files, extra = None, [WEIGHTS], {name for name in present if _SHARD.fullmatch(name)}
@@ -286,6 +286,8 @@ def _no_weights(folder: Path, present: set[str]) -> str:
 
 def _header(file: Path) -> dict[str, SavedTensor]:
     """Return the tensors of one file. Raises ConfigError for one that is damaged or not whole."""
+    if file.exists() and not (file.is_file() or file.is_dir()):  # reading it might never end
+        raise ConfigError(f"{file}: a device or a pipe, no file. Download it again.")
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

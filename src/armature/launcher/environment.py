@@ -24,13 +24,16 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
+_DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 RECORDED_COLLECTIVES = "1024"
 EXPORT_NAME = "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, type hostname -I)."
 NAME_SECONDS = 60  # until a name that does not resolve counts as wrong
@@ -42,22 +45,44 @@ def is_joined() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
-def _number(name: str, default: Number) -> Number:
+def number(name: str, default: Number) -> Number:
     """Return a variable as a number of the default's type. Raises ConfigError if it is none, or is negative."""
     value = os.environ.get(name)
     if not value:
         return default
     try:
-        number = type(default)(value)
+        found = type(default)(value)
     except ValueError:
-        number = None
-    if number is None or not 0 <= number < math.inf:
+        found = None
+    if found is None or not 0 <= found < math.inf:
         raise ConfigError(f"{name}={value}: must be a number; a launcher sets it. Type unset {name}.")
-    return number
+    return found
+
+
+def unknown_interfaces(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield a problem and its remedy for network interfaces that NCCL or gloo are told to use and that are missing."""
+    known = set(psutil.net_if_addrs())
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        typed = environ.get(name, "")
+        wanted = [each.strip() for each in typed.lstrip("=").split(",") if each.strip()]
+        if not wanted or typed.startswith("^"):
+            continue
+        exact = name.startswith("GLOO") or typed.startswith("=")
+        if not any(have == each or (not exact and have.startswith(each)) for have in known for each in wanted):
+            remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
+            yield f"{name}={typed}: this machine has no such network interface.", remedy
+
+
+def debug_problem() -> str | None:
+    """Return why importing torch's distributed package would fail, or None."""
+    typed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    if typed.upper() in _DEBUG_LEVELS:
+        return None
+    return f"TORCH_DISTRIBUTED_DEBUG={typed}: must be {', '.join(_DEBUG_LEVELS)}. Type unset TORCH_DISTRIBUTED_DEBUG."
 
 
 def rank() -> int:
-    return _number("RANK", 0)
+    return number("RANK", 0)
 
 
 def is_first(*names: str) -> bool:
@@ -70,19 +95,19 @@ def is_first(*names: str) -> bool:
 
 
 def world_size() -> int:
-    return _number("WORLD_SIZE", 1) if is_joined() else 1
+    return number("WORLD_SIZE", 1) if is_joined() else 1
 
 
 def local_rank() -> int:
-    return _number("LOCAL_RANK", 0)
+    return number("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    return _number("LOCAL_WORLD_SIZE", 1)
+    return number("LOCAL_WORLD_SIZE", 1)
 
 
 def node_rank() -> int:
-    return _number("GROUP_RANK", 0)
+    return number("GROUP_RANK", 0)
 
 
 def main_address() -> str:
@@ -109,7 +134,7 @@ def wait_for_main_address() -> None:
 
 
 def main_port() -> int:
-    return _number("MASTER_PORT", 29500)
+    return number("MASTER_PORT", 29500)
 
 
 def set_rank(
@@ -136,7 +161,7 @@ def rendezvous() -> str | None:
 
 
 def is_restarted() -> bool:
-    return any(_number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    return any(number(name, 0) > 0 for name in ("ARMATURE_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def record_collectives() -> None:
@@ -192,5 +217,5 @@ def set_deadline(unix_time: float) -> None:
 
 
 def deadline() -> float | None:
-    value = _number("ARMATURE_DEADLINE", math.nan)
+    value = number("ARMATURE_DEADLINE", math.nan)
     return None if math.isnan(value) else value

@@ -15,6 +15,9 @@ from armature.launcher import environment
 
 JOB = "Slurm job "
 log = logging.getLogger(__name__)
+_OF_STEP = (
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
+)  # fmt: skip
 
 
 def join(cfg: DictConfig) -> None:
@@ -28,13 +31,22 @@ def join(cfg: DictConfig) -> None:
     environ = os.environ
     if environment.is_joined() or tasks() < 2:
         return
+    if lacking := [name for name in _OF_STEP if not environ.get(name)]:
+        raise ConfigError(
+            f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, which srun sets: "
+            "these variables are left from another job. Type unset SLURM_STEP_ID."
+        )
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
     if "," in per_node:
         raise ConfigError(
             f"srun started {per_node} tasks on the nodes: every node must have the same number. "
             f"Type --nodes={cfg.trainer.num_nodes} --ntasks-per-node={cfg.trainer.devices}."
         )
-    on_node, nodes = int(per_node.split("(")[0]), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if not re.fullmatch(r"\d+(\(x\d+\))?", per_node):
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={per_node}: must be as in 4(x2); srun sets it. Type unset SLURM_STEP_ID."
+        )
+    on_node, nodes = int(per_node.split("(")[0]), environment.number("SLURM_STEP_NUM_NODES", 1)
     if on_node == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
             raise ConfigError(
@@ -43,7 +55,8 @@ def join(cfg: DictConfig) -> None:
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
-    if int(environ["SLURM_PROCID"]) >= int(environ["SLURM_STEP_NUM_TASKS"]):
+    numbers = {name: environment.number(name, 0) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}
+    if numbers["SLURM_PROCID"] >= tasks():
         raise ConfigError(
             f"SLURM_PROCID={environ['SLURM_PROCID']} of SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks "
             "of a heterogeneous job count over its components. Start the run in one component: srun --het-group=0."
@@ -57,13 +70,13 @@ def join(cfg: DictConfig) -> None:
 
 def tasks() -> int:
     """Return how many tasks `srun` started; 1 outside of a step."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_STEP_ID" in os.environ else 1
+    return environment.number("SLURM_STEP_NUM_TASKS", 1) if "SLURM_STEP_ID" in os.environ else 1
 
 
 def job() -> tuple[str, int]:
     """Return the job's name for messages, empty without one, and how often it has been requeued."""
     number = os.environ.get("SLURM_JOB_ID")
-    return (f"{JOB}{number}", int(os.environ.get("SLURM_RESTART_COUNT") or 0)) if number else ("", 0)
+    return (f"{JOB}{number}", environment.number("SLURM_RESTART_COUNT", 0)) if number else ("", 0)
 
 
 def stop_at(minutes: float | None) -> float | None:
@@ -93,8 +106,7 @@ def times() -> tuple[float | None, float | None]:
     """Return the job's begin and end, as Unix time; None if unknown or without a limit."""
     environ = os.environ
     if "SLURM_JOB_END_TIME" in environ:
-        begin = environ.get("SLURM_JOB_START_TIME")
-        return float(begin) if begin else None, float(environ["SLURM_JOB_END_TIME"])
+        return environment.number("SLURM_JOB_START_TIME", 0.0) or None, environment.number("SLURM_JOB_END_TIME", 0.0)
     if "SLURM_JOB_ID" not in environ or environment.rank() != 0:  # one query per job; the ranks agree on when to stop
         return None, None
     try:
@@ -139,5 +151,5 @@ def _scontrol(*arguments: str) -> str:
 
 def _port() -> int:
     """Return a port that differs between the jobs on a machine, and between a job's restarts (orphaned ranks)."""
-    job, step, restart = (int(os.environ.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    job, step, restart = (environment.number(f"SLURM_{name}", 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
     return 20000 + (job * 7 + step + restart * 3) % 12000

@@ -1,5 +1,6 @@
 """Let a run survive the end of the terminal or the pipe that it prints to. Its logs are in the run directory."""
 
+import errno
 import os
 import sys
 from typing import Any
@@ -17,17 +18,19 @@ class _Lasting:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError:
-            self._discard()
+        except OSError as error:
+            self._discard(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            self._discard()
+        except OSError as error:
+            self._discard(error)
 
-    def _discard(self) -> None:
+    def _discard(self, error: OSError) -> None:
+        if error.errno == errno.ENOSPC and self is sys.stdout:  # unlike a pipe's end, nobody has asked for that
+            print(f"The output cannot be written ({error.strerror}): it is incomplete.", file=sys.stderr)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())  # what is still in its buffer goes there too
         os.close(nowhere)

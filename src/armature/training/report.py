@@ -1,6 +1,7 @@
 """The line at the start of a run, summary.json, and the last lines on the screen."""
 
 import math
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def finish(
     if reason == "finished":
         script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
         chat = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
-        display.print(f"next: python scripts/{script}.py {cfg.run.dir}{chat}")
+        display.print(f"next: python scripts/{script}.py {shlex.quote(cfg.run.dir)}{chat}")
     elif reason == "max_time":
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
 

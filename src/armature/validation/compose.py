@@ -62,8 +62,14 @@ def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: 
                 sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
-    if isinstance(error, OSError) and not problems:  # Hydra makes a sweep's folder
+    if isinstance(error, OSError) and error.filename and not problems:  # Hydra makes a sweep's folder
         return [f"{error.filename}: {error.strerror}. Type run.root=… with a folder that can be written."]
+    if isinstance(error, MissingConfigException) and not problems:
+        first = plain_text(error).partition(".")[0]
+        return [
+            f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path (configs/), or "
+            "neither."
+        ]
     return problems or [plain_text(error)]
 
 

@@ -15,6 +15,7 @@ from armature.errors import ConfigError
 T = TypeVar("T")
 _SHOWN = 10  # different problems in one message
 _LINES = 1_000  # with a problem, after which no more are read
+_EITHER = '"…", or [{"role": "user", "content": "…"}]'
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -77,7 +78,7 @@ def parse(record: object, *, where: str) -> Conversation:
     completion is learned. `tools` go to the chat template. An assistant message with `"weight": 0` is not learned.
     """
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: a {type(record).__name__}, not an object. Write {FORM}.")
+        raise ConfigError(f"{where}: {sources.shown(record)} is no object. Write {FORM}.")
     if "messages" in record:
         read, first = messages(record["messages"], "messages", where=where), 0
     elif "prompt" in record and "completion" in record:
@@ -110,7 +111,7 @@ def tools(record: dict[str, Any], *, where: str) -> list[Any] | None:
     """Return a record's tools. Raises ConfigError."""
     found = record.get("tools")
     if found is not None and not isinstance(found, list):
-        raise ConfigError(f"{where}: tools hold a {type(found).__name__}, not a list. Write a list of JSON schemas.")
+        raise ConfigError(f"{where}: tools must be a list. Got {sources.shown(found)}. Write a list of JSON schemas.")
     return found or None
 
 
@@ -119,33 +120,33 @@ def messages(value: object, key: str, *, where: str, role: str | None = None) ->
     if isinstance(value, str) and role is not None:
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{where}: {key} must be a list of messages. Got {_short(value)}. Write {FORM}.")
+        kind, form = ("a list of messages", FORM) if role is None else ("a text or a list of messages", _EITHER)
+        raise ConfigError(f"{where}: {key} must be {kind}. Got {sources.shown(value)}. Write {form}.")
     return [_message(each, where=f"{where}: {key}[{number}]") for number, each in enumerate(value)]
 
 
 def _message(value: object, *, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise ConfigError(f"{where} has no role and content. Got {_short(value)}. Write {FORM}.")
+        raise ConfigError(f"{where} has no role and content. Got {sources.shown(value)}. Write {FORM}.")
     # an optional key of null is none: tables that were made into JSON lines have such ones
     value = {key: each for key, each in value.items() if each is not None or key == "content"}
     content, calls = value.get("content"), value.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise ConfigError(f"{where}: tool_calls hold a {type(calls).__name__}, not a list. Write a list of calls.")
+        raise ConfigError(f"{where}: tool_calls must be a list. Got {sources.shown(calls)}. Write a list of calls.")
     if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
         content = "".join(str(each.get("text", "")) for each in content)
     if value.get("weight", 1) not in (0, 1):
-        raise ConfigError(f"{where}: weight must be 1, or 0 for a message not to learn. Got {_short(value['weight'])}.")
+        raise ConfigError(
+            f"{where}: weight must be 1, or 0 for a message not to learn. Got {sources.shown(value['weight'])}."
+        )
     if content is None and value["role"] == "assistant" and calls:
         return value  # templates may ask whether it is none
     if not isinstance(content, str):
-        raise ConfigError(f"{where}: content must be text. Got {_short(content)}. Images and sound are not read.")
+        raise ConfigError(
+            f"{where}: content must be text. Got {sources.shown(content)}. Images and sound are not read."
+        )
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: content has half a surrogate pair, which is not text.") from error
+        raise ConfigError(f"{where}: content has half a surrogate pair, which is not text. Remove it.") from error
     return {**value, "content": content}
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "…"

@@ -14,7 +14,7 @@ from armature.data.chat import conversations
 from armature.data.chat.conversations import Conversation, learned_of, messages, tools
 from armature.data.chat.source import SHORTENED, Conversations, Encoded, Writer, left_out
 from armature.data.chat.template import Message
-from armature.data.sources import SourceFile
+from armature.data.sources import SourceFile, shown
 from armature.errors import ConfigError
 
 FORM = '{"prompt": "…", "chosen": "…", "rejected": "…"}'
@@ -51,7 +51,7 @@ def parse(record: object, *, where: str) -> tuple[Side, Side]:
     whole conversations, lists of messages whose common beginning is the prompt. `tools` go to the chat template.
     """
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: a {type(record).__name__}, not an object. Write {FORM}.")
+        raise ConfigError(f"{where}: {shown(record)} is no object. Write {FORM}.")
     if missing := [side for side in SIDES if record.get(side) is None]:
         there = ", ".join(map(str, sorted(record))) or "nothing"
         raise ConfigError(f"{where}: no {' and no '.join(missing)} (there: {there}). Write {FORM}.")

@@ -1,0 +1,137 @@
+"""Weights in files of other programs, and checkpoints whose files hold something else: each is told as what it is."""
+
+import io
+import json
+import pickle
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from armature.checkpoint import convert, directory, lightning_file, resume, storage
+from armature.checkpoint.writer import CheckpointWriter
+from armature.errors import ConfigError
+
+WEIGHTS = {"model.weight": torch.ones(2)}
+HOW_TO_TRUST = "If you trust the file"
+FILES = {
+    "nothing": (b"", r"it is damaged, or not what torch.save writes. Restore it"),
+    "text": (b"hello", r"it is damaged, or not what torch.save writes"),
+    "half": (None, r"it is damaged, or not what torch.save writes"),
+    "a list": ([1, 2], r"it holds a list, but no state_dict with tensors"),
+    "a tensor": (torch.ones(2), r"it holds a Tensor, but no state_dict with tensors"),
+    "the weights alone": (WEIGHTS, r"keys model.weight, but .* They are the weights themselves: .*torch.save\("),
+    "no weights": ({"state_dict": {}}, r"it has the keys state_dict, but no state_dict with tensors"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), FILES.values(), ids=FILES)
+def test_a_file_without_a_state_dict_is_told_as_what_it_is(content, message, tmp_path):
+    file = tmp_path / "x.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save({"state_dict": WEIGHTS} if content is None else content, file)
+    if content is None:
+        file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ConfigError, match=message) as raised:
+        lightning_file.read(file)
+    assert HOW_TO_TRUST not in str(raised.value)  # it is no matter of trust
+
+
+def test_the_way_to_read_weights_alone_leads_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(WEIGHTS, "x.pt")
+    with pytest.raises(ConfigError) as raised:
+        lightning_file.read(Path("x.pt"))
+    typed = re.search(r'python -c "(.*?)"', str(raised.value))
+    assert typed is not None
+    exec(typed[1])
+    assert lightning_file.read(Path("weights.ckpt"))["state_dict"].keys() == WEIGHTS.keys()
+
+
+def test_a_pickle_of_another_program_is_refused_without_a_warning(tmp_path):
+    (tmp_path / "x.ckpt").write_bytes(pickle.dumps({"state_dict": print}))
+    with pytest.raises(ConfigError, match=r"x.ckpt: "):  # warnings are errors in tests
+        lightning_file.read(tmp_path / "x.ckpt")
+
+
+def test_files_of_weights_that_no_checkpoint_can_hold_leave_nothing_behind(tmp_path):
+    save_file({}, tmp_path / "x.safetensors")
+    torch.save({"state_dict": {"a": torch.ones(2).to_sparse()}}, tmp_path / "x.ckpt")
+    for name, message in (("x.safetensors", r"it holds no tensors"), ("x.ckpt", r"a is a sparse tensor.*to_dense")):
+        with pytest.raises(ConfigError, match=message):
+            convert.from_file(tmp_path / name, tmp_path / "made" / "step=000000")
+        assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "a" / "checkpoints" / "step=000001"
+    CheckpointWriter().save(path, WEIGHTS, {"global_step": 1}, entries={"step": 1})
+    return path
+
+
+def exchange(file: Path, content: bytes) -> None:
+    """Write other content, to which the manifest's checksum fits."""
+    file.write_bytes(content)
+    manifest = json.loads((file.parent / directory.MANIFEST).read_text())
+    manifest["files"] |= directory.describe(file.parent, [file.name])
+    (file.parent / directory.MANIFEST).write_text(json.dumps(manifest))
+
+
+def saved_by_torch(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps({"a": 1}), r"\.metadata: it holds a dict, not an index of tensors"),
+        (b"", r"\.metadata: it cannot be read: it is damaged"),
+        (b"junk", r"\.metadata: it cannot be read: it is damaged"),
+    ],
+)
+def test_an_index_of_tensors_that_is_none_is_named(saved, content, message):
+    exchange(saved / directory.TENSOR_INDEX, content)
+    with pytest.raises(ConfigError, match=message):
+        storage.read_metadata(saved)
+
+
+def test_tensors_that_are_none_are_named(saved):
+    for file in saved.glob("*.distcp"):
+        exchange(file, b"5" * file.stat().st_size)
+    with pytest.raises(ConfigError, match=r"step=000001: its tensors cannot be read. Restore it from a copy"):
+        storage.read_tensors(saved, {"model.weight": torch.zeros(2)}, alone=True)
+
+
+def test_a_resume_says_what_the_run_lacks(saved):
+    (saved / directory.META).unlink()
+    cfg = SimpleNamespace(resume=str(saved.parents[1]), checkpoint=SimpleNamespace(root=None, trust=False))
+    [problem] = resume.problems(cfg)
+    assert "no complete checkpoint" in problem
+    assert f"{saved}: meta.pt is missing." in problem
+    with pytest.raises(ConfigError, match=r"(?s)meta.pt is missing.*Restore it from a copy"):
+        storage.first_intact([saved])
+
+
+def test_nothing_is_left_of_a_file_that_a_full_disk_could_not_hold(tmp_path, monkeypatch):
+    def full(file, value):
+        file.write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write_plain", full)
+    with pytest.raises(OSError, match="No space left"):
+        lightning_file.write(tmp_path / "x.ckpt", {})
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
+    module = L.LightningModule()
+    module.model = torch.nn.Linear(2, 3)
+    with pytest.raises(OSError, match="No space left"):
+        convert.to_program(module, tmp_path / "x.pt2", torch.ones(2, 2))
+    assert not [*tmp_path.iterdir()]

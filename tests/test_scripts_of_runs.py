@@ -1,0 +1,36 @@
+"""What the scripts that load a run refuse before they load it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from armature.checkpoint import state
+from armature.errors import ConfigError
+from tests import in_process
+
+
+@pytest.mark.parametrize(
+    ("script", "typed", "message"),
+    [
+        ("evaluate", "trainer.devices=2", "trainer.devices=2 would change nothing here: only a training reads it"),
+        ("evaluate", "strategy=ddp", "strategy=ddp would change nothing"),
+        ("evaluate", "run.name=x", "run.name=x would change nothing"),
+        ("evaluate", "trainer.precision=32-true", "no run directory"),
+        ("generate", "trainer.precision=32-true", "trainer.precision=32-true would change nothing"),
+        ("generate", "--prompt=\udcff", "its bytes are no UTF-8 text"),
+    ],
+)
+def test_keys_that_only_a_training_reads_are_refused(script, typed, message, tmp_path, monkeypatch, capsys):
+    words = (str(tmp_path), "--accelerator", "cpu", typed)
+    assert message in in_process.run(in_process.load(script), words, monkeypatch, capsys)
+
+
+def test_weights_of_other_sizes_are_told_in_one_line():
+    saved, model = torch.nn.Linear(2, 3), torch.nn.Linear(4, 3)
+    with pytest.raises(ConfigError) as raised:
+        state.load_tensors_of(Path("x.ckpt"), model, saved.state_dict())
+    assert str(raised.value) == (
+        "x.ckpt holds weights of other sizes: weight is (3, 2) there and (3, 4) here. Give the model the sizes that it "
+        "was trained with."
+    )
