@@ -127,7 +127,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
-    hook_check.check(getattr(data, "module", data), base=L.LightningDataModule)
+    hook_check.check(data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule)
     with memory.reporting(f"the data of {type(data).__name__}", data):
         _prepare(data)
         data.setup("fit")

@@ -276,7 +276,8 @@ class DataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> Any:
         dataset = self._dataset(split)
         if not len(cast(Sized, dataset)):
-            self._say_empty(split, type(self).__name__)
+            if not hasattr(self, "fractions"):  # else data/splits.py says so, unless it is wanted
+                self._say_empty(split, type(self).__name__)
             warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         return self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
 

@@ -179,15 +179,9 @@ def with_whole_loss(output: Any) -> Any:
 
 # what asks for, or sets, something of the weight itself
 _OF_THE_LEAF = (
-    "__get__",
-    "__set__",
-    "__delete__",
-    "backward",
-    "register_hook",
-    "retain_grad",
-    "__deepcopy__",
-    "detach",
-)
+    "__get__", "__set__", "__delete__", "__deepcopy__", "__reduce_ex__", "backward", "detach", "grad", "register_hook",
+    "register_post_accumulate_grad_hook", "retain_grad",
+)  # fmt: skip
 
 
 def _placed(tensor: DTensor) -> DTensor:
@@ -203,7 +197,7 @@ class _Placed(torch.autograd.Function):
     @override
     def forward(ctx: Any, tensor: DTensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.placements = tensor.placements
-        return tensor.view_as(tensor)
+        return tensor.view_as(tensor)  # pyright: ignore[reportReturnType]
 
     @staticmethod
     @override

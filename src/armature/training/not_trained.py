@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from armature.training.trainer import Trainer
+from lightning.pytorch import Trainer
 
 log = logging.getLogger(__name__)
 
