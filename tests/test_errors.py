@@ -3,6 +3,7 @@
 import textwrap
 import traceback
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -23,7 +24,7 @@ def step(weight):
 
 def test_the_users_lines_and_the_error_remain():
     text = failed(lambda: step(torch.ones(2, 2)))
-    head, *_, place, line, message = text.splitlines()
+    head, *_, place, line, message, _ = text.splitlines()
     assert head.startswith("Traceback (most recent call last)")
     assert place.startswith(f'  File "{__file__}", line ')
     assert line == "    return weight @ torch.ones(3)"
@@ -42,8 +43,8 @@ class Broken:
 def test_an_error_of_a_data_worker_is_shown_as_its_own():
     text = failed(lambda: next(iter(DataLoader(Broken(), num_workers=1))))
     assert text.count("Traceback") == 1
-    assert text.splitlines()[-2].strip() == 'raise FileNotFoundError(f"no image {index}")'
-    assert text.splitlines()[-1] == "FileNotFoundError: no image 0"
+    assert text.splitlines()[-3].strip() == 'raise FileNotFoundError(f"no image {index}")'
+    assert text.splitlines()[-2] == "FileNotFoundError: no image 0"
 
 
 def test_notes_and_messages_of_several_lines_remain():
@@ -52,7 +53,40 @@ def test_notes_and_messages_of_several_lines_remain():
         error.add_note("a note")
         raise error
 
-    assert failed(fails).endswith("ValueError: first\n    second\na note")
+    assert "ValueError: first\n    second\na note\n" in failed(fails)
+
+
+def test_a_cause_is_shown_with_its_message():
+    def fails():
+        try:
+            {}["weights"]
+        except KeyError as error:
+            raise RuntimeError("could not load") from error
+
+    text = failed(fails)
+    places = [i for i, line in enumerate(text.splitlines()) if line.startswith('  File "')]
+    assert text.count("Traceback") == 1
+    assert places[0] < text.splitlines().index("KeyError: 'weights'") < places[-1]
+    assert "direct cause" in text
+    assert "RuntimeError: could not load" in text
+
+
+def test_the_whole_traceback_is_pointed_to():
+    def fails(note=None):
+        error = ValueError("wrong")
+        if note:
+            error.add_note(note)
+        raise error
+
+    assert failed(fails).endswith("ValueError: wrong\nHYDRA_FULL_ERROR=1 shows the whole traceback.")
+    assert failed(lambda: fails(f"{errors.LOG_NOTE} a.log.")).endswith(f"wrong\n{errors.LOG_NOTE} a.log.")
+
+
+def test_the_place_of_an_error_is_the_users(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "missing").read_text()
+    assert errors.place_of(caught.value).startswith(f"{__file__}:")
+    assert errors.by_user(caught.value)
 
 
 def test_an_error_without_a_line_of_the_users_is_left_as_it_is():

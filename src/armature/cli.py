@@ -39,7 +39,7 @@ _refused: list[str] = []  # messages about trials of this process's sweep, which
 ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 _SOUGHT = 'grep "@hydra.main" $file_path -q'  # a line of Hydra's completion for bash, which ignores its result
-_OF_TRAINING = ("run", "resume", "strategy", "trainer", "logger")
+_OF_TRAINING = ("run", "resume", "strategy", "trainer", "logger", "optimizer", "scheduler")
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import FrameSummary
@@ -86,6 +87,11 @@ _PROJECT = _PACKAGE.parents[1]
 # not the user's code: Python, what is installed, and this project's own commands
 _FOLDERS = (sysconfig.get_path("stdlib"), _PACKAGE, _PACKAGE.parent / "hydra_plugins", _PROJECT / "scripts")
 _OTHERS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), str(_PROJECT / "train.py"), "<")
+_CHAINS = (
+    "\n\nThe above exception was the direct cause of the following exception:\n\n",
+    "\n\nDuring handling of the above exception, another exception occurred:\n\n",
+)
+LOG_NOTE = "The whole traceback is in"
 _FRAME = re.compile(r'  File "(.+)", line \d+, in .+')
 
 
@@ -95,6 +101,22 @@ def brief(text: str) -> str | None:
     Args:
         text: of `traceback.format_exc()`.
     """
+    *causes, last = re.split(f"({'|'.join(_CHAINS)})", text)
+    parts = [*map(_brief_part, causes[::2]), _brief_part(last)]
+    if not any(users for users, _ in parts):
+        return None
+    shown = ["Traceback (most recent call last), of your code alone:"]
+    for i, (users, message) in enumerate(parts):
+        if users or i == len(parts) - 1:
+            shown += [*users, message]
+            shown += [causes[2 * i + 1].strip()] if i < len(parts) - 1 else []
+    if LOG_NOTE not in shown[-1]:
+        shown.append("HYDRA_FULL_ERROR=1 shows the whole traceback.")
+    return "\n".join(shown)
+
+
+def _brief_part(text: str) -> tuple[list[str], str]:
+    """Return the user's lines of one exception's traceback, and its message."""
     lines, shown, end = text.splitlines(), [], 0
     for i, line in enumerate(lines):
         if (frame := _FRAME.fullmatch(line)) is None:
@@ -104,15 +126,26 @@ def brief(text: str) -> str | None:
             end += 1
         if is_users(frame[1]):
             shown.append("\n".join(lines[i : min(i + 2, end)]))
-    if not shown:
-        return None
-    return "\n".join(["Traceback (most recent call last), of your code alone:", *dict.fromkeys(shown), *lines[end:]])
+    return [*dict.fromkeys(shown)], "\n".join(lines[end:]).rstrip()
 
 
 def is_users(file: str) -> bool:
     """Return whether a file of a traceback holds the user's own code."""
     installed = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
     return not (installed or file.startswith(_OTHERS))
+
+
+def by_user(error: BaseException) -> bool:
+    """Return whether a line of the user's code led to an error."""
+    return any(is_users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def place_of(error: BaseException) -> str:
+    """Return `file:line` of the user's code that led to an error, or of the last line outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if is_users(frame.filename)]
+    place = (users or own_frames(frames))[-1]
+    return f"{place.filename}:{place.lineno}"
 
 
 def error_line(error: BaseException) -> str:

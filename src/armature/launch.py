@@ -40,8 +40,9 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     if joined := environment.is_joined():
         _check_world(cfg)
     layout = Layout.of(cfg)
-    if layout.world_size > 1 and (unknown := [*map(" ".join, environment.unknown_interfaces(os.environ))]):
-        raise ConfigError(unknown)
+    unknown = environment.unknown_interfaces(os.environ, gpus=cfg.trainer.accelerator == "gpu")
+    if layout.world_size > 1 and (problems := [*map(" ".join, unknown)]):
+        raise ConfigError(problems)
     _check_built(cfg, layout)
     if environment.rank() == 0:
         cfg.run.micro_batch_size = _micro_batch_size(cfg, layout)

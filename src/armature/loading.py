@@ -2,7 +2,6 @@
 
 import logging
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from armature.data import adapter
 from armature.data.base import DataModule
 from armature.data.memory import is_missing
 from armature.data.users_view import UsersTrainer
-from armature.errors import ConfigError, error_line, is_users, own_frames
+from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
@@ -146,13 +145,11 @@ def constructors() -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
-        frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-        told = isinstance(cause, TypeError | ValueError) or any(is_users(frame.filename) for frame in frames)
-        if cause is None or not told or is_missing(cause):
+        if cause is None or is_missing(cause) or not (isinstance(cause, TypeError | ValueError) or by_user(cause)):
             raise
-        key, place = re.search(r"full_key: (\S+)", str(error)), own_frames(frames)[-1]
+        key = re.search(r"full_key: (\S+)", str(error))
         raise ConfigError(
-            f"{key[1] if key else 'The configuration'}: {error_line(cause)} ({place.filename}:{place.lineno})."
+            f"{key[1] if key else 'The configuration'}: {error_line(cause)} ({place_of(cause)})."
         ) from error
 
 

@@ -45,7 +45,7 @@ _new_roots: set[Path] = set()  # values of run.root that did not exist when this
 def default_name(label: str) -> str:
     """Return the Slurm job's id under Slurm, else `label` and the time at which the run was started."""
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID") if os.environ.get("SLURM_ARRAY_JOB_ID") else ("SLURM_JOB_ID",)
-    if any(name in os.environ for name in names):
+    if any(os.environ.get(name) for name in names):
         ids = {name: os.environ.get(name, "") for name in names}
         if wrong := [f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)]:
             raise ConfigError(

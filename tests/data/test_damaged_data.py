@@ -3,12 +3,13 @@
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from armature.data import sources, splits, table
+from armature.data import hf, sources, splits, table
 from armature.data.token_files import MEGATRON
 from armature.errors import ConfigError
 from tests.data.test_people_data import build, write_parquet
@@ -226,3 +227,10 @@ def test_damaged_files_of_hugging_face_datasets_are_named(tmp_path):
     data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_).dataset("train")
     with pytest.raises(ConfigError, match=r"data.path=imagefolder \(.*\), split train: sample 1 cannot be read"):
         data[1]
+
+
+def test_a_folder_of_data_is_no_format_of_datasets(tmp_path):
+    (tmp_path / "formats" / "csv").mkdir(parents=True)
+    datasets = SimpleNamespace(packaged_modules=SimpleNamespace(__file__=str(tmp_path / "formats" / "__init__.py")))
+    assert hf._is_format(datasets, "csv")
+    assert not any(hf._is_format(datasets, path) for path in (str(tmp_path), ".", "..", "json"))

@@ -54,12 +54,15 @@ def computed() -> dict[str, Any]:
                     change(model[0].weight)
         value = loss(model, x.chunk(ranks)[rank], [p.detach().clone() for p in model.parameters()])
         value.backward()
+        alone = nn.functional.linear(x.chunk(ranks)[rank], model[0].weight).mean()
+        (asked,) = torch.autograd.grad(alone, [model[0].weight])
     gradients = [p.grad.full_tensor() if ranks > 1 else p.grad for p in model.parameters()]  # pyright: ignore
     teacher = copy.deepcopy(model).requires_grad_(False)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
     return {
+        "asked": (asked.full_tensor() if ranks > 1 else asked).flatten().tolist(),  # pyright: ignore
         "gradients": torch.cat([gradient.flatten() for gradient in gradients]).tolist(),
         "teacher": teacher(x).flatten().tolist(),
         "twice": copy.deepcopy(teacher)(x).flatten().tolist(),
@@ -73,7 +76,7 @@ def computed() -> dict[str, Any]:
 def test_a_step_s_gradients_and_a_copy_s_outputs_are_those_of_one_process() -> None:
     alone = computed()
     for found in on_ranks(computed, ranks=2):
-        for key in ("gradients", "teacher", "twice", "model"):
+        for key in ("gradients", "asked", "teacher", "twice", "model"):
             assert found[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6)
         assert found["kind"] == "FSDPSequential"
         assert found["trained"] == alone["trained"] == [False] * 4 + [True] * 4

@@ -1,5 +1,6 @@
 """Hooks that cannot be called as they will be are refused before training; methods that nothing calls are named."""
 
+import functools
 import logging
 
 import lightning.pytorch as L
@@ -13,11 +14,29 @@ def module(**methods):
     return type("Mine", (L.LightningModule,), methods)()
 
 
+def unpacked_by(function):
+    @functools.wraps(function)
+    def hook(self, batch, batch_idx):
+        return function(self, *batch, batch_idx)
+
+    return hook
+
+
+@unpacked_by
+def unpacked(self, x, y, batch_idx):
+    return 0
+
+
 FITTING = {
     "training_step": [lambda s, batch: 0, lambda s, batch, batch_idx: 0, lambda s, *args: 0, lambda s, *a, **k: 0],
     "validation_step": [lambda s, batch, batch_idx, dataloader_idx: 0, lambda s, b, i=0, loader=0: 0],
     "setup": [lambda s, stage: 0, lambda s, stage=None: 0, lambda s, **kwargs: 0],
-    "on_validation_batch_end": [lambda s, outputs, batch, batch_idx: 0, lambda s, o, b, i, dataloader_idx=0: 0],
+    "on_validation_batch_end": [
+        lambda s, outputs, batch, batch_idx: 0,
+        lambda s, o, b, i, dataloader_idx=0: 0,
+        lambda s, o, b, i, dataloader_idx: 0,  # of several loaders
+    ],
+    "on_train_batch_start": [unpacked],
     "configure_gradient_clipping": [lambda s, o, gradient_clip_val, gradient_clip_algorithm=None: 0],
     "optimizer_step": [lambda s, epoch, batch_idx, optimizer, optimizer_closure: 0, lambda s, *args: 0],
     "on_train_epoch_end": [lambda s: 0, lambda s, unused=None: 0],
@@ -30,7 +49,7 @@ REFUSED = {
     "setup": (lambda s: 0, r"called with \(stage\)"),
     "on_validation_epoch_end": (lambda s, outputs: 0, r"keeps no outputs: .* def on_validation_epoch_end\(self\)"),
     "on_before_optimizer_step": (lambda s, optimizer, optimizer_idx: 0, "Lightning 2 has no optimizer_idx"),
-    "on_train_batch_end": (lambda s, outputs, batch: 0, r"called with \(outputs, batch, batch_idx\)"),
+    "on_train_batch_end": (lambda s, outputs, batch: 0, r"called with \(outputs, batch, batch_idx\)\. Define"),
     "optimizer_step": (lambda s, e, i, o: 0, r"called with \(epoch, batch_idx, optimizer, optimizer_closure\)"),
 }
 
@@ -79,6 +98,25 @@ def test_what_looks_like_a_hook_is_named_unless_the_hook_is_there(caplog, name, 
     caplog.clear()
     arguments = {"training_step": lambda self, batch: 0}.get(meant, lambda self: 0)
     hook_check.check(module(**{name: lambda self: 0, meant: arguments}), base=L.LightningModule)
+    assert not caplog.text
+
+
+class Called:
+    def __call__(self, trainer, pl_module):
+        return None
+
+
+def test_an_object_in_a_hook_s_place_passes():
+    callback = L.callbacks.LambdaCallback(on_fit_start=Called())
+    hook_check.check(callback, base=L.Callback)
+
+
+def test_a_method_that_another_one_calls_is_not_named(caplog):
+    def prepare(self):
+        return self.configure_models()
+
+    hook_check.check(module(configure_models=lambda self: 0, prepare=prepare), base=L.LightningModule)
+    hook_check.check(module(_on_train_start=lambda self: 0), base=L.LightningModule)
     assert not caplog.text
 
 

@@ -82,7 +82,11 @@ def test_a_backward_of_the_modules_own_and_a_gradient_that_is_given_may_begin_an
         out = self.net(batch)
         self.manual_backward(out, gradient=torch.ones_like(out))
 
-    assert fit(__init__=by_hand, training_step=step) == ""
+    def positional(self, batch):
+        out = self.net(batch)
+        self.manual_backward(out, torch.ones_like(out))
+
+    assert fit(__init__=by_hand, training_step=step) == fit(__init__=by_hand, training_step=positional) == ""
 
 
 def test_an_error_of_the_users_code_is_left_to_its_traceback():

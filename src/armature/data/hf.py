@@ -156,8 +156,7 @@ class HFData(LabeledData):
             return self._loaded[split]
         name = self.splits[split]
         datasets = extras.load("datasets", needed_by="data=hf")
-        formats = Path(datasets.packaged_modules.__file__).parent
-        if not (self.source["data_files"] or self.source["data_dir"]) and (formats / self.path).is_dir():
+        if not (self.source["data_files"] or self.source["data_dir"]) and _is_format(datasets, self.path):
             raise ConfigError(  # it would read each file below the current folder
                 f"data.path={self.path}: a format, but no files. Type data.data_files=… or data.data_dir=…, too."
             )
@@ -189,8 +188,7 @@ class HFData(LabeledData):
     def _unreachable(self) -> str | None:
         """Why a name cannot be looked up on the hub, or None. The hub's own retries take half a minute to say so."""
         datasets = extras.load("datasets", needed_by="data=hf")
-        formats = Path(datasets.packaged_modules.__file__).parent
-        if os.path.isdir(self.path) or (formats / self.path).is_dir() or datasets.config.HF_HUB_OFFLINE:
+        if os.path.isdir(self.path) or _is_format(datasets, self.path) or datasets.config.HF_HUB_OFFLINE:
             return None
         if getproxies():  # one that resolves names itself
             return None
@@ -204,6 +202,12 @@ class HFData(LabeledData):
                     return f"{host} cannot be reached from this machine ({error_line(error)})"
                 time.sleep(seconds)
         return None
+
+
+def _is_format(datasets: Any, path: str) -> bool:
+    """Return whether a data set's name is that of a format, such as csv."""
+    formats = Path(datasets.packaged_modules.__file__).parent
+    return any(entry.name == path and entry.is_dir() for entry in formats.iterdir())
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from hydra.errors import InstantiationException
 
 from armature.data.batching import LOADER_KEYS
-from armature.errors import ConfigError, error_line, own_frames
+from armature.errors import ConfigError, error_line, place_of
 
 FILE_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 WORDS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
@@ -39,16 +38,16 @@ def reporting(what: str, owner: Any) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
         if cause is None or not (is_missing(cause) or isinstance(cause, FILE_ERRORS)):
             raise
-        place = own_frames(traceback.extract_tb(cause.__traceback__))[-1]
+        place = place_of(cause)
         if isinstance(cause, FILE_ERRORS):
             raise ConfigError(
-                f"data: {error_line(cause)} ({place.filename}:{place.lineno}, which builds {what}). Name files that "
-                "exist and may be read."
+                f"data: {error_line(cause)} ({place}, which builds {what}). Name a file or folder that exists and that "
+                "you may use so."
             ) from error
         typed = ", ".join(f"data.{name}={size}" for name, size in _largest(owner))
         remedy = f"Type a smaller number ({typed})" if typed else "Name less data"
         raise ConfigError(
-            f"data: this machine's memory cannot hold {what} ({error_line(cause)}; {place.filename}:{place.lineno}). "
+            f"data: this machine's memory cannot hold {what} ({error_line(cause)}; {place}). "
             f"{remedy}, or make each sample when __getitem__ asks for it."
         ) from error
 

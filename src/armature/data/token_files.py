@@ -42,6 +42,7 @@ class TokenFiles:
     ) -> None:  # fmt: skip
         self.path, self.context, self.vocab_size, self.dtype = Path(path).expanduser(), context, vocab_size, dtype
         self.val_fraction, self.test_fraction, self.tokenizer_path = val_fraction, test_fraction, tokenizer
+        self._is_described = False  # whether the file that was opened last has an index, which says the type
 
     def prepare(self) -> None:
         """Check the files. Raises ConfigError."""
@@ -56,7 +57,8 @@ class TokenFiles:
                 f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}. Type "
                 f"data.context={max(len(train) - 1, 1)} or less, or name more tokens."
             )
-        self._check_width(train[:_CHECKED_FIRST])
+        if not self._is_described:
+            self._check_width(train[:_CHECKED_FIRST])
         for split in ("train", "val", "test"):
             if len(tokens := self.tokens(split)[:_CHECKED_FIRST]):
                 self.check_range(int(tokens.min()), int(tokens.max()), split)
@@ -102,6 +104,7 @@ class TokenFiles:
 
     def _open(self, file: Path) -> Any:
         index = file.with_suffix(".idx")
+        self._is_described = index.is_file()
         dtype, tokens = _described(index) if index.is_file() else (np.dtype(self.dtype), None)
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -59,10 +59,14 @@ def number(name: str, default: Number) -> Number:
     return found
 
 
-def unknown_interfaces(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield a problem and its remedy for network interfaces that NCCL or gloo are told to use and that are missing."""
+def unknown_interfaces(environ: Mapping[str, str], *, gpus: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield a problem and its remedy for network interfaces that are to be used and are missing.
+
+    Args:
+        gpus: whether NCCL is used, and not gloo alone.
+    """
     known = set(psutil.net_if_addrs())
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if gpus else ("GLOO_SOCKET_IFNAME",):
         typed = environ.get(name, "")
         wanted = [each.strip() for each in typed.lstrip("=").split(",") if each.strip()]
         if not wanted or typed.startswith("^"):

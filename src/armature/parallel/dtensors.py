@@ -211,16 +211,16 @@ def _learns_beside(args: Any) -> bool:
     An operation that torch begins with both and refuses spoils the plain one's graph: backward then fails.
     """
     plain = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
-    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in plain)
+    return any(leaf.requires_grad for leaf in plain)
 
 
 def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     changed = args[:1] if _is_in_place(func.__name__) else (kwargs or {}).get("out")
     whole = changed is not None and not pytree.tree_any(lambda leaf: isinstance(leaf, DTensor), changed)
-    if not whole and not (
-        changed is None and _learns_beside(args)
-    ):  # torch has an error of its own for a plain number that a sharded weight is added to in place
-        if changed is None and torch.is_grad_enabled() and func.__name__ not in _OF_THE_LEAF:
+    of_leaf = changed is not None or func.__name__ in _OF_THE_LEAF or not torch.is_grad_enabled()
+    # torch has an error of its own for a plain number that a sharded weight is added to in place
+    if not whole and (of_leaf or not _learns_beside(args)):
+        if not of_leaf:
             args, kwargs = pytree.tree_map_only(DTensor, _placed, (args, kwargs or {}))
         try:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})

@@ -177,7 +177,8 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not kwargs):  # kwargs: gradient=
+        gives_gradient = len(args) > 1 or kwargs.get("gradient") is not None  # the first of args is the optimizer
+        if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not gives_gradient):
             self._refuse_loss(closure_loss)
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
             raise ConfigError(self._problem_of(changed, "inside training_step", "unfreeze it in on_train_batch_start"))

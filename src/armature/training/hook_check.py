@@ -70,17 +70,19 @@ def problems_of(owner: Any, base: type) -> list[str]:
     found = []
     for name in _hooks(base):
         own = getattr(owner, name, None)
-        if not (callable(own) and is_overridden(name, owner, base)):
+        if not _is_own(name, owner, base):
             continue
         try:
-            signature = inspect.signature(own)
+            signature = inspect.signature(own)  # pyright: ignore[reportArgumentType]
+            called = inspect.signature(own, follow_wrapped=False)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError):  # not written in Python
             continue
-        if not any(_takes(signature, *call) for call in _calls(name, getattr(base, name))):
-            args, keywords = _calls(name, getattr(base, name))[0]
+        calls = _calls(name, getattr(base, name))
+        if not any(_takes(each, *call) for call in calls for each in (signature, called)):
+            args, keywords = calls[0]
             found.append(
                 f"{type(owner).__name__}.{name}{signature}: it is called with ({', '.join((*args, *keywords))})."
-                f"{_advice(signature)} Define it as def {name}({', '.join(('self', *args, *keywords))})."
+                f"{_advice(signature, args)} Define it as def {name}({', '.join(('self', *args, *keywords))})."
             )
     return found
 
@@ -91,10 +93,18 @@ def warnings_of(owner: Any, base: type) -> list[str]:
     for name in _defined(owner, base):
         near = difflib.get_close_matches(name, hooks, n=1, cutoff=_LIKE)
         meant = REMOVED.get(name) or (near[0] if near else None)
-        if meant is not None and not (meant in hooks and is_overridden(meant, owner, base)):
+        if meant is not None and not (meant in hooks and _is_own(meant, owner, base)):
             since = "Lightning 2 has no such hook" if name in REMOVED else "there is no such hook"
             found.append(f"{type(owner).__name__}.{name} is never called: {since}. Use {meant}.")
     return found
+
+
+def _is_own(name: str, owner: Any, base: type) -> bool:
+    """Return whether a hook is the user's. False if Lightning cannot tell, as of an object that is called."""
+    try:
+        return callable(getattr(owner, name, None)) and is_overridden(name, owner, base)
+    except AttributeError:
+        return False
 
 
 def _hooks(base: type) -> list[str]:
@@ -112,7 +122,9 @@ def _calls(name: str, hook: Callable[..., Any]) -> list[tuple[list[str], list[st
     if name in ("configure_gradient_clipping", "optimizer_step"):  # their defaults are not used
         needed = [each.name for each in taken]
     by_name = [each for each in needed if each in _BY_NAME]
-    return [([each for each in needed if each not in by_name], by_name)]
+    ways = [([each for each in needed if each not in by_name], by_name)]
+    names = [each.name for each in taken]
+    return [*ways, (names, [])] if "dataloader_idx" in names else ways  # which is passed if there are several loaders
 
 
 def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -> bool:
@@ -123,21 +135,21 @@ def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -
     return True
 
 
-def _advice(signature: inspect.Signature) -> str:
+def _advice(signature: inspect.Signature, args: list[str]) -> str:
     if "optimizer_idx" in signature.parameters:
         return (
             " Lightning 2 has no optimizer_idx: for several optimizers set self.automatic_optimization = False in "
             "__init__, and call opt1, opt2 = self.optimizers() in training_step."
         )
-    if "outputs" in signature.parameters:
+    if "outputs" in signature.parameters and "outputs" not in args:
         return " Lightning 2 keeps no outputs: append them to a list in the step."
     return ""
 
 
 def _defined(owner: Any, base: type) -> Iterator[str]:
-    """Yield the methods of the user's classes that Lightning's class does not have."""
-    for cls in type(owner).__mro__:
-        if cls.__module__.partition(".")[0] not in ("armature", "lightning", "torch", "builtins"):
-            yield from (
-                name for name, made in vars(cls).items() if inspect.isfunction(made) and not hasattr(base, name)
-            )
+    """Yield the methods of the user's classes that Lightning's class does not have, and that none of them names."""
+    libraries = ("armature", "lightning", "torch", "builtins")
+    classes = [cls for cls in type(owner).__mro__ if cls.__module__.partition(".")[0] not in libraries]
+    methods = {name: made for cls in classes for name, made in vars(cls).items() if inspect.isfunction(made)}
+    named = {name for made in methods.values() for name in made.__code__.co_names}
+    yield from (name for name in methods if not (hasattr(base, name) or name in named or name.startswith("_")))

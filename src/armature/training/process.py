@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from armature.errors import ConfigError, MaskingFormatter, RunFailed
+from armature.errors import LOG_NOTE, ConfigError, MaskingFormatter, RunFailed
 from armature.launcher import environment, heap
 from armature.validation.values import hide_secrets
 
@@ -52,9 +52,12 @@ def quiet() -> None:
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:
     """Write the traceback of the error that ends a run into its log, since the terminal shows less of it."""
-    if environment.error_file() is None and not isinstance(error, ConfigError | RunFailed):  # else the launcher does
-        file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.", (), sys.exc_info()))
-        error.add_note(f"The whole traceback is in {file.baseFilename}.")
+    says_all = isinstance(error, RunFailed) or (isinstance(error, ConfigError) and error.__cause__ is None)
+    if says_all or environment.error_file() is not None:  # a rank with such a file writes it itself (worker.main)
+        return
+    file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.", (), sys.exc_info()))
+    if not isinstance(error, ConfigError):
+        error.add_note(f"{LOG_NOTE} {file.baseFilename}.")
 
 
 def close(file: logging.FileHandler) -> None:

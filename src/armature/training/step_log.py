@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from armature.loggers import writes_rows
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
-from armature.training import not_trained
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
+from armature.training.not_trained import NotTrained
 from armature.training.progress import completed_batches, data_of
 from armature.training.stragglers import LEAST_STEPS, StragglerWatch
 from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
@@ -100,7 +100,7 @@ class StepLog(Callback):
         self.wait: DataWait | None = None
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
-        self._totals, self._watch = Totals(), DataWaitWarning()
+        self._totals, self._watch, self._not_trained = Totals(), DataWaitWarning(), NotTrained()
         self.stragglers = StragglerWatch()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
@@ -145,6 +145,7 @@ class StepLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.samples_seen = _samples_seen(trainer)
+        self._not_trained.begin(trainer)
         if completed_batches(trainer):
             assert isinstance(trainer, OurTrainer)
             self.csv.is_silent = True  # for what on_train_start of the user's callbacks and module logs
@@ -231,7 +232,7 @@ class StepLog(Callback):
         self.wait.marks.reset()
         *ranks, due = self._read(trainer, rows, [*own.values(), float(self.stragglers.is_due)])
         self._warn_of_nan(trainer, rows)
-        not_trained.warn(trainer, rows)
+        self._not_trained.look(trainer, rows)
         over_all_ranks = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
 
         self.rate, self.data_wait = samples / seconds, over_all_ranks["data_wait"]

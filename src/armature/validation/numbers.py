@@ -9,7 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.validation import annotations, signatures, values
 
-_UNTYPED = ("trainer.devices",)  # a number or a word
+_UNTYPED = (  # a number or a word
+    "trainer.devices", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.limit_test_batches",
+    "launch.max_restarts", "launch.hang_timeout", "data.micro_batch_size",
+)  # fmt: skip
+_NUMBERS = {"int", "float", "bool"}
 _WORDS = {"true": True, "false": False}
 
 
@@ -51,5 +55,5 @@ def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
     if definition is None:
         return False
     annotation, default = signatures.signature_of(*definition).parameters.get(key), signatures.default(target, key)
-    takes_text = annotations.accepts(annotation, text) and not isinstance(default, int | float)
-    return annotations.accepts(annotation, number) and not takes_text
+    meant = isinstance(default, int | float) or _NUMBERS & {*annotations.words(annotation).split(" or ")}
+    return annotations.accepts(annotation, number) and bool(meant)
