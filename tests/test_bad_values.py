@@ -15,7 +15,7 @@ from armature.errors import ConfigError
 from armature.loading import constructors
 from armature.models.decoder import check as decoder
 from armature.models.sizes import nearest_divisor
-from armature.validation import numbers, signatures, targets, values
+from armature.validation import numbers, quoting, signatures, targets, values
 from armature.validation.checks import check
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -174,16 +174,16 @@ def test_a_name_that_no_folder_can_have_is_refused(length):
 def test_names_that_hydra_takes_in_quotes_only_arrive_as_typed(value):
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
-        assert compose("train", overrides=[cli.quoted(f"run.root={value}")]).run.root == value
+        assert compose("train", overrides=[quoting.quoted(f"run.root={value}")]).run.root == value
 
 
 @pytest.mark.parametrize("value", ["range(1,5)", "a,b", "[a,b]", "{a: 1}", "'a b'", "${seed}", "1e-3", "s3://a/b"])
 def test_what_hydra_understands_is_left_alone(value):
-    assert cli.quoted(f"key={value}") == f"key={value}"
+    assert quoting.quoted(f"key={value}") == f"key={value}"
 
 
 def test_a_sweep_over_odd_names_stays_a_sweep():
-    assert cli.quoted("resume=a/step=1,b/step=2") == "resume='a/step=1','b/step=2'"
+    assert quoting.quoted("resume=a/step=1,b/step=2") == "resume='a/step=1','b/step=2'"
 
 
 SECRETS = ["aws_secret_access_key", "auth", "openai_key", "password", "token", "private_key", "credentials"]

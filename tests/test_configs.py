@@ -110,7 +110,7 @@ def composed(name: str) -> DictConfig:
 @functools.cache
 def compose_once(name: str) -> DictConfig:
     group, option = name.split("/")
-    override = f"{group}='{option}'"  # quoted, as cli.quoted does it: debug=nan would be a number
+    override = f"{group}='{option}'"  # quoted, as validation.quoting does it: debug=nan would be a number
     devices = ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
     # strategy=auto refuses what this machine cannot hold; its choices are tested in tests/planner
     extra = [*EXTRA.get(name, devices), *(["strategy=single"] if group in ("model", "experiment") else [])]

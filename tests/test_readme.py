@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from armature import cli, config
+from armature import config
 from armature.validation import parallelism as checks
+from armature.validation import quoting
 from scripts import reference
 from tests import running
 from tests.features import refused
@@ -125,7 +126,7 @@ def test_every_command_that_trains_composes(words, clone):
         overrides = [word.split(",")[0] for word in overrides]
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(clone / "configs")):
-        cfg = compose("train", overrides=[cli.quoted(override) for override in overrides])
+        cfg = compose("train", overrides=[quoting.quoted(override) for override in overrides])
     assert cfg.model._target_
 
 

@@ -6,7 +6,6 @@ import gc
 import io
 import logging
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -25,7 +24,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files, hardware, run_dir
-from armature.data.batching import LOADER_KEYS
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, brief, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
@@ -33,6 +31,7 @@ from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
+from armature.validation.quoting import addable, quoted
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
 _refused: list[str] = []  # messages about trials of this process's sweep, which were printed in their turn
@@ -145,39 +144,6 @@ def _sets_mode(config_dir: Path) -> bool:
         return True
     files = [file.read_bytes() for file in config_dir.rglob("*.yaml") if file.is_file()]
     return any(word in file for file in files for word in (b"MULTIRUN", b"searchpath"))
-
-
-def quoted(argument: str) -> str:
-    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`, `é`, `'` or `(`.
-
-    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group.
-    """
-    key, _, value = argument.partition("=")
-    if value == "null" and (config.CONFIGS / key).is_dir():
-        return f"{key}=[]"
-    if argument == "debug=nan":
-        return "debug='nan'"
-    if argument.startswith("-") or value[:1] in ("'", '"', "[", "{") or "${" in value:
-        return argument
-    parts = value.split(",")  # of a sweep; the arguments of range(…) are no such parts
-    if _FUNCTION.fullmatch(value) or not any(_ODD.search(part) for part in parts):
-        return argument
-    return f"{key}={','.join(_quote(part) if _ODD.search(part) else part for part in parts)}"
-
-
-_ODD = re.compile(r"[^\w/\-\\+.$%*@?|:\s]", re.ASCII)  # what Hydra takes in quotes only
-_FUNCTION = re.compile(r"\w+\(.*\)", re.ASCII)
-
-
-def _quote(value: str) -> str:
-    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def addable(argument: str) -> str:
-    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have it."""
-    key = argument.partition("=")[0]
-    return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
 
 
 def compose(typed: Sequence[str]) -> DictConfig:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from armature import cli, config
+from armature import config
 from armature.errors import ConfigError
-from armature.validation import foreign_keys
+from armature.validation import foreign_keys, quoting
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain
 
@@ -20,7 +20,7 @@ CONFIGS = ROOT / "configs"
 
 def answer(*typed: str) -> list[str]:
     """What the command line says to these overrides, as far as it is found without a sweep; empty: nothing."""
-    overrides = [cli.quoted(each) for each in typed]
+    overrides = [quoting.quoted(each) for each in typed]
     if problems := foreign_keys.ineffective(overrides):
         return problems
     try:
@@ -179,8 +179,8 @@ def test_a_data_module_with_a_batch_size_of_its_own_keeps_it():
 
 
 def test_hydra_s_null_for_a_group_is_its_empty_list():
-    assert cli.quoted("logger=null") == "logger=[]"
-    assert cli.quoted("trainer.max_steps=null") == "trainer.max_steps=null"
+    assert quoting.quoted("logger=null") == "logger=[]"
+    assert quoting.quoted("trainer.max_steps=null") == "trainer.max_steps=null"
 
 
 def test_the_page_about_migrating_shows_the_table():

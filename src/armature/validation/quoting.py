@@ -1,0 +1,39 @@
+"""Make what is typed on a command line what Hydra's grammar takes. Torch-free."""
+
+import re
+
+from armature import config
+from armature.data.batching import LOADER_KEYS
+
+
+def quoted(argument: str) -> str:
+    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`, `é`, `'` or `(`.
+
+    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group.
+    """
+    key, _, value = argument.partition("=")
+    if value == "null" and (config.CONFIGS / key).is_dir():
+        return f"{key}=[]"
+    if argument == "debug=nan":
+        return "debug='nan'"
+    if argument.startswith("-") or value[:1] in ("'", '"', "[", "{") or "${" in value:
+        return argument
+    parts = value.split(",")  # of a sweep; the arguments of range(…) are no such parts
+    if _FUNCTION.fullmatch(value) or not any(_ODD.search(part) for part in parts):
+        return argument
+    return f"{key}={','.join(_quote(part) if _ODD.search(part) else part for part in parts)}"
+
+
+_ODD = re.compile(r"[^\w/\-\\+.$%*@?|:\s]", re.ASCII)  # what Hydra takes in quotes only
+_FUNCTION = re.compile(r"\w+\(.*\)", re.ASCII)
+
+
+def _quote(value: str) -> str:
+    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def addable(argument: str) -> str:
+    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have it."""
+    key = argument.partition("=")[0]
+    return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
