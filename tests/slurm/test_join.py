@@ -72,7 +72,7 @@ def test_agents_of_other_nodes_than_asked_for_are_refused(step):
 
 ODD = {
     "no task": ({"SLURM_PROCID": ""}, r"SLURM_STEP_ID=0, but SLURM_PROCID without a value.* Type unset SLURM_STEP_ID"),
-    "no nodes": ({"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""}, r"but SLURM_STEP_NODELIST, SLURM_NODEID without"),
+    "no nodes": ({"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""}, r"but SLURM_NODEID, SLURM_STEP_NODELIST without"),
     "words": ({"SLURM_PROCID": "x"}, r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID"),
     "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
     "tasks of a node": (

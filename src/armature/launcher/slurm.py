@@ -15,9 +15,7 @@ from armature.launcher import environment
 
 JOB = "Slurm job "
 log = logging.getLogger(__name__)
-_OF_STEP = (
-    "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
-)  # fmt: skip
+_OF_STEP = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 def join(cfg: DictConfig) -> None:
@@ -31,7 +29,8 @@ def join(cfg: DictConfig) -> None:
     environ = os.environ
     if environment.is_joined() or tasks() < 2:
         return
-    if lacking := [name for name in _OF_STEP if not environ.get(name)]:
+    needed = [*_OF_STEP, *([] if environ.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"])]  # where the ranks meet
+    if lacking := [name for name in needed if not environ.get(name)]:
         raise ConfigError(
             f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, which srun sets: "
             "these variables are left from another job. Type unset SLURM_STEP_ID."
