@@ -385,6 +385,33 @@ def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(mon
     assert [OmegaConf.select(cfg, key) for key in keys] == [2, 3e-4, 3, False, 0.5, "123"]
 
 
+def test_a_class_typed_in_place_of_an_option_s_needs_a_file_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "of_ours.py").write_text(
+        "import lightning.pytorch as L\n"
+        "class Mine(L.LightningModule):\n    def __init__(self, width=1):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    typed = ["task._target_=of_ours.Mine", "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,of_ours]"]
+    with pytest.raises(
+        ConfigError, match=r"it takes no task.preview_prompt, .* Write configs/task/mine.yaml"
+    ) as caught:
+        check(cli.compose(typed), overrides=typed, prepare=False)
+    assert sum("preview" in problem for problem in caught.value.problems) == 1
+
+
+def test_a_variable_that_is_not_set_is_named(monkeypatch):
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    with pytest.raises(ConfigError, match=r"trainer.devices: the environment has no NOT_SET_HERE. Type NOT_SET_HERE=…"):
+        check(cli.compose(["trainer.devices=${oc.env:NOT_SET_HERE}"]), prepare=False)
+
+
+def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(targets, "_SOURCES", tmp_path)
+    (found,) = targets.problems({"task": {"_target_": "mine.model.Net"}}, ["armature"])
+    assert found.endswith("src/mine is no package. Add an empty file: touch src/mine/__init__.py")
+
+
 def test_a_user_s_data_module_needs_no_micro_batch_size(tmp_path, monkeypatch):
     (tmp_path / "mine_without_key.py").write_text(
         "from armature.data.base import DataModule\n"

@@ -95,11 +95,12 @@ LOG_NOTE = "The whole traceback is in"
 _FRAME = re.compile(r'  File "(.+)", line \d+, in .+')
 
 
-def brief(text: str) -> str | None:
+def brief(text: str, *, points: bool = True) -> str | None:
     """Return a traceback without its lines of libraries and of this project, or None if none is the user's.
 
     Args:
         text: of `traceback.format_exc()`.
+        points: say where the whole traceback is.
     """
     *causes, last = re.split(f"({'|'.join(_CHAINS)})", text)
     parts = [*map(_brief_part, causes[::2]), _brief_part(last)]
@@ -110,7 +111,7 @@ def brief(text: str) -> str | None:
         if users or i == len(parts) - 1:
             shown += [*users, message]
             shown += [causes[2 * i + 1].strip()] if i < len(parts) - 1 else []
-    if LOG_NOTE not in shown[-1]:
+    if points and LOG_NOTE not in shown[-1]:
         shown.append("HYDRA_FULL_ERROR=1 shows the whole traceback.")
     return "\n".join(shown)
 

@@ -51,6 +51,23 @@ def test_metric_objects_continue_bit_for_bit():
     assert {k: float(v) for k, v in straight.compute().items()} == {k: float(v) for k, v in resumed.compute().items()}
 
 
+def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():
+    """A save in on_validation_end comes before Lightning resets them: a resume would add the next validation."""
+    module = Module()
+    module.update(1)
+    whole = epoch_metrics.metric_states(module)
+    results = _ResultCollection(training=False)
+    results.log("validation_step", "val/mean", module.mean, on_step=False, on_epoch=True, metric_attribute="mean")
+    saved = epoch_metrics.metric_states(module, evaluated=results)
+    assert saved["mean"]["updates"] == 0
+    assert float(saved["mean"]["state"]["weight"]) == 0.0
+    assert saved["total"] == whole["total"]
+    assert float(module.mean.weight) > 0  # the object itself stays as it is
+    results.reset()
+    module.mean.update(3.0)  # by hand, later
+    assert epoch_metrics.metric_states(module, evaluated=results)["mean"]["updates"] == 1
+
+
 def test_a_save_leaves_metric_objects_as_they_are():
     saved, plain = Module(), Module()
     for seed in range(4):

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
+from armature.data.worker_signals import heed_the_rank_alone
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 
@@ -124,7 +125,10 @@ class Samples(Dataset[Batch]):
 
 
 class BeginWorker:
-    """A worker_init_fn: lets `get_worker_info().dataset` be the user's dataset, then calls the user's own, if any."""
+    """A worker_init_fn: lets `get_worker_info().dataset` be the user's dataset, then calls the user's own, if any.
+
+    Before that it leaves signals that end a run to the rank.
+    """
 
     def __init__(self, function: Callable[[int], Any] | None) -> None:
         self.function = function
@@ -132,6 +136,7 @@ class BeginWorker:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
+        heed_the_rank_alone()
         own = vars(info.dataset).get("_own", info.dataset)
         object.__setattr__(info, "dataset", own)  # frozen, but each worker has its own
         if self.function is not None:

@@ -310,7 +310,7 @@ def describe(
         return Failure(message, rest, is_final=True)
     if kind == NotSaved.__name__:
         return Failure(rest, rest, is_final=True)
-    text = brief(text or "") or text or failure.message
+    text = brief(text or "", points=False) or text or failure.message
     return Failure(
         f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
         f"{text}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",

@@ -6,6 +6,7 @@ objects do not save their states.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,13 +126,26 @@ def collect(results: Any, module: nn.Module) -> Facts:
     return collected
 
 
-def metric_states(module: nn.Module) -> Facts:
-    """Return the state of each metric object of the module, on the CPU, by its name in the module."""
+def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -> Facts:
+    """Return the state of each metric object of the module, on the CPU, by its name in the module.
+
+    Args:
+        evaluated: the results of a validation. Lightning resets the objects that it has logged at its very end, after
+            all hooks; a validation that is stopped starts anew. So their states are as after a reset.
+    """
+    ended = {id(result.value) for result in evaluated.values() if not (result.is_tensor or result.has_reset)}
     for collection in (m for m in module.modules() if isinstance(m, MetricCollection)):
         list(collection.items())  # brings the states of metrics that are computed together up to date
+    metrics = {name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)}
     return {
-        name: {"state": _to_cpu(_state_of(metric)), "updates": metric.update_count} for name, metric in _metrics(module)
+        name: {"state": _to_cpu(_state_of(metric)), "updates": metric.update_count} for name, metric in metrics.items()
     }
+
+
+def _reset(metric: Metric) -> Metric:
+    metric = copy.deepcopy(metric)
+    metric.reset()
+    return metric
 
 
 def for_rank(of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]) -> Facts:

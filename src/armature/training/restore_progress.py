@@ -60,9 +60,10 @@ class RestoreProgress(Callback):
         trainer = self._trainer
         assert trainer is not None
         module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+        evaluated = trainer.fit_loop.epoch_loop.val_loop._results
         own = (
             self._ordered(self._left | epoch_metrics.collect(results, module)),
-            epoch_metrics.metric_states(module),
+            epoch_metrics.metric_states(module, evaluated=evaluated),
             _data_rank(trainer),
             trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,

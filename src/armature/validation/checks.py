@@ -61,7 +61,7 @@ def check(
         raise ConfigError(problems)
     cfg = pretrained.fill(numbers.written_out(cfg))
     problems, chosen = values.problems(cfg, plain(cfg)), None
-    unsound = _target_problems(cfg) + _device_problems(cfg)
+    unsound = _of_another_class(_target_problems(cfg), overrides) + _device_problems(cfg)
     sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
     named = {each.partition("=")[0] for each in problems}
     problems += [each for each in unsound if each.partition("=")[0] not in named]
@@ -183,6 +183,9 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
                 f"(docs/data.md), or {key}=…"
             ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
+        if variable := re.fullmatch(r"\W*Environment variable '(\w+)' not found\W*", said):
+            name = variable[1]
+            said = f"the environment has no {name}. Type {name}=… before the command, or ${{oc.env:{name},DEFAULT}}"
         if "Recursive" in said:
             said = f"it refers to itself. Type {key}=… for its value"
         return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
@@ -208,6 +211,25 @@ def _target_problems(cfg: DictConfig) -> list[str]:
     for key in ("name", "dir", "id"):
         cfg.run[key] = cfg.run[key] or f"<run.{key}>"
     return targets.problems(plain(cfg), [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])])
+
+
+def _of_another_class(problems: list[str], overrides: Sequence[str]) -> list[str]:
+    """Return problems with one in place of those about keys of a group's option whose `_target_` alone was typed."""
+    typed = dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each)
+    for group in ("task", "data"):
+        name = typed.get(f"{group}._target_")
+        takes = f" {name} takes no argument "
+        foreign = [
+            each for each in problems
+            if each.startswith(f"{group}.") and takes in each and each.partition(":")[0] not in typed
+        ]  # fmt: skip
+        if name is not None and foreign:
+            keys = ", ".join(each.partition(":")[0] for each in foreign)
+            problems = [each for each in problems if each not in foreign] + [
+                f"{group}._target_={name}: it takes no {keys}, as the chosen option of {group} has. Write "
+                f"configs/{group}/mine.yaml with _target_: {name} and its arguments, and type {group}=mine."
+            ]
+    return problems
 
 
 def _device_problems(cfg: DictConfig) -> list[str]:

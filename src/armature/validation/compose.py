@@ -260,14 +260,15 @@ def _describe(
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    if override[0] != "+" and group != "data" and _is_argument(key, sound):  # of data, another option may be meant
+    is_argument = override[0] != "+" and _is_argument(key, sound)
+    if is_argument and group != "data":  # of data, another option may be meant
         return f"{override}: there is no key '{key}' yet. Type +{override} to add it."
     options = _candidates(group, name.rpartition(".")[2], folders) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
-    if group in OPEN and name and not override.startswith("+"):
+    if is_argument or (group in OPEN and name and not override.startswith("+")):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
     if key.startswith("hydra."):
         known = _of_hydra(sound)

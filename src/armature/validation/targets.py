@@ -161,9 +161,12 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     """Return why a target may not be called, or None."""
     what = f"{path}._target_={target}"
     if not _under(target, allowed):
+        package = target.split(".")[0]
+        if (_SOURCES / package).is_dir():
+            return f"{what}: src/{package} is no package. Add an empty file: touch src/{package}/__init__.py"
         return (
             f"{what}: only packages in launch.allowed_packages may be called ({', '.join(allowed)}). "
-            f"If you trust it: '{_KEY}=[{','.join([*dict.fromkeys([*allowed, target.split('.')[0]])])}]'."
+            f"If you trust it: '{_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
         )
     definition = signatures.find_definition(target)
     if definition is None:
