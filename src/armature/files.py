@@ -19,17 +19,24 @@ def _part_of(file: Path) -> Path:
 def replace(file: Path, text: str) -> None:
     """Write a file next to its target and rename it: no reader sees half of it, nor anybody after a loss of power."""
     part = _part_of(file)
-    try:
+    with removed_on_error(part):
         with part.open("w", encoding="utf-8", newline="") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
-    except OSError:  # a full disk: a leftover would keep it full
+    sync(file.parent)
+
+
+@contextmanager
+def removed_on_error(part: Path) -> Iterator[None]:
+    """Remove a part that cannot be written, as on a full disk: a leftover would keep it full."""
+    try:
+        yield
+    except OSError:
         with suppress(OSError):
             part.unlink()
         raise
-    sync(file.parent)
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from armature import files
 from armature.checkpoint import directory, plain, storage
 from armature.errors import ConfigError
 
@@ -16,12 +16,8 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint, which has its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = directory.part_of(path)
-    try:
+    with files.removed_on_error(part):
         storage.write_plain(part, checkpoint)
-    except OSError:  # a full disk: a leftover would keep it full
-        with suppress(OSError):
-            part.unlink()
-        raise
     if part != path:
         if path.is_dir() and not path.is_symlink():
             directory.remove(path)  # one of another strategy's

@@ -20,7 +20,7 @@ _WORDS = {"true": True, "false": False}
 def written_out(cfg: DictConfig) -> DictConfig:
     """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no types.
 
-    A text becomes one where its key takes a number and no text.
+    A text becomes one where its key is meant to hold a number, such as one that takes a number or `auto`.
     """
     cfg = cfg.copy()
     for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
@@ -44,7 +44,7 @@ def _number(cfg: DictConfig, path: str, text: str) -> Any:
 
 
 def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
-    """Return whether a key takes the number, and the text not."""
+    """Return whether a key is meant to hold the number: by its rule, its argument's annotation or its default."""
     rule = values.RANGES.get(path) or values.OWN_RANGES.get(path)
     if rule is not None:
         return rule(number) is None and rule(text) is not None
