@@ -182,6 +182,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         max_epochs=limits.epochs,
         before_training=[partial(_save_assets, data, directory), step_log.resume, progress.begin, checkpointing.begin],
         step_ended=[replicas.step_ended, checkpointing.step_ended, stop.step_ended],
+        validation_ended=[checkpointing.validation_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),
     )

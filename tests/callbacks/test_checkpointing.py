@@ -331,7 +331,7 @@ def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told)
     trainer.state, trainer.sanity_checking, trainer.callback_metrics = SimpleNamespace(fn="fit"), False, logged
     callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
     for _ in range(2):
-        callback.on_validation_end(trainer, log)
+        callback.validation_ended(trainer)
     said = "checkpoint.monitor=val/loss: no logged value has that name, so no checkpoint is kept as best. Logged are:"
     assert caplog.text.count(f"{said} {told}.") == 1
 
@@ -383,6 +383,6 @@ def test_a_score_that_is_no_number_is_never_best(tmp_path):
     trainer.state, trainer.sanity_checking = SimpleNamespace(fn="fit"), False
     trainer.callback_metrics = {"val/loss": torch.tensor(float("nan"))}
     callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
-    callback.on_validation_end(trainer, log)
+    callback.validation_ended(trainer)
     assert callback.best is None
     assert not [*tmp_path.iterdir()]

@@ -36,6 +36,7 @@ RESEARCH = [
     regression("zeroes_gradients", "weights.ZeroesGradients", refused={"fsdp2": "were changed in place"}),
     regression("shadow_buffers", "weights.ShadowBuffers", layouts=("single", "ddp2")),
     regression("schedules_free", "weights.SchedulesFree"),
+    regression("swaps_average", "weights.SwapsAverage", sample=("single", "fsdp2")),
 ]
 APART = [
     regression("logs_by_data", "apart.LogsByData"),

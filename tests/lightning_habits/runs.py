@@ -1,6 +1,7 @@
 """Run a habit under a layout, straight or stopped and resumed, and compare two runs."""
 
 import csv
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
 EXIT_REFUSED = 2
 SECONDS = 60  # until a run is taken for one that hangs
 STEP_OF_STOP = 9  # of 18; epochs have 6
+SAVED_AT_VALIDATION = ("trainer.val_every_n_steps=4", "checkpoint.every_n_steps=4")
+STEP_OF_KILL = 6  # which goes back to the validation before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class Runs:
         """Return the directory of the run that nothing stopped, or how it ended if it was refused."""
         key = (f"{habit.name}{''.join(overrides)}", layout)
         if key not in self.straights:
-            run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}{'-float64' * bool(overrides)}"
+            run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{len(self.straights)}"
             ended = self._go(habit, layout, run_dir, *overrides)
             self.straights[key] = ended if ended.codes[0] == EXIT_REFUSED else run_dir
             assert set(ended.codes) == {0} or ended.codes[0] == EXIT_REFUSED, _tail(ended)
@@ -96,11 +99,18 @@ class Runs:
 
     def resumed(self, habit: Habit, layout: str) -> Path:
         """Return the directory of a run that was stopped inside an epoch and started again by the same command."""
-        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-resumed"
-        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGTERM:{habit.stop}}}}}"
-        stopped = self._go(habit, layout, run_dir, stop)
-        assert stopped.codes[0] == 143, f"not stopped at step {habit.stop}: {_tail(stopped)}"
-        ended = self._go(habit, layout, run_dir, stop)
+        return self._twice(habit, layout, signal=signal.SIGTERM, step=habit.stop, code=128 + signal.SIGTERM)
+
+    def resumed_from_validation(self, habit: Habit, layout: str) -> Path:
+        """Return the directory of a run that was killed and started again from the save at a validation before."""
+        return self._twice(habit, layout, *SAVED_AT_VALIDATION, signal=signal.SIGKILL, step=STEP_OF_KILL, code=-9)
+
+    def _twice(self, habit: Habit, layout: str, *overrides: str, signal: signal.Signals, step: int, code: int) -> Path:
+        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}"
+        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal.name}:{step}}}}}"
+        stopped = self._go(habit, layout, run_dir, *overrides, stop)
+        assert stopped.codes[0] == code, f"not stopped at step {step}: {_tail(stopped)}"
+        ended = self._go(habit, layout, run_dir, *overrides, stop)
         assert set(ended.codes) == {0}, _tail(ended)
         _drop_columns(run_dir, habit.clock)
         return run_dir

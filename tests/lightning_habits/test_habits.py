@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.lightning_habits.habits import HABITS
-from tests.lightning_habits.runs import Habit, assert_equal, differences
+from tests.lightning_habits.runs import SAVED_AT_VALIDATION, Habit, assert_equal, differences
 from tests.lightning_habits.sequences import EXTRA_PACKAGES
 
 pytestmark = [pytest.mark.slow]
@@ -21,18 +21,19 @@ def pytest_generate_tests(metafunc):
         pytest.param(habit, layout, id=f"{habit.name}-{layout}")
         for habit in HABITS
         for layout in (habit.layouts if everything else habit.sample)
-        if metafunc.function is test_a_resume_inside_an_epoch_is_exact or layout != "single"
+        if metafunc.function is not test_layouts_agree_with_one_process or layout != "single"
+        if metafunc.function is not test_a_resume_from_the_save_at_a_validation_is_exact or layout == "single"
         if not (habit.random and metafunc.function is test_layouts_agree_with_one_process)
     ]
     if "habit" in metafunc.fixturenames:
         metafunc.parametrize(("habit", "layout"), cells)
 
 
-def straight(runs, habit: Habit, layout: str) -> Path:
+def straight(runs, habit: Habit, layout: str, *overrides: str) -> Path:
     """Return the directory of a run without a stop; end the test if the habit is refused as expected."""
     if habit.needs is not None and not any((Path(folder) / habit.needs).exists() for folder in EXTRA_PACKAGES):
         pytest.skip(f"{habit.needs} is not in .venv-extras: make habits installs it")
-    expected, run = habit.refused.get(layout), runs.straight(habit, layout)
+    expected, run = habit.refused.get(layout), runs.straight(habit, layout, *overrides)
     if isinstance(run, Path):
         assert expected is None, f"not refused, though this was expected: {expected}"
         return run
@@ -45,6 +46,11 @@ def straight(runs, habit: Habit, layout: str) -> Path:
 def test_a_resume_inside_an_epoch_is_exact(runs, habit, layout):
     run = straight(runs, habit, layout)
     assert_equal(run, runs.resumed(habit, layout))
+
+
+def test_a_resume_from_the_save_at_a_validation_is_exact(runs, habit, layout):
+    run = straight(runs, habit, layout, *SAVED_AT_VALIDATION)
+    assert_equal(run, runs.resumed_from_validation(habit, layout))
 
 
 def test_layouts_agree_with_one_process(runs, habit, layout):

@@ -1,5 +1,7 @@
 """Kinds of weights, averages and optimizers of one's own, and parts of weights that are set by hand."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -142,6 +144,33 @@ class SchedulesFree(Regressor):
 
     def on_validation_end(self):
         self.optimizers(use_pl_optimizer=False).train()
+
+
+class SwapsAverage(Regressor):
+    """An average of the weights is a submodule, and takes their place while the module validates."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def swap(self):
+        for weight, average in zip(self.net.parameters(), self.average.parameters(), strict=True):
+            kept = weight.detach().clone()
+            weight.data.copy_(average)
+            average.copy_(kept)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for weight, average in zip(self.net.parameters(), self.average.parameters(), strict=True):
+            average.lerp_(weight.detach(), 0.1)
+
+    @torch.no_grad()
+    def on_validation_start(self):
+        self.swap()
+
+    @torch.no_grad()
+    def on_validation_end(self):
+        self.swap()
 
 
 # ---------------------------------------------------------------- parts of weights that are set by hand

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
+from armature.training.process import quiet
 from armature.training.refusals import refusal_of
 from armature.training.trainer import Trainer
 
@@ -30,6 +31,7 @@ def fit(**methods):
         strategy=SingleDevice(), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
+    quiet()  # pytest takes its filters back
     try:
         trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
     except Exception as error:
@@ -50,7 +52,19 @@ def by_hand(self):
 
 
 def two(self):
-    return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+    return [one(self), one(self)]
+
+
+def one(self):
+    return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def flat(optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+def scheduled(optimizer, **keys):
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": flat(optimizer), **keys}}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +77,18 @@ def two(self):
         ({"configure_optimizers": lambda s: torch.optim.SGD([], lr=0.1)}, "the optimizer got no parameters. Give it"),
         ({"configure_optimizers": lambda s: "adam"}, "Mine: Unknown configuration for model optimizers"),
         ({"configure_optimizers": two}, "Mine: Training with multiple optimizers is only supported"),
+        (
+            {"configure_optimizers": lambda s: {"optimizer": one(s), "lr_schedular": flat(one(s))}},
+            "Mine.configure_optimizers: the optimizer configuration has 'lr_schedular'. Its keys are optimizer, lr_sch",
+        ),
+        (
+            {"configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
+            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
+        ),
+        (
+            {"__init__": by_hand, "configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
+            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
+        ),
         ({"training_epoch_end": lambda s, outputs: 0}, "Support for `training_epoch_end` has been removed"),
         ({"training_step": lambda s, b: s.log("x", b)}, "the tensor must have a single element"),
         (

@@ -173,9 +173,11 @@ class Checkpointing(Checkpoint):
         if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
-            return
+    def validation_ended(self, trainer: OurTrainer) -> None:
+        """Save if due, or if the validation was one of the best. Not in on_validation_end: the module's comes later.
+
+        There it may put weights back that were replaced for the validation.
+        """
         self._validated_step, self._owes_validation = completed_batches(trainer), False
         value = trainer.callback_metrics.get(self.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)

@@ -47,6 +47,7 @@ class EpochLoop(_TrainingEpochLoop):
         max_global_batches: end the run after so many global batches; None: Lightning's limits alone.
         step_ended: called after each global batch, when every hook of its last micro-batch has run and its values are
             logged, before validation. A checkpoint saved here holds the whole step.
+        validation_ended: called after each validation, when every hook of its end has run, the module's own too.
 
     Attributes:
         data_wait: measures how long the loader's `next` takes, if set.
@@ -54,13 +55,13 @@ class EpochLoop(_TrainingEpochLoop):
 
     def __init__(
         self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None = None,
-        step_ended: list[Callable[[], None]],
+        step_ended: list[Callable[[], None]], validation_ended: list[Callable[[], None]],
     ) -> None:  # fmt: skip
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
         self._results = epoch_metrics.Results(training=True)
         self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
-        self.step_ended = step_ended
+        self.step_ended, self.validation_ended = step_ended, validation_ended
         self._completed_batches: int | None = None  # unknown until a batch is trained or a checkpoint of ours is loaded
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
@@ -335,6 +336,8 @@ class EpochLoop(_TrainingEpochLoop):
         self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
+        for function in self.validation_ended:
+            function()
         self.stop_together()
 
     @property

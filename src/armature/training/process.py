@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from armature.errors import LOG_NOTE, ConfigError, MaskingFormatter, RunFailed
 from armature.launcher import environment, heap
+from armature.training import refusals
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
 
 
 def quiet() -> None:
-    """Silence warnings about things we do on purpose."""
+    """Silence warnings about things we do on purpose, and make an error of one that means another training."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -48,6 +49,7 @@ def quiet() -> None:
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+    warnings.filterwarnings("error", message=refusals.UNKNOWN_KEYS)  # in what configure_optimizers returns
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:

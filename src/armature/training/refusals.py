@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import re
 import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from armature.errors import ConfigError, is_users
 
 _LIGHTNING = str(Path(L.__file__).parent)
 _EMPTY = "optimizer got an empty parameter list"
+UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, which goes on without them
+_UNKNOWN_BY_HAND = r"()LRSchedulerConfig.__init__\(\) got an unexpected keyword argument ('.*')"
+_SCHEDULER = "lr scheduler dict"
+_KEYS = {
+    "optimizer configuration": ("optimizer", "lr_scheduler", "monitor"),
+    _SCHEDULER: [each.name for each in fields(LRSchedulerConfig)],
+}
 
 
 def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
@@ -35,6 +45,10 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
             f"{name}.configure_optimizers returned a dict without {error}. Return the optimizer, or "
             '{"optimizer": optimizer, "lr_scheduler": scheduler}.'
         )
+    if unknown := re.match(UNKNOWN_KEYS + r"(.+?): \{(.+?)\}", str(error)) or re.match(_UNKNOWN_BY_HAND, str(error)):
+        where, keys = unknown.groups()
+        known = ", ".join(_KEYS[where or _SCHEDULER])
+        return ConfigError(f"{name}.configure_optimizers: the {where or _SCHEDULER} has {keys}. Its keys are {known}.")
     if isinstance(error, ValueError) and str(error) == _EMPTY:
         return ConfigError(
             f"{name}.configure_optimizers{place}: the optimizer got no parameters. {_parameters(module)}"

@@ -136,7 +136,7 @@ class Trainer(UsersTrainer):
     - loggers receive the number of optimizer steps made as the step, for training, validation and test alike.
 
     Args:
-        max_global_batches, before_training, step_ended: see `EpochLoop` and `FitLoop`.
+        max_global_batches, before_training, step_ended, validation_ended: see `EpochLoop` and `FitLoop`.
         kwargs: Lightning's.
     """
 
@@ -149,14 +149,17 @@ class Trainer(UsersTrainer):
         max_global_batches: int | None = None,
         before_training: Iterable[Callable[[Trainer], None]] = (),
         step_ended: Iterable[Callable[[Trainer], None]] = (),
+        validation_ended: Iterable[Callable[[Trainer], None]] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(self, limits, before_training=[partial(f, self) for f in before_training])
         self.fit_loop.epoch_loop = EpochLoop(
-            self, limits, max_global_batches=max_global_batches, step_ended=[partial(f, self) for f in step_ended]
-        )
+            self, limits, max_global_batches=max_global_batches,
+            step_ended=[partial(f, self) for f in step_ended],
+            validation_ended=[partial(f, self) for f in validation_ended],
+        )  # fmt: skip
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
 
