@@ -89,6 +89,14 @@ def scheduled(optimizer, **keys):
             {"__init__": by_hand, "configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
             "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
         ),
+        (
+            {
+                "val_dataloader": lambda s: DataLoader(torch.ones(4, 4)),
+                "validation_step": lambda s, batch, batch_idx, dataloader_idx: None,
+                "training_step": lambda s, b: pytest.fail("training had begun"),
+            },
+            "Either remove the argument or give it a default value i.e. `dataloader_idx=0`",
+        ),
         ({"training_epoch_end": lambda s, outputs: 0}, "Support for `training_epoch_end` has been removed"),
         ({"training_step": lambda s, b: s.log("x", b)}, "the tensor must have a single element"),
         (

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
 from armature.strategies.base import StrategyMixin
@@ -97,7 +98,17 @@ class FitLoop(_FitLoop):
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
+        self._check_validation_step()
         self._stop_together()
+
+    def _check_validation_step(self) -> None:
+        """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first validation begins."""
+        trainer, loop = self.trainer, self.epoch_loop.val_loop
+        if trainer.val_dataloaders is None:
+            return
+        step = trainer.lightning_module.validation_step
+        if not is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            loop._verify_dataloader_idx_requirement()
 
     @override
     def on_advance_end(self) -> None:
