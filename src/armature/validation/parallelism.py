@@ -80,11 +80,20 @@ def _features(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     features += ["float8"] if layout.options["float8"] else []
     features += [f"clip={trainer['gradient_clip_algorithm']}"] if trainer["gradient_clip_val"] else []
     return [
-        f"{feature} does not work with this strategy ({method}): {REFUSED[feature, method]}."
+        f"{_typed(feature)} does not work with this strategy ({method}): {REFUSED[feature, method]}."
         for method in layout.methods
         for feature in features
         if (feature, method) in REFUSED
     ]
+
+
+def _typed(feature: str) -> str:
+    """Return a feature as its key and value are typed."""
+    name, _, value = feature.partition("=")
+    if not value:
+        return "strategy.float8=true" if name == "float8" else f"trainer.precision={name}"
+    keys = {"compile": "strategy.compile", "on_nan": "trainer.on_nan", "clip": "trainer.gradient_clip_algorithm"}
+    return f"{keys.get(name, name)}={value}"
 
 
 def _classes(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
