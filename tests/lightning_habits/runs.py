@@ -27,7 +27,7 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
 EXIT_REFUSED = 2
 SECONDS = 60  # until a run is taken for one that hangs
 STEP_OF_STOP = 9  # of 18; epochs have 6
-SAVED_AT_VALIDATION = ("trainer.val_every_n_steps=4", "checkpoint.every_n_steps=4")
+VALIDATES_AND_SAVES = ("trainer.val_every_n_steps=4", "checkpoint.every_n_steps=4")
 STEP_OF_KILL = 6  # which goes back to the validation before
 
 
@@ -103,7 +103,7 @@ class Runs:
 
     def resumed_from_validation(self, habit: Habit, layout: str) -> Path:
         """Return the directory of a run that was killed and started again from the save at a validation before."""
-        return self._twice(habit, layout, *SAVED_AT_VALIDATION, signal=signal.SIGKILL, step=STEP_OF_KILL, code=-9)
+        return self._twice(habit, layout, *VALIDATES_AND_SAVES, signal=signal.SIGKILL, step=STEP_OF_KILL, code=-9)
 
     def _twice(self, habit: Habit, layout: str, *overrides: str, signal: signal.Signals, step: int, code: int) -> Path:
         run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}"
