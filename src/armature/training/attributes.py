@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
+_PLAIN = (type(None), bool, int, float, str)
 _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -105,6 +106,7 @@ class _Digest:
     def add(self, value: Any) -> None:
         """Add a value and all that it consists of. Raise ValueError if it is too large, or made anew in each step."""
         self.parts_left -= 1
+        self._require_small(value)
         self.write(type(value).__name__.encode())
         if isinstance(value, _NUMBERS):
             self.write(repr(value).encode())
@@ -134,6 +136,9 @@ class _Digest:
             parts = list(value)
         elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
             parts = [each for item in vars(value).items() for each in item]
+        if all(type(part) in _PLAIN for part in parts):  # a history of losses: at once, which is faster
+            self.write(repr(parts).encode())
+            return
         self.parents.add(id(value))
         for part in parts:
             self.add(part)
@@ -143,11 +148,23 @@ class _Digest:
         if isinstance(value, Tensor):
             value = local_part(value)
             plain = type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
-            if not plain or value.nbytes > self.left:  # the output of a step is made anew
+            if not plain:  # the output of a step is made anew
                 raise ValueError("no plain value")
             value = value.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self.write(f"{value.dtype} {value.shape}".encode())
         self.write(value.tobytes() if value.dtype.kind in "biufcSU" else repr(value.tolist()).encode())
+
+    def _require_small(self, value: Any) -> None:
+        """Raise ValueError for what `write` would refuse once it is copied: a text, an array or a list of gigabytes."""
+        size, most = 0, self.left
+        if isinstance(value, Tensor | np.ndarray):
+            size = value.nbytes
+        elif isinstance(value, str | bytes):
+            size = len(value)
+        elif isinstance(value, list | tuple | deque | Mapping | set | frozenset):
+            size, most = len(value), self.parts_left
+        if size > most:
+            raise ValueError("large")
 
     def write(self, data: bytes) -> None:
         self.left -= len(data)
