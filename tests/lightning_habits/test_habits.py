@@ -14,8 +14,9 @@ from tests.lightning_habits.sequences import EXTRA_PACKAGES
 pytestmark = [pytest.mark.slow]
 NAMES = [habit.name for habit in HABITS]
 # the sample of those that are resumed from a save at a validation
-SAVED_AT_VALIDATION = ("swaps_average", "unet", "metrics_by_hand", "lht", "gan", "numpy_state", "one_cycle", "swa")
-BY_EPOCH = ("early_stopping_train",)  # what it monitors is logged when an epoch ends: it cannot validate within one
+SAVED_AT_VALIDATION = ("swaps_average", "unet", "tracked", "lht", "gan", "numpy_state", "one_cycle", "swa")
+# what these monitor is logged when an epoch ends, so they cannot validate within one; the last expects its own stop
+BY_EPOCH = ("early_stopping_train", "checkpoint_by_steps", "stateful")
 
 
 def pytest_generate_tests(metafunc):

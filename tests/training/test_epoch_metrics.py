@@ -6,7 +6,15 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection, MinMaxMetric, SumMetric
+from torchmetrics import (
+    MeanAbsoluteError,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    MetricTracker,
+    MinMaxMetric,
+    SumMetric,
+)
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
 from armature.training import epoch_metrics
@@ -49,6 +57,28 @@ def test_metric_objects_continue_bit_for_bit():
     for seed in (2, 3):
         resumed.update(seed)
     assert {k: float(v) for k, v in straight.compute().items()} == {k: float(v) for k, v in resumed.compute().items()}
+
+
+def test_a_tracker_has_its_past_steps_after_a_resume():
+    def tracked():
+        module = nn.Module()
+        module.one = MetricTracker(MeanSquaredError())
+        module.several = MetricTracker(MetricCollection([MeanSquaredError(), MeanAbsoluteError()]))
+        return module
+
+    def step(module, error):
+        for tracker in (module.one, module.several):
+            tracker.increment()
+            tracker.update(torch.full((4,), error), torch.zeros(4))
+
+    before, after = tracked(), tracked()
+    for error in (3.0, 1.0, 2.0):
+        step(before, error)
+    epoch_metrics.restore_states(after, [epoch_metrics.metric_states(before)], **same())
+    step(after, 4.0)
+    assert after.one.best_metric(return_step=True) == (1.0, 1)
+    assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0, 16.0]
+    assert after.several.compute_all()["MeanAbsoluteError"].tolist() == [3.0, 1.0, 2.0, 4.0]
 
 
 def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():

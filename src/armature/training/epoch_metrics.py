@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 from typing_extensions import override
 
 from armature.parallel import process_group
@@ -182,8 +182,10 @@ def restore_states(
     module: nn.Module, of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]
 ) -> None:
     """Set the state of the module's metric objects; on other ranks than the checkpoint's, to what all had collected."""
+    saved = {name for facts in of_ranks for name in facts}
+    _grow_trackers(module, saved)
     metrics = dict(_metrics(module))
-    unknown = sorted({name for facts in of_ranks for name in facts} - metrics.keys())
+    unknown = sorted(saved - metrics.keys())
     if unknown and rank == 0:
         log.warning(
             "The checkpoint has the states of metrics that the module does not have when training begins (%s). They "
@@ -198,6 +200,16 @@ def restore_states(
         found = [facts[name] for facts in chosen if name in facts]
         if found:
             _set_state(metric, name, found, keep_sums=first)
+
+
+def _grow_trackers(module: nn.Module, saved: set[str]) -> None:
+    """Increment each MetricTracker as often as it had been: each time adds a metric object to its list."""
+    for name, tracker in [*module.named_modules()]:
+        while isinstance(tracker, MetricTracker):
+            following = f"{name}.{len(tracker)}".removeprefix(".")
+            if not any(f"{each}.".startswith(f"{following}.") for each in saved):
+                break
+            tracker.increment()
 
 
 def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, keep_sums: bool) -> None:
