@@ -79,6 +79,9 @@ def test_a_tracker_has_its_past_steps_after_a_resume():
     assert after.one.best_metric(return_step=True) == (1.0, 1)
     assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0, 16.0]
     assert after.several.compute_all()["MeanAbsoluteError"].tolist() == [3.0, 1.0, 2.0, 4.0]
+    epoch_metrics.restore_states(after, [epoch_metrics.metric_states(before)], **same())  # of a step less
+    assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0]
+    assert after.several.n_steps == 3
 
 
 def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():

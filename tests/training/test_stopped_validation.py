@@ -1,5 +1,6 @@
 """A stop within a validation: what was replaced for it is put back before the checkpoint of the stop is saved."""
 
+import random
 from typing import Any
 
 import lightning.pytorch as L
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricTracker
 
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer
@@ -79,6 +80,33 @@ class Fails(L.Callback):
             raise KeyError("lost")
 
 
+class Draws(Module):
+    """Draws in validation_step, and counts its batches in a buffer, a metric object and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.error, self.batches, self.tracker = MeanMetric(), 0, MetricTracker(MeanSquaredError())
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch + 0.1 * torch.randn_like(batch), batch_idx)
+
+    def on_validation_epoch_start(self):
+        super().on_validation_epoch_start()
+        self.tracker.increment()
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch + torch.randn_like(batch), batch_idx)
+        self.seen += random.random()
+        self.error(self.losses[-1])
+        self.tracker.update(batch, batch)
+        self.batches += 1
+
+    def state(self):
+        drawn = (torch.get_rng_state().tolist(), random.getstate(), self.tracker.n_steps)
+        return float(self.seen), self.error.update_count, float(self.error.weight), self.batches, *drawn
+
+
 class Watch(L.Callback):
     """Notes the weights before a validation, and stops in the second one."""
 
@@ -86,6 +114,7 @@ class Watch(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        self.state = pl_module.state() if isinstance(pl_module, Draws) else None
         self.known = (list(pl_module.history), pl_module.best.compute() if pl_module.history else None)
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -94,9 +123,9 @@ class Watch(L.Callback):
             raise StoppedBySignal("SIGTERM")
 
 
-def stopped(*callbacks: Any) -> tuple[Module, Watch]:
+def stopped(*callbacks: Any, kind: type[Module] = Module) -> tuple[Any, Watch]:
     torch.manual_seed(0)
-    module, watch, data = Module(), Watch(), DataLoader(torch.randn(16, 4), batch_size=4)
+    module, watch, data = kind(), Watch(), DataLoader(torch.randn(16, 4), batch_size=4)
     trainer = Trainer(
         accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, logger=False, max_epochs=2,
         enable_checkpointing=False, num_sanity_val_steps=0, callbacks=[*callbacks, watch],
@@ -119,6 +148,12 @@ def test_values_of_whole_validations_are_not_touched():
     assert (module.history, module.best.compute()) == watch.known
     assert module.history == [4]
     assert early.wait_count == 0
+
+
+def test_what_the_part_of_a_validation_has_changed_is_undone():
+    module, watch = stopped(kind=Draws)
+    assert module.state() == watch.state
+    assert module.batches == 4
 
 
 def test_a_hook_that_fails_is_named(caplog):

@@ -39,7 +39,7 @@ _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, torch.optim.lr_scheduler.LRSc
 def digests(trainer: Any) -> dict[str, str]:
     """Return a digest of each attribute, by the class of its owner and its name."""
     found = {}
-    for label, owner, frameworks in _owners(trainer):
+    for label, owner, frameworks in owners(trainer):
         for name, value in vars(owner).items():
             if inspect.isroutine(value):  # torch and Lightning replace methods
                 continue
@@ -66,7 +66,7 @@ def warn_of_lost(trainer: Any, saved: Mapping[str, str]) -> None:
         )  # fmt: skip
 
 
-def _owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
+def owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield a label, an object of a user's class, and the names of its attributes that are not the user's."""
     module, data = trainer.lightning_module, data_of(trainer)
     for name, part in module.named_modules():

@@ -183,7 +183,7 @@ def restore_states(
 ) -> None:
     """Set the state of the module's metric objects; on other ranks than the checkpoint's, to what all had collected."""
     saved = {name for facts in of_ranks for name in facts}
-    _grow_trackers(module, saved)
+    _set_lengths(module, saved)
     metrics = dict(_metrics(module))
     unknown = sorted(saved - metrics.keys())
     if unknown and rank == 0:
@@ -202,14 +202,17 @@ def restore_states(
             _set_state(metric, name, found, keep_sums=first)
 
 
-def _grow_trackers(module: nn.Module, saved: set[str]) -> None:
-    """Increment each MetricTracker as often as it had been: each time adds a metric object to its list."""
+def _set_lengths(module: nn.Module, saved: set[str]) -> None:
+    """Let each MetricTracker have as many metric objects as it had: `increment` adds one to its list."""
     for name, tracker in [*module.named_modules()]:
-        while isinstance(tracker, MetricTracker):
-            following = f"{name}.{len(tracker)}".removeprefix(".")
-            if not any(f"{each}.".startswith(f"{following}.") for each in saved):
-                break
+        if not isinstance(tracker, MetricTracker):
+            continue
+        before = f"{name}.".removeprefix(".")
+        steps = {each.removeprefix(before).partition(".")[0] for each in saved if each.startswith(before)}
+        while steps and tracker.n_steps < len(steps) - 1:  # one is the object that the others are copies of
             tracker.increment()
+        while steps and tracker.n_steps > len(steps) - 1:
+            delattr(tracker, str(tracker.n_steps))  # `del tracker[-1]` would rename the first one
 
 
 def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, keep_sums: bool) -> None:

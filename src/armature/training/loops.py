@@ -328,10 +328,11 @@ class EpochLoop(_TrainingEpochLoop):
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
         self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
+        before = stopped_validation.Before(trainer)
         try:
             self.val_loop.run()
         except StoppedBySignal:
-            stopped_validation.end(trainer)
+            before.put_back()
             raise
         self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
         trainer.training = True

@@ -1,47 +1,85 @@
-"""End a validation that is stopped, so that the checkpoint of the stop holds the weights of training.
+"""End a validation that is stopped, so that the checkpoint of the stop holds the state of training.
 
 Averages of weights take the place of the weights when a validation starts and leave it when it ends. Hooks of the end
 are called only where the same object has one of the start, since others (early stopping, a best value) would take a
-part of the validation for all of it. The resumed run validates anew.
+part of the validation for all of it. The resumed run validates anew, from the state that `Before` has kept.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from torch import nn
 
-from armature.training import epoch_metrics, epoch_start
+from armature.parallel import randomness
+from armature.training import attributes, epoch_metrics, epoch_start
 
 _START = ("on_validation_start", "on_validation_epoch_start")
+_MOST = 10_000
 _END = ("on_validation_epoch_end", "on_validation_end")
 
 
-def end(trainer: Any) -> None:
-    """Call the hooks of the end, and undo what they change besides tensors: attributes, metrics, optimizers.
+class Before:
+    """What a validation may change and a checkpoint may hold, but weights, as it is before: a stop goes back to it.
 
-    Called by all ranks, after the last hook of a batch.
+    The random state, buffers, the states of metric objects, and attributes of users' objects that are numbers, texts,
+    or lists and dicts of them.
     """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        module = trainer.lightning_module
+        self.drawn, self.metrics = randomness.capture(), epoch_metrics.metric_states(module)
+        self.buffers = {name: value.detach().clone() for name, value in _saved_buffers(module).items()}
+        self.attributes = [
+            (owner, name, value)
+            for _, owner, frameworks in attributes.owners(trainer)
+            for name, value in _plain_attributes(owner).items()
+            if name not in frameworks
+        ]
+
+    def put_back(self) -> None:
+        """Called by all ranks, after the last hook of a batch."""
+        _end(self.trainer)
+        module = self.trainer.lightning_module
+        now = _saved_buffers(module)
+        with torch.no_grad():
+            for name, value in self.buffers.items():
+                if name in now and now[name].shape == value.shape:
+                    now[name].copy_(value)
+                else:
+                    owner, _, own = name.rpartition(".")
+                    setattr(module.get_submodule(owner), own, value)
+        epoch_metrics.restore_states(module, [self.metrics], rank=0, saved_data_ranks=[0], data_ranks=[0])
+        for owner, name, value in self.attributes:
+            vars(owner)[name] = value
+        randomness.restore(self.drawn)
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    saved = nn.Module.state_dict(module, keep_vars=True)  # also if the module has a state_dict of its own
+    return {name: value for name, value in module.named_buffers() if name in saved}
+
+
+def _end(trainer: Any) -> None:
+    """Call the hooks of the end, and undo what they change of optimizers and flags."""
     starting = {id(owner) for name in _START for owner, _ in _hooks(trainer, name)}
     ending = [(owner, name, hook) for name in _END for owner, hook in _hooks(trainer, name) if id(owner) in starting]
     if not ending:
         return
-    module, same = trainer.lightning_module, {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
-    states = [epoch_metrics.metric_states(module)]
-    with torch.no_grad(), epoch_start.undone(trainer), _plain_attributes_kept([owner for owner, *_ in ending]):
+    with torch.no_grad(), epoch_start.undone(trainer):
         epoch_start.call_all(
             ending,
             when="the run was stopped within a validation",
             then="If it puts weights back that were replaced for the validation, the checkpoint of this stop holds the "
             "replaced ones.",
         )
-    epoch_metrics.restore_states(module, states, **same)
 
 
 def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
@@ -51,19 +89,12 @@ def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
     return [*found, *(each for each in epoch_start.users_hooks(trainer, name) if id(each[0]) not in known)]
 
 
-@contextmanager
-def _plain_attributes_kept(owners: list[Any]) -> Iterator[None]:
-    """Undo changes of numbers but flags, texts, and lists and dicts of them, such as a best value or a history."""
-    before = [(owner, name, value) for owner in owners for name, value in _plain_attributes(owner).items()]
-    yield
-    for owner, name, value in before:
-        vars(owner)[name] = value
-
-
 def _plain_attributes(owner: Any) -> dict[str, Any]:
     found = {}
     for name, value in vars(owner).items():
         if isinstance(value, bool):  # whether weights are replaced, which the hook of the end has changed
+            continue
+        if isinstance(value, str | list | dict) and len(value) > _MOST:  # copying it before each validation takes long
             continue
         try:
             json.dumps(value)
