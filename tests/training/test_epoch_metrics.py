@@ -130,6 +130,7 @@ def test_logged_values_are_combined_over_ranks():
         {
             "mean": {"reduce_fx": "mean", "value": 6.0, "samples": 3},
             "top": {"reduce_fx": "max", "value": 1.0, "samples": 0},
+            "object": {"reduce_fx": "mean", "metric": "accuracy"},
         },
         {
             "mean": {"reduce_fx": "mean", "value": 2.0, "samples": 1},
@@ -141,6 +142,7 @@ def test_logged_values_are_combined_over_ranks():
     )
     assert (first["mean"]["value"], first["mean"]["samples"]) == (8.0, 4)
     assert (second["mean"]["value"], second["mean"]["samples"]) == (0.0, 0)
+    assert first["object"] == second["object"] == {"reduce_fx": "mean", "metric": "accuracy"}
     assert first["top"]["value"] == second["top"]["value"] == 9.0
 
 

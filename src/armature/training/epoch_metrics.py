@@ -165,8 +165,8 @@ def for_rank(of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], d
             combined[key] = new if key not in combined else _combined(combined[key], new)
     if data_ranks[rank] == 0:
         return combined
-    empty = {"value": 0.0, "samples": 0}
-    return {key: facts | (empty if facts["reduce_fx"] in ("mean", "sum") else {}) for key, facts in combined.items()}
+    sums = [key for key, facts in combined.items() if "value" in facts and facts["reduce_fx"] in ("mean", "sum")]
+    return combined | {key: combined[key] | {"value": 0.0, "samples": 0} for key in sums}
 
 
 def _combined(facts: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
