@@ -32,6 +32,9 @@ def sample(tmp_path, monkeypatch):
         "          names: list[str] = [], other: Union[int, Unknown] = 1): ...\n"
         "def loose(*, depths: Tuple[int] = (2, 2), names: List[str] = None, anchors: list[Tensor] = (),\n"
         "          sizes: list[int] = (), options: dict[str, int] = {}, share: int = 0.5): ...\n"
+        "class Mixin:\n    def named(self): ...\n"
+        "class Mixed(Mixin, Inherits): ...\n"
+        "class MixedMore(Mixin, Inherits):\n    def __init__(self, eta=0.0, **kwargs): super().__init__(**kwargs)\n"
         "@dataclass\nclass Loose:\n    depths: list[int] = None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -76,6 +79,8 @@ def found(**node):
             "options": {"_target_": "sample.net.build", "path": "x"},
         },
         {"_target_": "sample.net.Loose", "depths": None},
+        {"_target_": "sample.net.Mixed", "depth": 1},
+        {"_target_": "sample.net.MixedMore", "depth": 1, "eta": 0.5},
         {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},
     ],
@@ -122,6 +127,7 @@ def test_sound_arguments_are_accepted(node):
         ),
         ({"_target_": "sample.net.Net", "width": 3, "_args_": 5}, ["node._args_=5: must be a list"]),
         ({"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]}, ["node.save_dir=[1]", "str"]),
+        ({"_target_": "sample.net.MixedMore", "etaa": 1}, ["takes no argument 'etaa'", "Did you mean 'eta'?"]),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
         ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),
         (

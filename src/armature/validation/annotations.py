@@ -105,3 +105,20 @@ def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return "..." if node.value is ... else str(node.value)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_default(default: ast.expr | None, value: Any) -> bool:
+    """Return whether a value is the parameter's default, which annotations may leave out: `x: list[int] = None`."""
+    if not isinstance(default, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.UnaryOp):
+        return False
+    made = literal(default)
+    made = list(made) if isinstance(made, tuple) else made
+    return type(made) is type(value) and made == value
+
+
+def literal(node: ast.expr | None) -> Any | None:
+    """Return the value of a literal, or None of anything else."""
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return None

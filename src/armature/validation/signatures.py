@@ -51,22 +51,15 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
                 hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known)) else hint
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
-        annotation = signature.parameters[key]
+        annotation, default = signature.parameters[key], signature.defaults.get(key)
         if annotations.takes_tensor(annotation) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
-        if not annotations.accepts(annotation, value) and not _is_default(signature.defaults.get(key), value):
+        if not annotations.accepts(annotation, value) and not annotations.is_default(
+            signature.defaults.get(key), value
+        ):
             shown = "null" if value is None else repr(value)
             found.append(f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here.")
     return found
-
-
-def _is_default(default: ast.expr | None, value: Any) -> bool:
-    """Return whether a value is the parameter's default, which annotations may leave out: `x: list[int] = None`."""
-    if not isinstance(default, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.UnaryOp):
-        return False
-    made = _literal(default)
-    made = list(made) if isinstance(made, tuple) else made
-    return type(made) is type(value) and made == value
 
 
 def _module_file(name: str) -> Path | None:
@@ -167,16 +160,14 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature:
     if isinstance(node, ast.FunctionDef):
         return _function_signature(node, skip_self=False)
-    made = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
-    init = made.get("__init__") or made.get("__new__")
-    if init is not None:
+    if (init := _own_constructor(node)) is not None:
         signature = _function_signature(init, skip_self=True)
         kept = _keyword_uses(init, init) or "save_hyperparameters(" in ast.unparse(init)
         if not signature.open or (kept and not _passes_keywords(init)):
             return signature
         signature.parameters |= dict.fromkeys(_taken_keywords(init))
         return _with_bases(module, node, signature)
-    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+    if _is_dataclass(node):
         fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
         own = Signature({item.target.id: item.annotation for item in fields if isinstance(item.target, ast.Name)})
         own.required = [i.target.id for i in fields if i.value is None and isinstance(i.target, ast.Name)]
@@ -184,7 +175,8 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
         own.defaults = {name: value for name, value in given.items() if not isinstance(value, ast.Call)}  # field(…)
         return _with_bases(module, node, own) if node.bases else own
     inherited = _with_bases(module, node, Signature(open=bool(node.bases)))
-    inherited.required = next((signature_of(*base).required for base in _bases(module, node)), [])
+    if (base := _base_that_constructs(module, node)) is not None:
+        inherited.required = signature_of(*base).required
     return inherited
 
 
@@ -196,12 +188,31 @@ def default(target: str, name: str) -> Any:
 
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
-    """Add the parameters of the first readable base, for `**kwargs` and inherited constructors."""
-    for base in _bases(module, node):
-        inherited = signature_of(*base)
-        defaults = {**inherited.defaults, **own.defaults}
-        return Signature({**inherited.parameters, **own.parameters}, defaults, own.required, open=inherited.open)
-    return Signature(own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open)
+    """Add the parameters of the base whose constructor is called, for `**kwargs` and inherited constructors."""
+    if (base := _base_that_constructs(module, node)) is None:
+        return Signature(own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open)
+    inherited = signature_of(*base)
+    defaults = {**inherited.defaults, **own.defaults}
+    return Signature({**inherited.parameters, **own.parameters}, defaults, own.required, open=inherited.open)
+
+
+def _base_that_constructs(module: str, node: ast.ClassDef) -> tuple[str, ast.ClassDef] | None:
+    """Return the first readable base with a constructor of its own or inherited: mixins often have none."""
+    bases = [*_bases(module, node)]
+    return next((base for base in bases if any(map(_constructs, lineage(base)))), bases[0] if bases else None)
+
+
+def _constructs(definition: tuple[str, ast.ClassDef]) -> bool:
+    return _is_dataclass(definition[1]) or _own_constructor(definition[1]) is not None
+
+
+def _own_constructor(node: ast.ClassDef) -> ast.FunctionDef | None:
+    made = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    return made.get("__init__") or made.get("__new__")
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _bases(module: str, node: ast.ClassDef, *, libraries: bool = False) -> Iterator[tuple[str, ast.ClassDef]]:
@@ -355,7 +366,7 @@ def defaults_of(target: str) -> dict[str, Any]:
     """Return the defaults of the constructor that `target` names, as far as they are literals."""
     definition = find_definition(target)
     defaults = signature_of(*definition).defaults if definition is not None else {}
-    values = {name: _literal(node) for name, node in defaults.items()}
+    values = {name: annotations.literal(node) for name, node in defaults.items()}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in YAML
 
 
@@ -366,7 +377,7 @@ def class_attribute(target: str, name: str) -> Any | None:
             if isinstance(item, ast.Assign | ast.AnnAssign):
                 targets = item.targets if isinstance(item, ast.Assign) else [item.target]
                 if any(isinstance(each, ast.Name) and each.id == name for each in targets):
-                    return _literal(item.value)
+                    return annotations.literal(item.value)
     return None
 
 
@@ -375,15 +386,8 @@ def assigns(target: str, name: str, value: Any) -> bool:
     for _, node in lineage(find_definition(target)):
         for item in ast.walk(node):
             if isinstance(item, ast.Assign) and any(ast.unparse(each) == f"self.{name}" for each in item.targets):
-                return _literal(item.value) == value
+                return annotations.literal(item.value) == value
     return False
-
-
-def _literal(node: ast.expr | None) -> Any | None:
-    try:
-        return ast.literal_eval(node) if node is not None else None
-    except ValueError:
-        return None
 
 
 def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
