@@ -94,6 +94,9 @@ def test_a_group_that_the_task_does_not_take_may_refer_to_keys_that_the_data_hav
         cfg.task = {"_target_": "tests.validation.users.Plain"}
         cfg.scheduler = None
     assert "vocab_size" not in checks.check(cfg, prepare=False).model
+    cfg = composed("task=example", "model=gpt_nano", "data=example", "task._target_=example.task.PointClassificatio")
+    with pytest.raises(ConfigError, match="PointClassificatio: there is no such class or function"):
+        checks.check(cfg, prepare=False)
 
     with pytest.raises(ConfigError, match=r"model\.vocab_size: it is data\.\S+, which these data do not have\. Type"):
         checks.check(composed("task=example", "model=gpt_nano", "data=example"), prepare=False)

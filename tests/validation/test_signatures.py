@@ -129,6 +129,7 @@ def test_sound_arguments_are_accepted(node):
         ({"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]}, ["node.save_dir=[1]", "str"]),
         ({"_target_": "sample.net.MixedMore", "etaa": 1}, ["takes no argument 'etaa'", "Did you mean 'eta'?"]),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
+        ({"_target_": "sampel.net.Net"}, ["there is no package 'sampel'. Did you mean 'sample.net.Net'?"]),
         ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),
         (
             {"_target_": "torch.optim.AdamW", "_partial_": True, "learning_rate": 1.0},

@@ -178,7 +178,7 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
         if key.startswith("model.") and (lacking := re.search(r"key '(data\.\S+)' not found", lines[0])):
-            return [
+            return _class_problems(cfg) or [
                 f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… for them "
                 f"(docs/data.md), or {key}=…"
             ]
@@ -190,6 +190,18 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
             said = f"it refers to itself. Type {key}=… for its value"
         return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
     return []
+
+
+def _class_problems(cfg: DictConfig) -> list[str]:
+    """Return what is wrong with the name of the task's class: an unknown one cannot say which groups it takes."""
+    name = OmegaConf.select(cfg, "task._target_")
+    known = isinstance(name, str) and signatures.find_definition(name) is not None
+    return [] if known else targets.problems({"task": {"_target_": name}}, _allowed(cfg))
+
+
+def _allowed(cfg: DictConfig) -> list[str]:
+    """Return the packages whose classes may be built."""
+    return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])]
 
 
 def _dangling(cfg: DictConfig) -> list[str]:
@@ -210,7 +222,7 @@ def _target_problems(cfg: DictConfig) -> list[str]:
     cfg = _for_this_machine(cfg)  # arguments may refer to what is decided later
     for key in ("name", "dir", "id"):
         cfg.run[key] = cfg.run[key] or f"<run.{key}>"
-    return targets.problems(plain(cfg), [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])])
+    return targets.problems(plain(cfg), _allowed(cfg))
 
 
 def _of_another_class(problems: list[str], overrides: Sequence[str]) -> list[str]:

@@ -54,9 +54,7 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
         annotation, default = signature.parameters[key], signature.defaults.get(key)
         if annotations.takes_tensor(annotation) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
-        if not annotations.accepts(annotation, value) and not annotations.is_default(
-            signature.defaults.get(key), value
-        ):
+        if not annotations.accepts(annotation, value) and not annotations.is_default(default, value):
             shown = "null" if value is None else repr(value)
             found.append(f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here.")
     return found

@@ -9,6 +9,8 @@ module merely imported is no way around the rules. The user's own packages in sr
 from __future__ import annotations
 
 import ast
+import difflib
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -164,6 +166,9 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
         package = target.split(".")[0]
         if (_SOURCES / package).is_dir():
             return f"{what}: src/{package} is no package. Add an empty file: touch src/{package}/__init__.py"
+        near = difflib.get_close_matches(package, allowed, n=1, cutoff=0.7)
+        if near and importlib.util.find_spec(package) is None:
+            return f"{what}: there is no package '{package}'. Did you mean '{near[0]}{target.removeprefix(package)}'?"
         return (
             f"{what}: only packages in launch.allowed_packages may be called ({', '.join(allowed)}). "
             f"If you trust it: '{_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
