@@ -10,7 +10,7 @@ from torch import Tensor
 
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import attributes, epoch_metrics, epoch_start
+from armature.training import attributes, epoch_metrics, epoch_start, schedule_ends
 from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -44,6 +44,7 @@ class RestoreProgress(Callback):
         self._digests: dict[str, str] = {}  # of rank 0's attributes that had changed when the checkpoint was saved
         self._at_start: dict[str, str] | None = None  # the same of all attributes, when training began
         self._weights: dict[str, Tensor] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
+        self._schedules: schedule_ends.Lengths = []
         self._trainer: OurTrainer | None = None
 
     @property
@@ -105,6 +106,7 @@ class RestoreProgress(Callback):
         if self._attributes is not None and not trainer.strategy.restore_checkpoint_after_setup:
             self._weights = epoch_start.copy_weights(trainer, ("on_fit_start",))
         self._find_attributes()
+        self._schedules = schedule_ends.lengths_of(trainer)  # their state is loaded later
 
     def _find_attributes(self) -> None:
         if self._attributes is not None:
@@ -135,6 +137,7 @@ class RestoreProgress(Callback):
         step = completed_batches(trainer)
         if not step:
             return
+        schedule_ends.check(self._schedules)
         assert isinstance(trainer, OurTrainer)
         data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
