@@ -90,11 +90,12 @@ def stop_steps(typed: str | None, steps: int, parser: argparse.ArgumentParser) -
 
 def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, stops: dict[str, int]) -> bool:
     """Make the runs, compare them and print the result; return whether they are equal."""
+    validates = val_every_n_steps(stops["SIGTERM"])
     short = [o for o in overrides if o.lstrip("+~").split("=")[0].split(".")[0] != "logger"]
     short = [o for o in short if o.split("=")[0] not in OURS]
     ours = [
         f"run.root={root}", "logger=none", f"trainer.max_steps={steps}", "trainer.max_epochs=null",
-        "trainer.test_at_end=false", f"trainer.val_every_n_steps={stops['SIGTERM']}", "trainer.limit_val_batches=2",
+        "trainer.test_at_end=false", f"trainer.val_every_n_steps={validates}", "trainer.limit_val_batches=2",
         "launch.max_restarts=0", "checkpoint.root=null",
     ]  # fmt: skip
     keys = {each.partition("=")[0] for each in ours}
@@ -103,7 +104,7 @@ def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, s
     short = [*options, *short, *ours]
     signals = ",".join(f"{name}:{step}" for name, step in stops.items())
     stopped = [*short, f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signals}}}}}"]
-    print(f"a run of {steps} steps in {root}; validation at step {stops['SIGTERM']} and at the end")
+    print(f"a run of {steps} steps in {root}; validation every {validates} steps and at the end")
     train(root, "straight", short, what="without a stop")
     for name, step in stops.items():
         train(root, "stopped", stopped, what=f"{name} at step {step}", stop=step)
@@ -118,6 +119,11 @@ def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, s
     itself, _ = compare(root / "straight", root / "again")
     print(CAUSES if itself is None else UNSTABLE.format(difference=itself.text))
     return False
+
+
+def val_every_n_steps(stop: int) -> int:
+    """Return an interval so that one validation ends before the stop and, if it can be, another one is due at it."""
+    return next((stop // parts for parts in range(2, stop) if stop % parts == 0), max(stop - 1, 1))
 
 
 def train(root: Path, name: str, overrides: list[str], *, what: str, stop: int | None = None) -> None:

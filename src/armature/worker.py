@@ -53,6 +53,7 @@ from armature.training.restore_progress import RestoreProgress
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
+from armature.training.unsynced import Unsynced
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
 log = logging.getLogger(__name__)
@@ -172,9 +173,10 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
+    first = [errors, checks, heartbeat, progress, guard, step_log, Unsynced()]
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[errors, checks, heartbeat, progress, guard, step_log, *chosen, checkpointing, stop, display, page],
+        callbacks=[*first, *chosen, checkpointing, stop, display, page],
         logger=[*loggers.build(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         max_global_batches=limits.global_batches,

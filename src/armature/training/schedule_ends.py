@@ -43,9 +43,11 @@ def check(built: Lengths) -> None:
                 log.warning("%s, which it keeps: the learning rates are not those of the new length. %s", what, _REMEDY)
 
 
-def _found(state: dict[str, Any], within: str = "") -> dict[str, Any]:
+def _found(state: Any, within: str = "") -> dict[str, Any]:
     """Return the lengths in a scheduler's state and, by place, in those of the schedulers that it consists of."""
+    if not isinstance(state, dict):
+        return {}
     found = {f"{within}{name}": state[name] for name in (*_LENGTHS, "_milestones") if name in state}
     for place, inner in enumerate(state.get("_schedulers") or ()):
-        found |= _found(inner, f"{within}{place}.") if isinstance(inner, dict) else {}
+        found |= _found(inner, f"{within}{place}.")
     return {name.replace("_milestones", "milestones"): value for name, value in found.items()}
