@@ -106,6 +106,11 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
             load_data(cfg).prepare_data()  # once, before the processes open it
             start_ranks(ranks, f"{checkpoint.name}/{folder}", args, accelerator=accelerator)
         count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], folder / out.name)
+        if not count:
+            raise ConfigError(
+                f"data._target_={cfg.data._target_}: there are no samples to predict, neither of its "
+                "predict_dataloader nor of its test_dataloader. Give it one of them, or name other data (data.path=…)."
+            )
         predict.require_new(out)  # another command may have written it meanwhile
         (folder / out.name).replace(out)
         files.sync(out.absolute().parent)

@@ -187,21 +187,37 @@ def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeyp
     assert script["count_ranks"](5, "cpu") == 5
 
 
-def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, monkeypatch, capsys):
-    def fails(*args, **kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def meets_a_full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+
+def meets_no_samples(task, data, part, **kwargs):
+    part.touch()
+
+
+@pytest.mark.parametrize(
+    ("predicts", "message"),
+    [
+        (meets_a_full_disk, "out=p.csv: No space left on device. No file was written. Free some space"),
+        (
+            meets_no_samples,
+            "data._target_=mine.Data: there are no samples to predict, neither of its predict_dataloader",
+        ),
+    ],
+)
+def test_what_prevents_predictions_is_named_and_leaves_no_file(predicts, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1))
+    data = SimpleNamespace(_target_="mine.Data")
+    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1, accelerator="cpu"), data=data)
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
     monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
     monkeypatch.setattr("armature.training.process.quiet", lambda: None)
-    monkeypatch.setattr(predict, "predict", fails)
+    monkeypatch.setattr(predict, "predict", predicts)
     monkeypatch.setattr(sys, "argv", ["predict.py", "run", "out=p.csv"])
     with pytest.raises(SystemExit) as ended:
         run_script(running.ROOT / "scripts" / "predict.py")
     assert ended.value.code == 2
-    assert "out=p.csv: No space left on device. No file was written. Free some space" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]

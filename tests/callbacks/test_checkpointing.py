@@ -324,7 +324,14 @@ def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path
     assert "step=000004, step 4" in done.stderr
 
 
-@pytest.mark.parametrize(("logged", "told"), [({}, "nothing"), ({"val/lost": torch.tensor(1.0)}, "val/lost")])
+@pytest.mark.parametrize(
+    ("logged", "told"),
+    [
+        ({}, "nothing."),
+        ({"val/lost": torch.tensor(1.0)}, "val/lost."),
+        ({"val/loss/dataloader_idx_0": torch.tensor(1.0)}, "idx_0. Type checkpoint.monitor=val/loss/dataloader_idx_0"),
+    ],
+)
 def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told):
     log: Any = Quiet()
     trainer: Any = Trainer(set())
@@ -332,8 +339,8 @@ def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told)
     callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
     for _ in range(2):
         callback.validation_ended(trainer)
-    said = "checkpoint.monitor=val/loss: no logged value has that name, so no checkpoint is kept as best. Logged are:"
-    assert caplog.text.count(f"{said} {told}.") == 1
+    assert caplog.text.count("checkpoint.monitor=val/loss: no logged value has that name, so no") == 1
+    assert told in caplog.text
 
 
 def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog):

@@ -184,12 +184,14 @@ class Checkpointing(Checkpoint):
         score = process_group.broadcast_object(score)  # whatever each rank has logged, all ranks save or none does
         if value is None and self.keep_best and trainer.is_global_zero and not self._warned_of_monitor:
             self._warned_of_monitor = True
+            logged = sorted(trainer.callback_metrics)
+            of_loaders = next((name for name in logged if name.startswith(f"{self.monitor}/dataloader_idx_")), None)
             log.warning(
                 "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as best. "
-                "Logged are: %s.",
-                self.monitor,
-                ", ".join(sorted(trainer.callback_metrics)) or "nothing",
-            )
+                "Logged are: %s.%s",
+                self.monitor, ", ".join(logged) or "nothing",
+                f" Type checkpoint.monitor={of_loaders}, or that of another loader." if of_loaders else "",
+            )  # fmt: skip
         if self._due or self._is_best(score):
             self._save(trainer, score)
 

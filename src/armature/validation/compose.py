@@ -267,7 +267,8 @@ def _describe(
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
         have = "has" if len(having) == 1 else "have"
-        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it."
+        here = f" For these data, type +{override}." if is_argument else ""
+        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{here}"
     if is_argument or (group in OPEN and name and not override.startswith("+")):
         return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
     if key.startswith("hydra."):
