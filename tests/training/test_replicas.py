@@ -1,9 +1,13 @@
 """Weights that must be the same on all ranks."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from armature.errors import ConfigError
 from armature.training import replicas
 
 
@@ -26,6 +30,25 @@ def test_the_first_weight_that_differs_from_rank_0s_is_named(dtype):
 def test_a_weight_that_one_rank_has_alone_differs():
     own = weights()
     assert replicas.first_difference([own, {**own, "added": (1.0, 1.0, 1e-4)}]) == ("added", 1)
+
+
+@pytest.mark.parametrize("replicates", [True, False])
+def test_learning_rates_that_follow_each_rank_s_own_value_are_named(replicates, monkeypatch):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    config = SimpleNamespace(reduce_on_plateau=True, monitor="val/loss")
+    trainer: Any = SimpleNamespace(
+        optimizers=[optimizer], lr_scheduler_configs=[config], lightning_module=nn.Linear(1, 1)
+    )
+    strategy = SimpleNamespace(world_size=2, replicates_weights=replicates, replicated_weights=dict)
+    monkeypatch.setattr(replicas.StrategyMixin, "find", lambda trainer: strategy)
+    monkeypatch.setattr(replicas, "completed_batches", lambda trainer: 4)
+    monkeypatch.setattr(replicas.process_group, "all_gather_object", lambda own: [own, own])
+    replicas.check(trainer)
+    monkeypatch.setattr(replicas.process_group, "all_gather_object", lambda own: [own, [0.01]])
+    with pytest.raises(
+        ConfigError, match=r'step 4: 0\.1 on rank 0 and 0\.01 on rank 1.*self\.log\("val/loss", …, sync_d'
+    ):
+        replicas.check(trainer)
 
 
 def test_weights_that_are_not_finite_are_left_to_on_nan():

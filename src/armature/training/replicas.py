@@ -31,7 +31,11 @@ def step_ended(trainer: L.Trainer) -> None:
 def check(trainer: L.Trainer) -> None:
     """Raise ConfigError if ranks that must hold the same weights do not. Called by all ranks."""
     strategy = StrategyMixin.find(trainer)
-    if strategy is None or strategy.world_size == 1 or not strategy.replicates_weights:
+    if strategy is None or strategy.world_size == 1:
+        return
+    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        _check_rates(trainer)
+    if not strategy.replicates_weights:
         return
     everyones = process_group.all_gather_object(sums(strategy.replicated_weights()))
     if (found := first_difference(everyones)) is None:
@@ -42,6 +46,23 @@ def check(trainer: L.Trainer) -> None:
         f"{type(trainer.lightning_module).__name__}: {name} is not the same on all ranks after step "
         f"{completed_batches(trainer)}: its norm is {first} on rank 0 and {other} on rank {rank}. "
         f"{strategy.why_unequal()}"
+    )
+
+
+def _check_rates(trainer: L.Trainer) -> None:
+    """Raise ConfigError if schedules that follow a metric have set other learning rates on other ranks."""
+    own = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups]
+    everyones = process_group.all_gather_object(own)
+    rank = next((rank for rank, rates in enumerate(everyones) if rates != everyones[0]), None)
+    if rank is None or len(everyones[rank]) != len(everyones[0]):  # stages of a pipeline may have other groups
+        return
+    first, other = next(pair for pair in zip(everyones[0], everyones[rank], strict=True) if pair[0] != pair[1])
+    monitors = [str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    raise ConfigError(
+        f"{type(trainer.lightning_module).__name__}: the learning rate is not the same on all ranks after step "
+        f"{completed_batches(trainer)}: {first:.6g} on rank 0 and {other:.6g} on rank {rank}. A schedule follows "
+        f"{', '.join(monitors)}, of which each rank has the value of its own samples. Write "
+        f'self.log("{monitors[0]}", …, sync_dist=True).'
     )
 
 
