@@ -87,6 +87,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (FIT, "epoch_progress", None, "training/fit_loop.py"),
     (FIT, "_data_fetcher", None, "training/loops.py"),
     (FIT, "_data_source", None, "training/fit_loop.py"),
+    (EVALUATION, "_verify_dataloader_idx_requirement", ("self",), "training/fit_loop.py"),
     (FIT, "_restart_stage", None, "training/fit_loop.py"),
     (FIT, "_last_train_dl_reload_epoch", None, "training/fit_loop.py"),
     (f"{LOOPS}.fit_loop:RestartStage", "RESTARTED_MID_EPOCH", None, "training/fit_loop.py"),

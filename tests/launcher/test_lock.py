@@ -273,7 +273,7 @@ def test_a_deleted_run_directory_is_restored_while_the_run_trains(run_dir, fast,
     with lock.hold(config(run_dir)):
         (run_dir / "config.yaml").write_text("seed: 1\n")
         time.sleep(0.3)
-        shutil.rmtree(run_dir)
+        shutil.rmtree(run_dir.rename(run_dir.with_name("deleted")))  # at once: the lock is refreshed meanwhile
         running.wait_for((run_dir / lock.NAME).exists, seconds=10, what="the lock")
         assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
         assert (run_dir / "logs").is_dir()
