@@ -35,19 +35,26 @@ def test_a_weight_that_one_rank_has_alone_differs():
 @pytest.mark.parametrize("replicates", [True, False])
 def test_learning_rates_that_follow_each_rank_s_own_value_are_named(replicates, monkeypatch):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    config = SimpleNamespace(reduce_on_plateau=True, monitor="val/loss")
+    config = SimpleNamespace(reduce_on_plateau=True, monitor="val/loss", scheduler=SimpleNamespace(best=0.5))
     trainer: Any = SimpleNamespace(
         optimizers=[optimizer], lr_scheduler_configs=[config], lightning_module=nn.Linear(1, 1)
     )
     strategy = SimpleNamespace(world_size=2, replicates_weights=replicates, replicated_weights=dict)
     monkeypatch.setattr(replicas.StrategyMixin, "find", lambda trainer: strategy)
     monkeypatch.setattr(replicas, "completed_batches", lambda trainer: 4)
-    monkeypatch.setattr(replicas.process_group, "all_gather_object", lambda own: [own, own])
+
+    def other_rank_has(rates: list[float], best: str) -> None:
+        gathered = {tuple: (rates, [best])}
+        monkeypatch.setattr(
+            replicas.process_group, "all_gather_object", lambda own: [own, gathered.get(type(own), own)]
+        )
+
+    other_rank_has([0.1], "0.4")
     replicas.check(trainer)
-    monkeypatch.setattr(replicas.process_group, "all_gather_object", lambda own: [own, [0.01]])
-    with pytest.raises(
-        ConfigError, match=r'step 4: 0\.1 on rank 0 and 0\.01 on rank 1.*self\.log\("val/loss", …, sync_d'
-    ):
+    other_rank_has([0.01], "0.5")  # of a pipeline's stage, which has another group
+    replicas.check(trainer)
+    other_rank_has([0.01], "0.4")
+    with pytest.raises(ConfigError, match=r'0\.1 on rank 0 and 0\.01 on rank 1.*self\.log\("val/loss", …'):
         replicas.check(trainer)
 
 

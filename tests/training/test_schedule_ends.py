@@ -24,18 +24,24 @@ def one_cycle(optimizer, length):
     return lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=length)
 
 
-def resumed(make: Any, before: int, now: int) -> None:
+def steps(optimizer, length):
+    return lr_scheduler.MultiStepLR(optimizer, milestones=[2, length])
+
+
+def resumed(make: Any, before: int, now: int, planned: int = 8) -> None:
     first, second = (make(torch.optim.SGD([torch.zeros(1)], lr=0.1), length) for length in (before, now))
-    trainer: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=second)])
+    config = SimpleNamespace(scheduler=second, interval="step", frequency=1)
+    trainer: Any = SimpleNamespace(lr_scheduler_configs=[config], estimated_stepping_batches=planned)
     built = schedule_ends.lengths_of(trainer)
     second.load_state_dict(first.state_dict())
-    schedule_ends.check(built)
+    schedule_ends.check(trainer, built)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (cosine, "CosineAnnealingLR was built with T_max=8, and the checkpoint has 4, which it keeps"),
+        (steps, "MultiStepLR was built with milestones=[2, 8], and the checkpoint has [2, 4], which it keeps"),
         (warmed, "SequentialLR was built with 1.T_max=8, and the checkpoint has 4, which it keeps"),
     ],
 )
@@ -48,6 +54,8 @@ def test_a_length_that_the_checkpoint_replaces_is_named(caplog, make, said):
 def test_a_cycle_that_ends_before_the_run_is_refused(caplog):
     with pytest.raises(ConfigError, match="OneCycleLR was built with total_steps=8, and the checkpoint has 4, after"):
         resumed(one_cycle, 4, 8)
+    resumed(one_cycle, 4, 8, planned=4)
+    assert "total_steps=8, and the checkpoint has 4, which it keeps" in caplog.text
     resumed(one_cycle, 8, 4)
     assert "total_steps=4, and the checkpoint has 8, which it keeps" in caplog.text
 

@@ -86,6 +86,7 @@ class Draws(Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("last", torch.zeros(1))
         self.error, self.batches, self.tracker = MeanMetric(), 0, MetricTracker(MeanSquaredError())
 
     def training_step(self, batch, batch_idx):
@@ -98,13 +99,21 @@ class Draws(Module):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch + torch.randn_like(batch), batch_idx)
         self.seen += random.random()
+        self.last = self.seen * 2
         self.error(self.losses[-1])
         self.tracker.update(batch, batch)
         self.batches += 1
 
     def state(self):
         drawn = (torch.get_rng_state().tolist(), random.getstate(), self.tracker.n_steps)
-        return float(self.seen), self.error.update_count, float(self.error.weight), self.batches, *drawn
+        return (
+            float(self.seen),
+            float(self.last),
+            self.error.update_count,
+            float(self.error.weight),
+            self.batches,
+            *drawn,
+        )
 
 
 class Watch(L.Callback):

@@ -17,7 +17,7 @@ def sample(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("from .net import Net as Renamed\n")
     (package / "net.py").write_text(
-        "from dataclasses import dataclass\n"
+        "from dataclasses import dataclass\nfrom torch.optim import AdamW\n"
         "class Base:\n    def __init__(self, *, depth: int = 2): ...\n"
         "class Net(Base):\n    def __init__(self, width: int, scale: float | None = None, **kwargs): ...\n"
         "class Inherits(Base): ...\n"
@@ -34,6 +34,10 @@ def sample(tmp_path, monkeypatch):
         "          sizes: list[int] = (), options: dict[str, int] = {}, share: int = 0.5): ...\n"
         "class Mixin:\n    def named(self): ...\n"
         "class Mixed(Mixin, Inherits): ...\n"
+        "class Deep(Mixin, AdamW): ...\n"
+        "class OfBase(Base): ...\n"
+        "class Child(Base):\n    def __init__(self, *, rate, depth=1): ...\n"
+        "class Diamond(OfBase, Child): ...\n"
         "class MixedMore(Mixin, Inherits):\n    def __init__(self, eta=0.0, **kwargs): super().__init__(**kwargs)\n"
         "@dataclass\nclass Loose:\n    depths: list[int] = None\n"
     )
@@ -80,6 +84,8 @@ def found(**node):
         },
         {"_target_": "sample.net.Loose", "depths": None},
         {"_target_": "sample.net.Mixed", "depth": 1},
+        {"_target_": "sample.net.Diamond", "rate": 1, "depth": 2},
+        {"_target_": "sample.net.Deep", "lr": 0.1},
         {"_target_": "sample.net.MixedMore", "depth": 1, "eta": 0.5},
         {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},

@@ -69,9 +69,10 @@ def warn_of_lost(trainer: Any, saved: Mapping[str, str]) -> None:
 def owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield a label, an object of a user's class, and the names of its attributes that are not the user's."""
     module, data = trainer.lightning_module, data_of(trainer)
+    of_modules = vars(L.LightningModule()).keys()
     for name, part in module.named_modules():
         if _is_users(part):
-            yield f"{type(module).__name__}{'.' * bool(name)}{name}", part, vars(L.LightningModule()).keys()
+            yield f"{type(module).__name__}{'.' * bool(name)}{name}", part, of_modules
     data = getattr(data, "module", data)  # a PlainData's
     if data is not None and _is_users(data):
         ours = vars(DataModule(global_batch_size=1)).keys() if isinstance(data, DataModule) else ()
@@ -86,6 +87,11 @@ def owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _is_users(value: Any) -> bool:
     return not f"{type(value).__module__}.".startswith(FRAMEWORKS) and hasattr(value, "__dict__")
+
+
+def is_small(value: Any) -> bool:
+    """Return whether a value is compared."""
+    return _digest(value) is not None
 
 
 def _digest(value: Any) -> str | None:

@@ -335,10 +335,10 @@ class EpochLoop(_TrainingEpochLoop):
             before.put_back()
             raise
         self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
+        for function in self.validation_ended:  # while `callback_metrics` are the validation's
+            function()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
-        for function in self.validation_ended:
-            function()
         self.stop_together()
 
     @property

@@ -19,7 +19,7 @@ from armature.errors import ConfigError, is_users
 
 _LIGHTNING = str(Path(L.__file__).parent)
 _EMPTY = "optimizer got an empty parameter list"
-UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, which goes on without them
+UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, which continues without them
 _UNKNOWN_BY_HAND = r"()LRSchedulerConfig.__init__\(\) got an unexpected keyword argument ('.*')"
 _SCHEDULER = "lr scheduler dict"
 _KEYS = {

@@ -50,20 +50,22 @@ def check(trainer: L.Trainer) -> None:
 
 
 def _check_rates(trainer: L.Trainer) -> None:
-    """Raise ConfigError if schedules that follow a metric have set other learning rates on other ranks."""
-    own = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups]
-    everyones = process_group.all_gather_object(own)
-    rank = next((rank for rank, rates in enumerate(everyones) if rates != everyones[0]), None)
-    if rank is None or len(everyones[rank]) != len(everyones[0]):  # stages of a pipeline may have other groups
-        return
-    first, other = next(pair for pair in zip(everyones[0], everyones[rank], strict=True) if pair[0] != pair[1])
-    monitors = [str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    raise ConfigError(
-        f"{type(trainer.lightning_module).__name__}: the learning rate is not the same on all ranks after step "
-        f"{completed_batches(trainer)}: {first:.6g} on rank 0 and {other:.6g} on rank {rank}. A schedule follows "
-        f"{', '.join(monitors)}, of which each rank has the value of its own samples. Write "
-        f'self.log("{monitors[0]}", …, sync_dist=True).'
-    )
+    """Raise ConfigError if schedules that follow a metric have seen other values on other ranks, and acted on them."""
+    following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    rates = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups]
+    seen = [str(getattr(config.scheduler, "best", None)) for config in following]
+    everyones = process_group.all_gather_object((rates, seen))
+    for rank, (its_rates, its_seen) in enumerate(everyones):
+        both = zip(everyones[0][0], its_rates, strict=False)
+        first, other = next((pair for pair in both if pair[0] != pair[1]), (0.0, 0.0))
+        if first != other and its_seen != everyones[0][1]:  # stages of a pipeline may have other groups
+            monitors = [str(config.monitor) for config in following]
+            raise ConfigError(
+                f"{type(trainer.lightning_module).__name__}: the learning rate is not the same on all ranks after step "
+                f"{completed_batches(trainer)}: {first:.6g} on rank 0 and {other:.6g} on rank {rank}. A schedule "
+                f"follows {', '.join(monitors)}, of which each rank has the value of its own samples. Write "
+                f'self.log("{monitors[0]}", …, sync_dist=True).'
+            )
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ class RestoreProgress(Callback):
         step = completed_batches(trainer)
         if not step:
             return
-        schedule_ends.check(self._schedules)
+        schedule_ends.check(trainer, self._schedules)
         assert isinstance(trainer, OurTrainer)
         data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
 from armature.parallel import randomness
+from armature.parallel.gradients import local_part
 from armature.training import attributes, epoch_metrics, epoch_start
 
 _START = ("on_validation_start", "on_validation_epoch_start")
-_MOST = 10_000
 _END = ("on_validation_epoch_end", "on_validation_end")
 
 
@@ -36,7 +36,8 @@ class Before:
         self.trainer = trainer
         module = trainer.lightning_module
         self.drawn, self.metrics = randomness.capture(), epoch_metrics.metric_states(module)
-        self.buffers = {name: value.detach().clone() for name, value in _saved_buffers(module).items()}
+        # on the CPU: a GPU that holds the model may have no room for an average of its weights twice
+        self.buffers = {n: local_part(v.detach()).to("cpu", copy=True) for n, v in _saved_buffers(module).items()}
         self.attributes = [
             (owner, name, value)
             for _, owner, frameworks in attributes.owners(trainer)
@@ -51,11 +52,12 @@ class Before:
         now = _saved_buffers(module)
         with torch.no_grad():
             for name, value in self.buffers.items():
-                if name in now and now[name].shape == value.shape:
-                    now[name].copy_(value)
-                else:
+                here = local_part(now[name]) if name in now else None
+                if here is not None and here.shape == value.shape and not here.is_inference():
+                    here.copy_(value)
+                else:  # the validation has made another one
                     owner, _, own = name.rpartition(".")
-                    setattr(module.get_submodule(owner), own, value)
+                    setattr(module.get_submodule(owner), own, value.to(module.device))
         epoch_metrics.restore_states(module, [self.metrics], rank=0, saved_data_ranks=[0], data_ranks=[0])
         for owner, name, value in self.attributes:
             vars(owner)[name] = value
@@ -63,8 +65,13 @@ class Before:
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    saved = nn.Module.state_dict(module, keep_vars=True)  # also if the module has a state_dict of its own
-    return {name: value for name, value in module.named_buffers() if name in saved}
+    """Return them without `state_dict`, whose hooks may gather or write what they like."""
+    return {
+        f"{path}.{name}".removeprefix("."): buffer
+        for path, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def _end(trainer: Any) -> None:
@@ -92,9 +99,7 @@ def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
 def _plain_attributes(owner: Any) -> dict[str, Any]:
     found = {}
     for name, value in vars(owner).items():
-        if isinstance(value, bool):  # whether weights are replaced, which the hook of the end has changed
-            continue
-        if isinstance(value, str | list | dict) and len(value) > _MOST:  # copying it before each validation takes long
+        if not attributes.is_small(value):  # a copy before each validation would take long
             continue
         try:
             json.dumps(value)

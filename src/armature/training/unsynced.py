@@ -1,4 +1,4 @@
-"""Name values of a validation or test that the ranks have logged apart: each is of one rank's samples."""
+"""Name values of a validation or test that each rank has logged of its own samples alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 
 _RELATIVE = 1e-4  # less is rounding, such as that of metrics which ranks have gathered in another order
 
+_SMALLEST = 1e-4  # values nearer to zero count as this
+
 
 class Unsynced(Callback):
     """Compare the values that were logged without `sync_dist=True` over the ranks, after the first evaluation."""
@@ -22,7 +24,8 @@ class Unsynced(Callback):
         self._compared: set[str] = set()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._compare(trainer, "validation", trainer.fit_loop.epoch_loop.val_loop)
+        if trainer.state.fn == "fit":
+            self._compare(trainer, "validation", trainer.fit_loop.epoch_loop.val_loop)
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._compare(trainer, "test", trainer.test_loop)
@@ -44,17 +47,17 @@ class Unsynced(Callback):
         if apart and process_group.rank() == 0:
             first = apart[0]
             log.warning(
-                "Logged in %s without sync_dist=True, so each rank has the value of its own samples, and other numbers "
-                "of ranks give others: %s. What follows it (checkpoint.monitor, EarlyStopping, a schedule on a metric) "
-                'follows rank 0\'s %s, or each rank its own. Write self.log("%s", …, sync_dist=True).',
+                "Logged in %s without sync_dist=True: %s. Each rank has the value of its own samples (%s), so that it "
+                "depends on the number of ranks. checkpoint.monitor takes rank 0's; EarlyStopping and schedules take "
+                'each rank\'s own. Write self.log("%s", …, sync_dist=True).',
                 stage, ", ".join(apart), _shown(first, everyones), first.partition("/dataloader_idx_")[0],
             )  # fmt: skip
 
 
 def _differ(values: list[float]) -> bool:
-    return max(values) - min(values) > _RELATIVE * max(map(abs, values))
+    return max(values) - min(values) > _RELATIVE * max(*map(abs, values), _SMALLEST)
 
 
 def _shown(key: str, everyones: list[dict[str, float]]) -> str:
     values = [f"{each[key]:.4g}" for each in everyones if key in each]
-    return f"{key}={values[0]} (others: {', '.join(values[1:3])}{', …' if len(values) > 3 else ''})"
+    return f"{key}={values[0]} on rank 0, {', '.join(values[1:3])}{', …' if len(values) > 3 else ''} on others"

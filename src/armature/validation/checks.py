@@ -193,7 +193,7 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with the name of the task's class: an unknown one cannot say which groups it takes."""
+    """Return what is wrong with the name of the task's class: an unknown one does not tell which groups it takes."""
     name = OmegaConf.select(cfg, "task._target_")
     known = isinstance(name, str) and signatures.find_definition(name) is not None
     return [] if known else targets.problems({"task": {"_target_": name}}, _allowed(cfg))

@@ -195,9 +195,15 @@ def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
 
 
 def _base_that_constructs(module: str, node: ast.ClassDef) -> tuple[str, ast.ClassDef] | None:
-    """Return the first readable base with a constructor of its own or inherited: mixins often have none."""
-    bases = [*_bases(module, node)]
-    return next((base for base in bases if any(map(_constructs, lineage(base)))), bases[0] if bases else None)
+    """Return the class whose constructor is called if this one has none. None: it has none, or cannot be read."""
+    above = [each for base in _bases(module, node) for each in lineage(base)]
+    order = [each for place, each in enumerate(above) if each not in above[place + 1 :]]  # as Python's: a base is last
+    found = next(filter(_constructs, order), None)
+    read = all(
+        sum(any(True for _ in lineage(b)) for b in _bases(*each)) == len(each[1].bases)
+        for each in [(module, node), *order]
+    )
+    return order[-1] if found is None and order and read else found
 
 
 def _constructs(definition: tuple[str, ast.ClassDef]) -> bool:

@@ -1,0 +1,52 @@
+"""What is called when a validation has ended sees the validation's values, and what its hooks have left."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from armature.training.trainer import Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
+
+
+class Module(L.LightningModule):
+    """Logs one name in training and in validation, and replaces its weights while it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        return self.net(batch).mean()
+
+    def on_validation_start(self):
+        self.kept = self.net.weight.clone()
+        self.net.weight.data.fill_(7.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", 100.0 + self.current_epoch)
+
+    def on_validation_end(self):
+        self.net.weight.data.copy_(self.kept)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
+    seen = []
+
+    def ended(trainer: Trainer) -> None:
+        weight = float(trainer.lightning_module.net.weight)
+        seen.append((float(trainer.callback_metrics["loss"]), weight == 7.0, trainer.lightning_module.training))
+
+    data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, validation_ended=[ended], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
+    )  # fmt: skip
+    trainer.fit(Module(), data, data)
+    assert seen == [(100.0, False, True), (101.0, False, True)]
