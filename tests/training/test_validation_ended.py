@@ -23,7 +23,7 @@ class Module(L.LightningModule):
         return self.net(batch).mean()
 
     def on_validation_start(self):
-        self.kept = self.net.weight.clone()
+        self.kept = self.net.weight.detach().clone()
         self.net.weight.data.fill_(7.0)
 
     def validation_step(self, batch, batch_idx):
@@ -40,7 +40,7 @@ def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
     seen = []
 
     def ended(trainer: Trainer) -> None:
-        weight = float(trainer.lightning_module.net.weight)
+        weight = trainer.lightning_module.net.weight.item()
         seen.append((float(trainer.callback_metrics["loss"]), weight == 7.0, trainer.lightning_module.training))
 
     data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
