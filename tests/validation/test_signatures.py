@@ -85,7 +85,7 @@ def found(**node):
         {"_target_": "sample.net.Loose", "depths": None},
         {"_target_": "sample.net.Mixed", "depth": 1},
         {"_target_": "sample.net.Diamond", "rate": 1, "depth": 2},
-        {"_target_": "sample.net.Deep", "lr": 0.1},
+        {"_target_": "sample.net.Deep", "_partial_": True, "lr": 0.1},
         {"_target_": "sample.net.MixedMore", "depth": 1, "eta": 0.5},
         {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1},
         {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": "x"},

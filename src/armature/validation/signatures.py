@@ -196,18 +196,17 @@ def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
 
 def _base_that_constructs(module: str, node: ast.ClassDef) -> tuple[str, ast.ClassDef] | None:
     """Return the class whose constructor is called if this one has none. None: it has none, or cannot be read."""
-    above = [each for base in _bases(module, node) for each in lineage(base)]
+    above = [*_above(module, node)]
     order = [each for place, each in enumerate(above) if each not in above[place + 1 :]]  # as Python's: a base is last
-    found = next(filter(_constructs, order), None)
-    read = all(
-        sum(any(True for _ in lineage(b)) for b in _bases(*each)) == len(each[1].bases)
-        for each in [(module, node), *order]
-    )
+    found = next((each for each in order if _is_dataclass(each[1]) or _own_constructor(each[1])), None)
+    read = all(len([*_bases(*each)]) == len(each[1].bases) for each in [(module, node), *order])
     return order[-1] if found is None and order and read else found
 
 
-def _constructs(definition: tuple[str, ast.ClassDef]) -> bool:
-    return _is_dataclass(definition[1]) or _own_constructor(definition[1]) is not None
+def _above(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
+    for base in _bases(module, node):
+        yield base
+        yield from _above(*base)
 
 
 def _own_constructor(node: ast.ClassDef) -> ast.FunctionDef | None:
