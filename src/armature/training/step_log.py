@@ -349,7 +349,8 @@ def _samples_seen(trainer: Trainer) -> int:
     return data_of(trainer).samples_seen
 
 
-def _first_rate(optimizers: list[Optimizer]) -> float:
+def _first_rate(optimizers: list[Optimizer]) -> float | Tensor:
     """Return the learning rate of the first group; 0.0 if a module's configure_optimizers returns None."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return groups[0]["lr"] if groups else 0.0
+    rate = groups[0]["lr"] if groups else 0.0
+    return rate.clone() if isinstance(rate, Tensor) else rate  # a schedule changes a tensor in place before it is read
