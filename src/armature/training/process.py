@@ -49,7 +49,7 @@ def quiet() -> None:
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    warnings.filterwarnings("error", message=refusals.UNKNOWN_KEYS)  # in what configure_optimizers returns
+    warnings.filterwarnings("error", message=refusals.REFUSED_KEYS)  # in what configure_optimizers returns
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:

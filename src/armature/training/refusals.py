@@ -20,6 +20,8 @@ from armature.errors import ConfigError, is_users
 _LIGHTNING = str(Path(L.__file__).parent)
 _EMPTY = "optimizer got an empty parameter list"
 UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, which continues without them
+# Lightning 1 had a frequency there, which modules with manual optimization read themselves
+REFUSED_KEYS = UNKNOWN_KEYS + r"(?!optimizer configuration: \{'frequency'\})"
 _UNKNOWN_BY_HAND = r"()LRSchedulerConfig.__init__\(\) got an unexpected keyword argument ('.*')"
 _SCHEDULER = "lr scheduler dict"
 _KEYS = {
