@@ -19,9 +19,9 @@ from armature.errors import ConfigError, is_users
 
 _LIGHTNING = str(Path(L.__file__).parent)
 _EMPTY = "optimizer got an empty parameter list"
-UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, which continues without them
+_UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, which continues without them
 # Lightning 1 had a frequency there, which modules with manual optimization read themselves
-REFUSED_KEYS = UNKNOWN_KEYS + r"(?!optimizer configuration: \{'frequency'\})"
+REFUSED_KEYS = _UNKNOWN_KEYS + r"(?!optimizer configuration: \{'frequency'\})"
 _UNKNOWN_BY_HAND = r"()LRSchedulerConfig.__init__\(\) got an unexpected keyword argument ('.*')"
 _SCHEDULER = "lr scheduler dict"
 _KEYS = {
@@ -47,7 +47,7 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
             f"{name}.configure_optimizers returned a dict without {error}. Return the optimizer, or "
             '{"optimizer": optimizer, "lr_scheduler": scheduler}.'
         )
-    if unknown := re.match(UNKNOWN_KEYS + r"(.+?): \{(.+?)\}", str(error)) or re.match(_UNKNOWN_BY_HAND, str(error)):
+    if unknown := re.match(_UNKNOWN_KEYS + r"(.+?): \{(.+?)\}", str(error)) or re.match(_UNKNOWN_BY_HAND, str(error)):
         where, keys = unknown.groups()
         known = ", ".join(_KEYS[where or _SCHEDULER])
         return ConfigError(f"{name}.configure_optimizers: the {where or _SCHEDULER} has {keys}. Its keys are {known}.")

@@ -23,6 +23,7 @@ from armature.training import attributes, epoch_metrics, epoch_start
 
 _START = ("on_validation_start", "on_validation_epoch_start")
 _END = ("on_validation_epoch_end", "on_validation_end")
+_PLAIN = (type(None), int, float, str, list, tuple, dict)  # what json takes
 
 
 class Before:
@@ -99,7 +100,8 @@ def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
 def _plain_attributes(owner: Any) -> dict[str, Any]:
     found = {}
     for name, value in vars(owner).items():
-        if not attributes.is_small(value):  # a copy before each validation would take long
+        # a copy of much before each validation would take long, and so would a look at tensors
+        if not (isinstance(value, _PLAIN) and attributes.is_small(value)):
             continue
         try:
             json.dumps(value)

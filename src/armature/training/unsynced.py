@@ -13,7 +13,6 @@ from armature.parallel import process_group
 log = logging.getLogger(__name__)
 
 _RELATIVE = 1e-4  # less is rounding, such as that of metrics which ranks have gathered in another order
-
 _SMALLEST = 1e-4  # values nearer to zero count as this
 
 

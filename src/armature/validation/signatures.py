@@ -172,10 +172,8 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
         given = {i.target.id: i.value for i in fields if i.value is not None and isinstance(i.target, ast.Name)}
         own.defaults = {name: value for name, value in given.items() if not isinstance(value, ast.Call)}  # field(…)
         return _with_bases(module, node, own) if node.bases else own
-    inherited = _with_bases(module, node, Signature(open=bool(node.bases)))
-    if (base := _base_that_constructs(module, node)) is not None:
-        inherited.required = signature_of(*base).required
-    return inherited
+    base = _base_that_constructs(module, node)
+    return Signature(open=bool(node.bases)) if base is None else signature_of(*base)
 
 
 def default(target: str, name: str) -> Any:
@@ -186,7 +184,7 @@ def default(target: str, name: str) -> Any:
 
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
-    """Add the parameters of the base whose constructor is called, for `**kwargs` and inherited constructors."""
+    """Add the parameters of the base whose constructor is called, for `**kwargs` and dataclasses."""
     if (base := _base_that_constructs(module, node)) is None:
         return Signature(own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open)
     inherited = signature_of(*base)
