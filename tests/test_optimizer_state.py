@@ -25,3 +25,22 @@ def test_an_optimizer_that_steps_in_its_training_mode_alone_gets_state():
     assert "z" in optimizer.state[weight]
     group = optimizer.param_groups[0]
     assert (group["lr"], group["k"], group["train_mode"]) == (0.1, 0, False)
+
+
+class Decays(torch.optim.SGD):
+    """Weight decay beside the rate, as SGDW's paper has it, and weights that are kept on a sphere."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight.mul_(0.9).div_(weight.norm())
+        return loss
+
+
+def test_an_optimizer_that_changes_weights_at_rate_0_leaves_them_as_they_are():
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = Decays([weight], lr=0.1, momentum=0.9)
+    state.create_state(optimizer)
+    assert weight.tolist() == [3.0, 4.0]
+    assert "momentum_buffer" in optimizer.state[weight]

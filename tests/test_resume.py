@@ -125,6 +125,12 @@ def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(runs, wor
     assert_every_sample_once_an_epoch(resumed)
 
 
+def test_sums_over_three_ranks_go_on_in_the_same_order(runs):
+    """A sum of three numbers depends on their order, which a gradient's place in its bucket decides."""
+    three = ["strategy=ddp", "trainer.devices=3", "data.global_batch_size=6"]
+    assert_equal(runs.straight(*three, ranks=3), runs.stopped(*three, at=[1, 5], ranks=3))
+
+
 def test_a_stop_at_every_step_leaves_no_trace(runs):
     """Epochs end within steps (21 samples, 4 a step); validation at the end of each."""
     odd = ["data.samples=21", "trainer.val_every_n_steps=null"]

@@ -109,7 +109,7 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base |
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop("param_groups", []), meta.pop(state.OTHER, {})
     whole = [meta.pop(f"{state.WHOLE}.{i}", None) for i in range(len(groups))]
-    for key in ("random", "flags", buffers.RESIZED, of_ranks.KEY):
+    for key in ("random", "flags", state.BUCKETS, buffers.RESIZED, of_ranks.KEY):
         meta.pop(key, None)
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
     result["state_dict"] = weights | others

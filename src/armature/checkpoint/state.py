@@ -29,9 +29,11 @@ WHOLE = "optimizer_state"  # in meta.pt, with its index: the state of an optimiz
 GRADIENTS = f"{EXTRA}.grad."
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
+BUCKETS = "bucket_order"  # in meta.pt: of the gradients, where DDP reduces them
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
-# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
+_KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")  # modules of optimizers
+# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -151,7 +153,14 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
             param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
             if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:  # it takes no dense ones
                 param.grad = param.grad.to_sparse()
+    # others may scale, round or project weights whatever the rate is
+    known = type(optimizer).__module__.startswith(_KEEP_WEIGHTS_AT_RATE_0)
+    params = [] if known else [param for group in optimizer.param_groups for param in group["params"]]
+    kept = [(param, param.detach().clone()) for param in params]
     optimizer.step()
+    with torch.no_grad():
+        for param, value in kept:
+            param.copy_(value)
     for group, values in zip(optimizer.param_groups, before, strict=True):
         group.update(values)
     optimizer.zero_grad(set_to_none=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch.distributed as dist
@@ -94,6 +94,20 @@ class DDP(StrategyMixin, DDPStrategy):
     @override
     def matrices(self) -> DistributedMatrices:
         return DistributedMatrices(dist.group.WORLD)
+
+    @override
+    def configure_ddp(self) -> None:
+        if self._ddp_kwargs["find_unused_parameters"] and not self.static_graph:
+            return super().configure_ddp()  # its buckets never change
+        with self.buckets.arranged(self.module):
+            super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.buckets.watch(self.model, static_graph=self.static_graph)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.buckets.batch_begins()
 
     @override
     def _register_ddp_hooks(self) -> None:
