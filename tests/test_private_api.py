@@ -194,6 +194,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
     ("torch:Tensor", "_backward_hooks", None, "parallel/dtensors.py"),
     ("torch:Tensor", "_post_accumulate_grad_hooks", None, "parallel/dtensors.py"),
+    ("torch.distributed", "_compute_bucket_assignment_by_size", None, "strategies/buckets.py"),
     ("torch.nn.parallel:DistributedDataParallel", "_check_reducer_finalized", None, "strategies/ddp.py"),
     ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),

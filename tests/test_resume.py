@@ -125,10 +125,13 @@ def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(runs, wor
     assert_every_sample_once_an_epoch(resumed)
 
 
-def test_sums_over_three_ranks_go_on_in_the_same_order(runs):
-    """A sum of three numbers depends on their order, which a gradient's place in its bucket decides."""
-    three = ["strategy=ddp", "trainer.devices=3", "data.global_batch_size=6"]
-    assert_equal(runs.straight(*three, ranks=3), runs.stopped(*three, at=[1, 5], ranks=3))
+@pytest.mark.parametrize(
+    ("strategy", "at"), [("ddp", [1, 5]), ("fsdp", [5]), ("deepspeed", [5]), ("deepspeed_zero3", [5])]
+)
+def test_three_ranks_leave_no_trace(runs, strategy, at):
+    """A sum of three depends on the order, which a gradient's place in its bucket decides; three divide no weight."""
+    words = [f"strategy={strategy}", "trainer.devices=3", "data.global_batch_size=6"]
+    assert_equal(runs.straight(*words, ranks=3), runs.stopped(*words, at=at, ranks=3))
 
 
 def test_a_stop_at_every_step_leaves_no_trace(runs):

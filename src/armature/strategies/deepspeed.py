@@ -263,7 +263,6 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights and the optimizer's state: the engine, which holds both, is made in `setup`."""
         from deepspeed import zero
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         assert self._loading is not None
         path, self._loading = self._loading, None
@@ -294,9 +293,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 if not self.zero_stage_3 or self.global_rank == 0:
                     param.data.copy_(full[name])
             if name in self._stepped:
-                safe_set_full_fp32_param(param, full[name].to(self.root_device))
+                self._set_full(param, full[name])
                 for key in keys:
-                    safe_set_full_optimizer_state(param, full[prefix + key].to(self.root_device), key)
+                    self._set_full(param, full[prefix + key], key)
         for name, value in self.extra_tensors().items():
             if name in saved:
                 value.copy_(state.load_tensors(path, [name], saved)[name])
@@ -309,6 +308,19 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         state.load_tensors_of(path, self.module, kept, strict=False)  # of get_extra_state, and metrics
         if fitting:
             state.restore_groups(self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"])
+
+    def _set_full(self, param: Any, value: Tensor, *key: str) -> None:
+        """Set this rank's part of a weight that the engine steps, or of its state of a key, from the whole."""
+        from deepspeed import utils
+
+        if not self.zero_stage_3:
+            whole = value.to(self.root_device)
+            return (utils.safe_set_full_optimizer_state if key else utils.safe_set_full_fp32_param)(param, whole, *key)
+        # stage 3's functions for whole tensors fail where the last rank's part is padded
+        size = param.ds_tensor.numel()
+        part = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
+        part = nn.functional.pad(part, (0, size - part.numel())).to(self.root_device)
+        return (utils.safe_set_local_optimizer_state if key else utils.safe_set_local_fp32_param)(param, part, *key)
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""
