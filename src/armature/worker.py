@@ -237,8 +237,8 @@ def fit_and_test(run: Run) -> None:
     step_log.csv.flush()
     task: Any = run.task
     can_preview = reason == "finished" and hasattr(task, "preview") and run_report.can_sample(trainer)
-    if can_preview and (strategy := StrategyMixin.find(trainer)) is not None and strategy.saves_files:
-        task.to(strategy.root_device)  # Lightning's teardown has moved the whole model to the CPU
+    if can_preview and (strategy := StrategyMixin.find(trainer)) is not None:
+        strategy.return_to_device()
     preview = task.preview() if can_preview else None
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,

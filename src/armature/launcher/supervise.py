@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -199,11 +199,14 @@ class _Attempts:
         # on one machine in files, in a folder that only this user can open: torch unpickles what it reads from a store,
         # and its TCP store listens on all interfaces
         file = {} if endpoint else {"store_type": "file"}
+        # torch 2.11 has no such option, and waits for 30 s
+        takes = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
+        grace: Any = {"shutdown_timeout": cfg.launch.grace_seconds} if takes else {}
         config = LaunchConfig(
             min_nodes=nodes, max_nodes=nodes, nproc_per_node=cfg.trainer.devices, run_id=Path(cfg.run.dir).name,
             rdzv_backend="c10d", rdzv_endpoint=endpoint or str(self.folder / f"rendezvous{number}"), rdzv_configs=file,
             local_addr=None if endpoint else "localhost",
-            max_restarts=max_restarts, monitor_interval=0.1, shutdown_timeout=cfg.launch.grace_seconds,
+            max_restarts=max_restarts, monitor_interval=0.1, **grace,
             logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
             signals_to_handle="",  # our handlers stay, also after the agent has returned
         )  # fmt: skip

@@ -44,11 +44,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         frozen_bytes: of the others, as far as checkpoints hold them.
         remedies: what to type after an error of torch's, by words of its message.
         replicates_weights: whether `replicated_weights` are the same on all ranks, and ordinary tensors.
+        fetches_weights: whether weights may lie elsewhere than on the device that computes, until they are used.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
     """
 
     bubble_share: float = 0.0
     replicates_weights: bool = False
+    fetches_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}
 
@@ -89,6 +91,10 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 "strategy=ddp or strategy=fsdp."
             )
         return strategy
+
+    def return_to_device(self) -> None:
+        """Move the model to the device again, from which Lightning's teardown moves it to the CPU."""
+        self.module.to(self.root_device)
 
     def join_group(self) -> None:
         """Join the process group if the worker has not: one rank.

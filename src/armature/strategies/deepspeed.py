@@ -56,6 +56,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         # with offloaded state the configured optimizer is slower than DeepSpeed's own, but computes the same
         merged = OmegaConf.merge(self.config, {"zero_force_ds_cpu_optimizer": False}, config or {})
         self.config = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+        self.fetches_weights = self.zero_stage_3
         self._groups: list[list[str]] = []
         self._stepped: set[str] = set()  # the weights of which the engine has fp32 copies and the optimizer's state
         self._replaced_scale: tuple[float, float] | None = None  # the engine's own loss scale and that of this step
@@ -103,8 +104,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def build_once(self) -> None:
         built = getattr(self.module, "_armature_built", False)
         super().build_once()
-        if built:  # Lightning's teardown of the fit has moved the weights that stage 3 keeps whole to the CPU
-            self.module.to(self.root_device)
+        if built:
+            self.return_to_device()  # the weights that stage 3 keeps whole
 
     @property
     @override

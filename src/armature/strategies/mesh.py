@@ -95,6 +95,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "reshard_after_forward": reshard_after_forward, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
             "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params, "expert": expert,
         }  # fmt: skip
+        self.fetches_weights = cpu_offload
         self.applied: list[apply.ParallelizedModel] = []
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
@@ -265,6 +266,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def teardown(self) -> None:
         self._run_contexts.close()
         super().teardown()
+
+    @override
+    def return_to_device(self) -> None:
+        """Nothing: sharded weights stay where they are."""
 
     # ------------------------------------------------------------ steps
     @override

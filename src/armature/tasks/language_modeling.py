@@ -92,9 +92,12 @@ class LanguageModeling(Task):
         prompts = [ids for text in texts if (ids := tokenizer.encode(text).ids)]
         if not prompts:
             return None
+        strategy: Any = self.trainer.strategy
+        own = next(self.model.parameters()).device
+        device = strategy.root_device if getattr(strategy, "fetches_weights", False) else own
         continued = complete(
             self.model, prompts, max_new_tokens=self.preview_tokens, temperature=self.preview_temperature,
-            generator=torch.Generator(self.device).manual_seed(0),
+            generator=torch.Generator(device).manual_seed(0), device=device,
         )  # fmt: skip
         samples = []
         for prompt, ids in zip(prompts, continued, strict=True):

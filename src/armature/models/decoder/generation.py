@@ -20,7 +20,7 @@ MOST_COPIED_BYTES = 1 << 29  # of a larger model, copies would take too much mem
 
 def complete(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-    eot: int | Sequence[int] | None = None, **options: Any,
+    eot: int | Sequence[int] | None = None, device: torch.device | None = None, **options: Any,
 ) -> list[list[int]]:  # fmt: skip
     """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` (or one of them) its last.
 
@@ -28,11 +28,14 @@ def complete(
     read at once if the longest one and `max_new_tokens` fit into the context of a model with our own cache. Otherwise a
     short one is continued while a longer one is still read, and beyond the context all rows read their newest half
     again at the same time. Options and errors are those of `generate`.
+
+    Args:
+        device: where the model computes, if its weights lie elsewhere until they are used.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) == 0:
         raise ValueError(f"each prompt must have at least one token. Got prompts of {lengths} tokens")
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     rows = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
     ids = generate(
         model, torch.tensor(rows, device=device), max_new_tokens=max_new_tokens, eot=eot,
