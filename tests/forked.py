@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,8 @@ def serve() -> None:
     os.dup2(2, 1)
     for name in (*IMPORTED, *sys.argv[1:]):
         __import__(name)
-    _parse_once()
+    with _without_cuda():
+        _parse_once()
     with contextlib.suppress(ModuleNotFoundError):
         __import__("wandb")
     gc.freeze()  # what is imported is not garbage of any fork
@@ -147,15 +148,25 @@ def serve() -> None:
         answers.flush()
 
 
+@contextlib.contextmanager
+def _without_cuda() -> Iterator[None]:
+    """Keep CUDA's driver out of this process: it does not outlive a fork."""
+    from armature import hardware
+
+    driver, hardware._cuda_driver = hardware._cuda_driver, lambda: None
+    yield
+    hardware._cuda_driver = driver
+    hardware.gpu_count.cache_clear()
+
+
 def _parse_once() -> None:
     """Compose and check the default configuration: what its files and the classes' sources say is then known."""
-    from armature import cli, hardware
+    from armature import cli
     from armature.validation import checks
     from tests import parsing
 
     parsing.remember()
     checks.check(cli.compose(["trainer.accelerator=cpu", "logger=none"]), prepare=False, open_data=False)
-    hardware.gpu_count()
 
 
 def _run(
