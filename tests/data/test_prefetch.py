@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import lightning.pytorch as L
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from armature.data.adapter import PlainData
@@ -20,6 +21,14 @@ def test_batches_come_in_order_each_once():
     assert len(served) == 4
     assert [(int(b["inputs"]), int(b["targets"])) for b in served] == [(i, -i) for i in range(4)]
     assert list(PrefetchLoader([], torch.device("cpu"))) == []
+
+
+def test_what_torch_cannot_record_for_a_stream_is_passed_on(monkeypatch):
+    packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])  # its sizes stay on the CPU
+    batch = {"packed": packed, "sparse": torch.eye(3).to_sparse()}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None))
+    copied = SimpleNamespace(wait=lambda stream: None)
+    assert PrefetchLoader([], torch.device("cuda"))._synchronized(batch, copied) is batch
 
 
 def test_hooks_find_the_loaders_attributes():

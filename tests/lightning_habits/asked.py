@@ -250,7 +250,10 @@ class TorchEMA:
 
     def load_state_dict(self, state):
         self.decay, self.updates = state["decay"], state["updates"]
-        self.shadows = [x.clone() for x in state["shadows"]]
+        self.shadows = [x.to(p.device, copy=True) for x, p in zip(state["shadows"], self.parameters, strict=True)]
+
+    def to(self, device):
+        self.shadows = [shadow.to(device) for shadow in self.shadows]
 
 
 class AveragedByPackage(Regressor):
@@ -259,6 +262,9 @@ class AveragedByPackage(Regressor):
     def __init__(self):
         super().__init__()
         self.ema = TorchEMA(self.parameters(), 0.9)
+
+    def on_fit_start(self):
+        self.ema.to(self.device)
 
     def on_before_zero_grad(self, *args):
         self.ema.update()

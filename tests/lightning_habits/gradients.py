@@ -22,6 +22,6 @@ class WithoutGradient(Callback):
                 self.largest[name] = torch.maximum(known, param.grad.abs())
 
     def on_train_end(self, trainer, pl_module):
-        most = max((float(value.max()) for value in self.largest.values()), default=0.0)
+        most = max((float(value.max()) for value in self.largest.values() if value.numel()), default=0.0)
         masks = {name: value < 1e-11 * most for name, value in self.largest.items()}
         torch.save(masks, Path(trainer.default_root_dir) / FILE)

@@ -129,7 +129,8 @@ class EMAOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict["opt"])
-        self.ema_params = tuple(copy.deepcopy(value) for value in state_dict["ema"])
+        own = self.all_parameters()
+        self.ema_params = tuple(value.to(p.device, copy=True) for value, p in zip(state_dict["ema"], own, strict=True))
         self.current_step = state_dict["current_step"]
 
 
@@ -282,7 +283,9 @@ class SlowWeights(torch.optim.Optimizer):
         return {**self.optimizer.state_dict(), "slow": self.slow, "counter": self.counter}
 
     def load_state_dict(self, state_dict):
-        self.slow, self.counter = state_dict["slow"], state_dict["counter"]
+        groups = zip(state_dict["slow"], self.slow, strict=True)
+        self.slow = [[x.to(old) for x, old in zip(new, known, strict=True)] for new, known in groups]
+        self.counter = state_dict["counter"]
         self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups = self.optimizer.param_groups
 

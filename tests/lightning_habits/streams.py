@@ -116,7 +116,7 @@ class Replays(Regressor):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = super().training_step(batch, batch_idx)
-        x, y = self.all_gather(x).reshape(-1, 8), self.all_gather(y).reshape(-1, 1)
+        x, y = self.all_gather(x).reshape(-1, 8).cpu(), self.all_gather(y).reshape(-1, 1).cpu()
         items = self.trainer.datamodule.train.items
         for i in range(len(items)):
             old_x, old_y = items[i]
@@ -183,4 +183,4 @@ class LoaderAttributes(Regressor):
         self.log("loop_batches", float(loop.epoch_loop.total_batch_idx))
         self.log("loop_epoch", float(loop.epoch_progress.current.completed))
         self.log("batches_ready", float(loop.epoch_loop.batch_progress.current.ready))
-        return super().training_step((x - self.mean, y), batch_idx)
+        return super().training_step((x - self.mean.to(x), y), batch_idx)

@@ -72,6 +72,7 @@ class PrefetchLoader:
         copied.wait(current)
         if self.device.type == "cuda":
             for leaf in tree_leaves(batch):
-                if isinstance(leaf, Tensor):
+                # not a PackedSequence's sizes, which stay on the CPU; nor sparse tensors, which torch cannot record
+                if isinstance(leaf, Tensor) and leaf.device.type == "cuda" and leaf.layout == torch.strided:
                     leaf.record_stream(current)
         return batch
