@@ -39,7 +39,10 @@ def command(*words: str | Path, code: int = 0) -> str:
     return said
 
 
-@pytest.mark.parametrize("case", CASES)
+OF_GPUS = ("fp16", "fp16, fsdp", "fsdp, offloaded")  # refused on a CPU
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[needs_cuda] * (name in OF_GPUS)) for name in CASES])
 def test_losses_are_those_of_a_cpu(reference, tmp_path, case):
     losses, source = reference
     overrides, tolerance = CASES[case]
