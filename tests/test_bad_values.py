@@ -244,6 +244,12 @@ def test_what_configurations_name_is_allowed(target):
     assert called(target, targets.installed()) == []
 
 
+@pytest.mark.parametrize("target", ["decimal.Decimal", "datetime.timedelta", "datetime.datetime"])
+def test_what_pythons_library_has_in_c_and_in_python_is_allowed_where_it_is_trusted(target):
+    assert called(target, [*targets.installed(), target.split(".")[0]]) == []
+    assert called(target, targets.installed())
+
+
 @pytest.mark.parametrize("target", FORBIDDEN)
 def test_what_runs_other_code_is_refused_in_nested_lists_and_in_allowed_packages(target):
     for packages in (targets.installed(), WIDE):

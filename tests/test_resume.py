@@ -125,12 +125,20 @@ def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(runs, wor
     assert_every_sample_once_an_epoch(resumed)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "at"), [("ddp", [1, 5]), ("fsdp", [5]), ("deepspeed", [5]), ("deepspeed_zero3", [5])]
-)
-def test_three_ranks_leave_no_trace(runs, strategy, at):
+THREE = {  # overrides, and where they are stopped
+    "ddp": (["strategy=ddp"], [1, 5]),
+    "a static graph": (["strategy=ddp", "strategy.static_graph=true"], [5]),
+    "fsdp": (["strategy=fsdp"], [5]),
+    "deepspeed": (["strategy=deepspeed"], [5]),
+    "deepspeed_zero3": (["strategy=deepspeed_zero3"], [5]),
+}
+
+
+@pytest.mark.parametrize("case", THREE)
+def test_three_ranks_leave_no_trace(runs, case):
     """A sum of three depends on the order, which a gradient's place in its bucket decides; three divide no weight."""
-    words = [f"strategy={strategy}", "trainer.devices=3", "data.global_batch_size=6"]
+    strategy, at = THREE[case]
+    words = [*strategy, "trainer.devices=3", "data.global_batch_size=6"]
     assert_equal(runs.straight(*words, ranks=3), runs.stopped(*words, at=at, ranks=3))
 
 

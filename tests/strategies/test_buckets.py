@@ -1,4 +1,4 @@
-"""A DDP that is made in the order of another's buckets has these from its first step on."""
+"""A DDP that is made in the order of another's buckets has these from its first step on, and keeps them."""
 
 import pytest
 import torch
@@ -6,13 +6,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from armature.strategies.buckets import Buckets
+from armature.strategies.buckets import BucketOrder, OrderedDDP
+
+PARAMETERS = 7
 
 
 class Net(nn.Module):
     """Registered in another order than it is used in, with more than a megabyte of weights."""
 
-    def __init__(self, *, unused: bool) -> None:
+    def __init__(self, *, unused: bool = False) -> None:
         super().__init__()
         self.head, self.first = nn.Linear(600, 1), nn.Linear(4, 600)
         self.scales = nn.Parameter(torch.ones(600))
@@ -20,7 +22,11 @@ class Net(nn.Module):
         if unused:
             self.unused = nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backwards: bool = False) -> torch.Tensor:
+        if backwards:  # gradients become ready in another order
+            return (
+                (self.head(self.scales).sum() + self.first(x).sum()) + self.middle.weight.sum() + self.middle.bias.sum()
+            )
         return self.head(self.middle(self.first(x)) * self.scales).sum()
 
 
@@ -31,16 +37,15 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-def make(buckets: Buckets, net: nn.Module, *, static_graph: bool = False) -> DistributedDataParallel:
-    with buckets.arranged(net):
-        wrapped = DistributedDataParallel(net, static_graph=static_graph)
-    buckets.watch(wrapped, static_graph=static_graph)
+def make(order: BucketOrder, net: nn.Module, *, static_graph: bool = False) -> OrderedDDP:
+    wrapped = OrderedDDP(net, order=order.names, static_graph=static_graph)
+    order.watch(wrapped, static_graph=static_graph)
     return wrapped
 
 
-def step(buckets: Buckets, wrapped: DistributedDataParallel) -> None:
-    buckets.batch_begins()
-    wrapped(torch.randn(2, 4)).backward()
+def step(order: BucketOrder, wrapped: OrderedDDP, **how: bool) -> None:
+    order.batch_begins()
+    wrapped(torch.randn(2, 4), **how).backward()
 
 
 def held(wrapped: DistributedDataParallel) -> list[list[str]]:
@@ -51,49 +56,75 @@ def held(wrapped: DistributedDataParallel) -> list[list[str]]:
 
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_its_first_buckets_are_those_that_the_other_made_anew(static_graph):
-    first, second = Buckets(), Buckets()
+    first, second = BucketOrder(), BucketOrder()
     net = Net(unused=static_graph)
     wrapped = make(first, net, static_graph=static_graph)
     for _ in range(1 + static_graph):
-        assert not first.order
+        assert not first.names
         before = held(wrapped)
         step(first, wrapped)
         assert held(wrapped) == before
-    order = first.order
+    names = first.names
     step(first, wrapped)
     rebuilt = held(wrapped)
     assert len(rebuilt) > 1
-    assert [name for bucket in rebuilt for name in bucket] == order
-    assert order.index("middle.bias") < order.index("first.weight")
+    assert [name for bucket in rebuilt for name in bucket] == names
+    assert names.index("middle.bias") < names.index("first.weight")
 
-    second.order = order
+    second.names = names
     again = make(second, net, static_graph=static_graph)
     assert held(again) == rebuilt
-    for _ in range(3):
-        step(second, again)
+    for backwards in (False, False) if static_graph else (True, False, True):
+        step(second, again, backwards=backwards)
         assert held(again) == rebuilt
-        assert second.order == order
+        assert second.names == names
 
 
 def test_the_order_is_noted_where_gradients_are_reduced_and_hooks_go_afterwards():
-    buckets, net = Buckets(), Net(unused=False)
-    wrapped = make(buckets, net)
+    order, net = BucketOrder(), Net()
+    wrapped = make(order, net)
     with wrapped.no_sync():
-        step(buckets, wrapped)
-    assert not buckets.order
-    step(buckets, wrapped)
-    assert len(buckets.order) == 7
+        step(order, wrapped)
+    assert not order.names
+    step(order, wrapped)
+    assert len(order.names) == PARAMETERS
     assert all(param._post_accumulate_grad_hooks for param in net.parameters())
-    step(buckets, wrapped)
+    step(order, wrapped)
     assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
 
 
+def test_a_backward_of_the_users_own_is_not_taken_for_ddps():
+    order, net = BucketOrder(), Net()
+    wrapped = make(order, net)
+    net(torch.randn(2, 4), backwards=True).backward()  # in a hook before the first batch
+    order.batch_begins()
+    net(torch.randn(2, 4), backwards=True).backward()  # within training_step
+    wrapped(torch.randn(2, 4)).backward()
+    names = order.names
+    step(order, wrapped)
+    assert [name for bucket in held(wrapped) for name in bucket] == names
+
+
 def test_an_order_of_other_parameters_is_kept_until_there_is_a_new_one():
-    buckets, net = Buckets(), Net(unused=False)
-    buckets.order = ["another.weight"]
+    order, net = BucketOrder(), Net()
+    order.names = ["another.weight"]
     natural = DistributedDataParallel(net)
-    wrapped = make(buckets, net)
+    wrapped = make(order, net)
     assert held(wrapped) == held(natural)
-    assert buckets.order == ["another.weight"]
-    step(buckets, wrapped)
-    assert len(buckets.order) == 7
+    assert order.names == ["another.weight"]
+    step(order, wrapped)
+    assert len(order.names) == PARAMETERS
+
+
+@pytest.mark.parametrize("damaged", [5, "head.bias", [[1]], None, {"head.bias": 1}])
+def test_what_is_no_list_of_names_is_no_order(damaged):
+    order = BucketOrder()
+    order.names = damaged
+    assert not order.names
+
+
+def test_an_order_with_a_name_twice_is_not_taken():
+    names = [name for name, _ in Net().named_parameters()]
+    assert not OrderedDDP(Net(), order=[*names, names[0]]).is_ordered
+    assert not OrderedDDP(Net(), order=[*names[:-1], names[0]]).is_ordered
+    assert OrderedDDP(Net(), order=names[::-1]).is_ordered

@@ -24,7 +24,7 @@ from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.targets import TargetWeights
-from armature.strategies.buckets import Buckets
+from armature.strategies.buckets import BucketOrder
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
 
@@ -74,7 +74,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.imported: dict[str, set[str]] = {}
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights = None, TargetWeights()
-        self.random_state, self.buckets, self._extra_state = randomness.RankRandomState(), Buckets(), {}
+        self.random_state, self.bucket_order, self._extra_state = randomness.RankRandomState(), BucketOrder(), {}
         self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
 
     @classmethod

@@ -1,86 +1,106 @@
 """The order of gradients in DDP's buckets, which a resumed run takes from its checkpoint.
 
-DDP starts with one bucket in the order of the parameters. After the first step it makes new buckets in the order in
-which gradients became ready. A sum over three or more ranks depends on where a gradient lies in its bucket, and a
-kernel's result may depend on how it is aligned. So a resumed run starts with the buckets of the run that was stopped.
+DDP starts with one bucket, in the order of the parameters. After its first step (of a static graph: the second) it
+makes new ones, in the order in which gradients became ready. A sum over three or more ranks depends on where a gradient
+lies in its bucket, and a kernel's result may depend on how it is aligned. So a resumed run has the buckets of the run
+that was stopped from its first step on, and keeps them.
 """
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
-LIMITS = (1 << 20, 25 << 20)  # bytes of the first and of each other bucket: DDP's own for buckets that it makes anew
+
+class OrderedDDP(DistributedDataParallel):
+    """DDP whose buckets have a given order if that has the parameters that it reduces.
+
+    Args:
+        order: names of parameters, the same on all ranks.
+    """
+
+    reduced: dict[nn.Parameter, str]  # parameters and their names, in the reducer's order
+    is_ordered = False
+    _order: Sequence[str]
+
+    def __init__(self, module: nn.Module, *, order: Sequence[str], **options: Any) -> None:
+        object.__setattr__(self, "_order", order)  # nn.Module is not initialized yet
+        super().__init__(module, **options)
+        if self.is_ordered:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    @override
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        names = {param: name for name, param in self.module.named_parameters()}
+        params, sparse = super()._build_params_for_reducer()
+        self.reduced = {param: names[param] for param in params}
+        self.is_ordered = sorted(self.reduced.values()) == sorted(self._order)
+        if not self.is_ordered:
+            return params, sparse
+        place = {name: i for i, name in enumerate(self._order)}
+        pairs = sorted(zip(params, sparse, strict=True), key=lambda pair: place[names[pair[0]]])
+        self.reduced = {param: names[param] for param, _ in pairs}
+        return [*self.reduced], [is_sparse for _, is_sparse in pairs]
 
 
-class Buckets:
-    """DDP's buckets: made in a known order, or watched in the first step until the order is known."""
+class BucketOrder:
+    """The order of the newest buckets: known, or noted in the backward by which DDP makes them."""
 
     def __init__(self) -> None:
-        self._order: Sequence[str] = ()
-        self._ready: dict[str, None] = {}  # names of parameters, in the order in which gradients became ready
-        self._reduced: dict[nn.Parameter, str] = {}  # parameters with their names, in DDP's order
-        self._learns = False  # whether the next backward is the one in which DDP learns a static graph
+        self._known: Sequence[str] = ()
+        self._reduced: Iterable[str] = ()
+        self._ready: dict[str, None] = {}  # names, in the order in which gradients became ready
+        self._begun = self._learns = False  # whether a batch has begun; whether its backward is a static graph's first
         self._handles: list[RemovableHandle] = []
 
     @property
-    def order(self) -> Sequence[str]:
-        """Names of the parameters of the newest buckets: those without a gradient last, as DDP has them."""
+    def names(self) -> Sequence[str]:
+        """Names of the parameters, those without a gradient last, as DDP has them; empty until they are known."""
         if not self._ready or self._learns:
-            return self._order
-        return [*self._ready, *(name for name in self._reduced.values() if name not in self._ready)]
+            return self._known
+        return [*self._ready, *(name for name in self._reduced if name not in self._ready)]
 
-    @order.setter
-    def order(self, names: Sequence[str]) -> None:
-        self._order, self._ready = names, {}
+    @names.setter
+    def names(self, names: object) -> None:
+        is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        self._known, self._ready = (names if is_list else ()), {}  # pyright: ignore[reportAttributeAccessIssue]
 
-    @contextmanager
-    def arranged(self, module: nn.Module) -> Iterator[None]:
-        """Let a DDP that is made within this context have its buckets in `order`, if it has these parameters."""
-        self.order = self.order
-        original, names = dist._compute_bucket_assignment_by_size, {p: name for name, p in module.named_parameters()}
-
-        def assign(parameters: list[Any], limits: list[int], sparse: list[bool]) -> tuple[list[Any], list[Any]]:
-            self._reduced = {param: names[param] for param in parameters}
-            if {*self.order} != {*self._reduced.values()}:
-                return original(parameters, limits, sparse)
-            index = {name: i for i, name in enumerate(self._reduced.values())}
-            indices = [index[name] for name in self.order]
-            buckets, sizes = original([parameters[i] for i in indices], [*LIMITS], sparse, indices)
-            return buckets[::-1], sizes[::-1]  # DDP reverses them
-
-        dist._compute_bucket_assignment_by_size = assign
-        try:
-            yield
-        finally:
-            dist._compute_bucket_assignment_by_size = original
-
-    def watch(self, wrapped: DistributedDataParallel, *, static_graph: bool) -> None:
-        """Note the order in the first backward that DDP makes its new buckets by: of a static graph the second."""
-        self._stop_watching()
-        self._learns, names, ready = static_graph, self._reduced, self._ready
+    def watch(self, wrapped: OrderedDDP, *, static_graph: bool) -> None:
+        """Note the order in which gradients become ready, unless the buckets have a known one."""
+        self.stop_watching()
+        self.names = self.names
+        if wrapped.is_ordered:
+            return
+        self._begun, self._learns, self._reduced, ready = False, static_graph, [*wrapped.reduced.values()], self._ready
 
         def note(param: Any) -> None:
             if wrapped.require_backward_grad_sync:
-                ready[names[param]] = None
+                name = wrapped.reduced[param]
+                ready.pop(name, None)  # a backward within the step may have come before; DDP's is the last
+                ready[name] = None
 
-        self._handles = [param.register_post_accumulate_grad_hook(note) for param in names]
+        self._handles = [param.register_post_accumulate_grad_hook(note) for param in wrapped.reduced]
 
     def batch_begins(self) -> None:
         """End the watch if there was such a backward."""
-        if self._ready and self._learns:
+        if not self._handles:
+            return
+        if not self._begun:
+            self._begun = True
+            self._ready.clear()  # by a hook's own backward
+        elif self._ready and self._learns:
             self._learns = False
             self._ready.clear()
         elif self._ready:
-            self._stop_watching()
+            self.stop_watching()
 
-    def _stop_watching(self) -> None:
+    def stop_watching(self) -> None:
         while self._handles:
             self._handles.pop().remove()

@@ -23,7 +23,7 @@ from armature.models.adapters import is_adapter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies import hooks
-from armature.strategies.buckets import Buckets
+from armature.strategies.buckets import BucketOrder
 from armature.strategies.layout import LayoutMixin
 from armature.training import epoch_start
 from armature.training.progress import completed_batches
@@ -48,7 +48,7 @@ class CheckpointMixin(LayoutMixin):
 
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores before its first draw.
-        buckets: the order in which DDP reduces gradients; other strategies keep that of the checkpoint.
+        bucket_order: of the gradients that DDP reduces; other strategies keep that of the checkpoint.
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
         first_groups: the names of each optimizer's parameters when it was set up, by its index.
@@ -63,7 +63,7 @@ class CheckpointMixin(LayoutMixin):
 
     seed: int
     random_state: RankRandomState
-    buckets: Buckets
+    bucket_order: BucketOrder
     first_flags: dict[str, bool]
     first_sizes: buffers.Sizes
     first_groups: dict[int, set[str]]
@@ -176,8 +176,8 @@ class CheckpointMixin(LayoutMixin):
             "random": self.random_state.gather(self.layout),
             "flags": {name: value for flags, *_ in own for name, value in flags.items()},
         }
-        if self.buckets.order:
-            meta[state.BUCKETS] = [*self.buckets.order]
+        if self.bucket_order.names:
+            meta[state.BUCKETS] = [*self.bucket_order.names]
         if resized := {name for _, names, *_ in own for name in names}:
             meta[buffers.RESIZED] = sorted(resized)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
@@ -216,7 +216,7 @@ class CheckpointMixin(LayoutMixin):
             meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
         ]
-        self.buckets.order = meta.pop(state.BUCKETS, ())
+        self.bucket_order.names = meta.pop(state.BUCKETS, ())
         grown = buffers.resized(self.module, self.first_sizes)  # since an older checkpoint was saved
         buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
         if self._hooks_change_weights:

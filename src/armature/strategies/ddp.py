@@ -7,16 +7,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from armature.parallel import batchnorm
+from armature.parallel import batchnorm, process_group
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.strategies.base import StrategyMixin
+from armature.strategies.buckets import OrderedDDP
 
 
 def rounded_to_bf16(group, bucket):  # without annotations: DDP refuses strings, as `from __future__` makes them
@@ -97,17 +99,32 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        if self._ddp_kwargs["find_unused_parameters"] and not self.static_graph:
-            return super().configure_ddp()  # its buckets never change
-        with self.buckets.arranged(self.module):
-            super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
-        self.buckets.watch(self.model, static_graph=self.static_graph)
+        super().configure_ddp()
+        assert isinstance(self.model, OrderedDDP)
+        if self._makes_new_buckets:
+            self.bucket_order.watch(self.model, static_graph=self.static_graph)
+
+    @property
+    def _makes_new_buckets(self) -> bool:
+        return self.static_graph or not self._ddp_kwargs.get("find_unused_parameters")
+
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        order = process_group.broadcast_object(self.bucket_order.names if self._makes_new_buckets else ())
+        device_ids = self.determine_ddp_device_ids()
+        # a stream of its own, as in Lightning: CUDA graphs of the whole step need it
+        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
+            return OrderedDDP(model, order=order, device_ids=device_ids, **self._ddp_kwargs)
+
+    @override
+    def teardown(self) -> None:
+        self.bucket_order.stop_watching()
+        super().teardown()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self.buckets.batch_begins()
+        self.bucket_order.batch_begins()
 
     @override
     def _register_ddp_hooks(self) -> None:

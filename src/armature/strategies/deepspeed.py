@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -314,12 +315,13 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         """Set this rank's part of a weight that the engine steps, or of its state of a key, from the whole."""
         from deepspeed import utils
 
-        if not self.zero_stage_3:
+        divisible = not self.zero_stage_3 or param.ds_numel % dist.get_world_size(param.ds_process_group) == 0
+        if divisible:
             whole = value.to(self.root_device)
             return (utils.safe_set_full_optimizer_state if key else utils.safe_set_full_fp32_param)(param, whole, *key)
         # stage 3's functions for whole tensors fail where the last rank's part is padded
-        size = param.ds_tensor.numel()
-        part = value.flatten()[size * self.global_rank : size * (self.global_rank + 1)]
+        size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
+        part = value.flatten()[size * rank : size * (rank + 1)]
         part = nn.functional.pad(part, (0, size - part.numel())).to(self.root_device)
         return (utils.safe_set_local_optimizer_state if key else utils.safe_set_local_fp32_param)(param, part, *key)
 

@@ -179,8 +179,9 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     module, node = definition
     defined, is_class = f"{module}.{node.name}", isinstance(node, ast.ClassDef)
     top, home = target.split(".")[0], module.split(".")[0]
-    twin = home == f"_py{top}" and top in sys.stdlib_module_names  # what Python's library has in C, written in Python
-    if home != top and not twin and not _under(defined, allowed):
+    if home == f"_py{top}" and top in sys.stdlib_module_names:  # what Python's library has in C, written in Python
+        home, defined = top, target
+    if home != top and not _under(defined, allowed):
         return (
             f"{what}: it is defined in {module}, which is not in launch.allowed_packages. Name your own class in src/."
         )
