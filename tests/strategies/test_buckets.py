@@ -38,14 +38,16 @@ def group(tmp_path):
 
 
 def make(order: BucketOrder, net: nn.Module, *, static_graph: bool = False) -> OrderedDDP:
-    wrapped = OrderedDDP(net, order=order.names, static_graph=static_graph)
+    wrapped = OrderedDDP(net, order=order.names, static_graph=static_graph, gradient_as_bucket_view=True)
     order.watch(wrapped, static_graph=static_graph)
     return wrapped
 
 
 def step(order: BucketOrder, wrapped: OrderedDDP, **how: bool) -> None:
-    order.batch_begins()
-    wrapped(torch.randn(2, 4), **how).backward()
+    loss = wrapped(torch.randn(2, 4), **how)
+    order.backward_begins(reduces=wrapped.require_backward_grad_sync)
+    loss.backward()
+    order.backward_ends()
 
 
 def held(wrapped: DistributedDataParallel) -> list[list[str]]:
@@ -64,6 +66,7 @@ def test_its_first_buckets_are_those_that_the_other_made_anew(static_graph):
         before = held(wrapped)
         step(first, wrapped)
         assert held(wrapped) == before
+        assert bool(net.first.weight._post_accumulate_grad_hooks) is not bool(first.names)
     names = first.names
     step(first, wrapped)
     rebuilt = held(wrapped)
@@ -86,23 +89,39 @@ def test_the_order_is_noted_where_gradients_are_reduced_and_hooks_go_afterwards(
     with wrapped.no_sync():
         step(order, wrapped)
     assert not order.names
-    step(order, wrapped)
-    assert len(order.names) == PARAMETERS
     assert all(param._post_accumulate_grad_hooks for param in net.parameters())
     step(order, wrapped)
+    assert len(order.names) == PARAMETERS
     assert not any(param._post_accumulate_grad_hooks for param in net.parameters())
 
 
-def test_a_backward_of_the_users_own_is_not_taken_for_ddps():
+def test_of_several_backwards_the_first_that_ddp_reduces_is_noted():
     order, net = BucketOrder(), Net()
     wrapped = make(order, net)
-    net(torch.randn(2, 4), backwards=True).backward()  # in a hook before the first batch
-    order.batch_begins()
-    net(torch.randn(2, 4), backwards=True).backward()  # within training_step
-    wrapped(torch.randn(2, 4)).backward()
-    names = order.names
+    net(torch.randn(2, 4), backwards=True).backward()  # the user's own
     step(order, wrapped)
-    assert [name for bucket in held(wrapped) for name in bucket] == names
+    names = order.names
+    step(order, wrapped, backwards=True)
+    net(torch.randn(2, 4), backwards=True).backward()
+    assert order.names == names == [name for bucket in held(wrapped) for name in bucket]
+
+
+def test_gradients_of_several_types_have_the_same_buckets_again():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 4)
+            self.precise = nn.Linear(4, 1, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.precise(self.out(self.embed((x > 0).long().sum(1))).double()).sum()
+
+    first, second, net = BucketOrder(), BucketOrder(), Mixed()
+    wrapped = make(first, net)
+    for _ in range(2):
+        step(first, wrapped)
+    second.names = first.names
+    assert held(make(second, net)) == held(wrapped)
 
 
 def test_an_order_of_other_parameters_is_kept_until_there_is_a_new_one():

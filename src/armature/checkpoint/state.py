@@ -156,7 +156,7 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
     # others may scale, round or project weights whatever the rate is
     known = type(optimizer).__module__.startswith(_KEEP_WEIGHTS_AT_RATE_0)
     params = [] if known else [param for group in optimizer.param_groups for param in group["params"]]
-    kept = [(param, param.detach().clone()) for param in params if param.grad is not None]
+    kept = [(param, param.detach().clone()) for param in params]
     optimizer.step()
     with torch.no_grad():
         for param, value in kept:

@@ -9,7 +9,7 @@ that was stopped from its first step on, and keeps them.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -54,53 +54,52 @@ class BucketOrder:
     """The order of the newest buckets: known, or noted in the backward by which DDP makes them."""
 
     def __init__(self) -> None:
-        self._known: Sequence[str] = ()
-        self._reduced: Iterable[str] = ()
-        self._ready: dict[str, None] = {}  # names, in the order in which gradients became ready
-        self._begun = self._learns = False  # whether a batch has begun; whether its backward is a static graph's first
+        self._names: Sequence[str] = ()
+        self._reduced: Sequence[str] = ()
+        self._ready: list[str] = []
+        self._notes = self._learns = False  # whether this backward is noted; whether it is a static graph's first
         self._handles: list[RemovableHandle] = []
 
     @property
     def names(self) -> Sequence[str]:
         """Names of the parameters, those without a gradient last, as DDP has them; empty until they are known."""
-        if not self._ready or self._learns:
-            return self._known
-        return [*self._ready, *(name for name in self._reduced if name not in self._ready)]
+        return self._names
 
     @names.setter
     def names(self, names: object) -> None:
         is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-        self._known, self._ready = (names if is_list else ()), {}  # pyright: ignore[reportAttributeAccessIssue]
+        self._names = names if is_list else ()  # pyright: ignore[reportAttributeAccessIssue]
 
     def watch(self, wrapped: OrderedDDP, *, static_graph: bool) -> None:
         """Note the order in which gradients become ready, unless the buckets have a known one."""
         self.stop_watching()
-        self.names = self.names
         if wrapped.is_ordered:
             return
-        self._begun, self._learns, self._reduced, ready = False, static_graph, [*wrapped.reduced.values()], self._ready
+        self._learns, self._reduced = static_graph, [*wrapped.reduced.values()]
 
         def note(param: Any) -> None:
-            if wrapped.require_backward_grad_sync:
-                name = wrapped.reduced[param]
-                ready.pop(name, None)  # a backward within the step may have come before; DDP's is the last
-                ready[name] = None
+            if self._notes:
+                self._ready.append(wrapped.reduced[param])
 
         self._handles = [param.register_post_accumulate_grad_hook(note) for param in wrapped.reduced]
 
-    def batch_begins(self) -> None:
-        """End the watch if there was such a backward."""
-        if not self._handles:
+    def backward_begins(self, *, reduces: bool) -> None:
+        """Called before each backward that goes through the strategy. Others are not DDP's."""
+        self._notes = bool(self._handles) and reduces
+        self._ready.clear()
+
+    def backward_ends(self) -> None:
+        if not self._notes:
             return
-        if not self._begun:
-            self._begun = True
-            self._ready.clear()  # by a hook's own backward
-        elif self._ready and self._learns:
+        self._notes = False
+        if self._learns:
             self._learns = False
-            self._ready.clear()
-        elif self._ready:
-            self.stop_watching()
+            return
+        ready = dict.fromkeys(self._ready[::-1])  # DDP counts the last of several of a reentrant checkpoint
+        self._names = [*[*ready][::-1], *(name for name in self._reduced if name not in ready)]
+        self.stop_watching()
 
     def stop_watching(self) -> None:
+        self._notes = False
         while self._handles:
             self._handles.pop().remove()

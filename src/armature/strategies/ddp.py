@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import lightning as L
 import torch
@@ -112,9 +112,15 @@ class DDP(StrategyMixin, DDPStrategy):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         order = process_group.broadcast_object(self.bucket_order.names if self._makes_new_buckets else ())
         device_ids = self.determine_ddp_device_ids()
-        # a stream of its own, as in Lightning: CUDA graphs of the whole step need it
-        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
-            return OrderedDDP(model, order=order, device_ids=device_ids, **self._ddp_kwargs)
+        if device_ids is None:
+            return OrderedDDP(model, order=order, **self._ddp_kwargs)
+        # on a stream of its own, as in Lightning: CUDA graphs of the whole step need it
+        current, own = torch.cuda.current_stream(), torch.cuda.Stream()
+        own.wait_stream(current)  # for gradients that are not reduced yet
+        with torch.cuda.stream(own):
+            wrapped = OrderedDDP(model, order=order, device_ids=device_ids, **self._ddp_kwargs)
+        current.wait_stream(own)
+        return wrapped
 
     @override
     def teardown(self) -> None:
@@ -122,9 +128,17 @@ class DDP(StrategyMixin, DDPStrategy):
         super().teardown()
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self.bucket_order.batch_begins()
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        wrapped = self.model
+        self.bucket_order.backward_begins(
+            reduces=isinstance(wrapped, OrderedDDP) and wrapped.require_backward_grad_sync
+        )
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.bucket_order.backward_ends()
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -146,8 +160,7 @@ class DDP(StrategyMixin, DDPStrategy):
                 if param.grad is not None and not param.requires_grad:
                     dist.all_reduce(param.grad.div_(self.world_size))
         del wrapped.logger, wrapped.reducer  # with the last reference, its hooks on the weights are removed
-        # the ranks are alike, and Lightning wraps on a stream that does not wait for the optimizer's kernels
-        self._ddp_kwargs["init_sync"] = False
+        self._ddp_kwargs["init_sync"] = False  # the ranks are alike
         self._first_step = trainer.global_step  # a static graph is learned anew
         self.configure_ddp()
         self._reduced = [(param, param.requires_grad) for param, _ in self._reduced]
