@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from armature.callbacks.ema import EMA
 from armature.checkpoint import directory, storage
@@ -96,7 +97,8 @@ def test_on_failure_stop_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_exception", "teardown"])
-def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monkeypatch, hook):
+@pytest.mark.parametrize("uploaded", [False, True])
+def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monkeypatch, hook, uploaded):
     write, may_end = directory.write_manifest, threading.Event()
 
     def slow_write(*args: Any) -> None:
@@ -104,6 +106,14 @@ def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monke
         time.sleep(0.2)
         write(*args)
 
+    def upload(*args: Any, **options: Any) -> Any:
+        upload = async_save(*args, **options)
+        upload.result()
+        return upload
+
+    async_save = dcp.async_save
+    if uploaded:  # before anything can wait for it
+        monkeypatch.setattr(dcp, "async_save", upload)
     monkeypatch.setattr(directory, "write_manifest", slow_write)
     log: Any = Quiet()
     trainer: Any = Trainer(set())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -102,15 +103,17 @@ class CheckpointWriter:
                 for name, value in tensors.items()
             }
         with storage.expect_single_process():
-            upload = dcp.async_save(
+            upload: Any = dcp.async_save(
                 tensors, storage_writer=writer, async_stager=stager, process_group=self._group, no_dist=alone
             )
         self._pending = pending = Future[None]()
 
-        def uploaded(result: Future[Any]) -> None:
+        def wait_and_complete() -> None:
             try:
-                threads.end()
-                result.result()  # every rank's part is on disk, or the error of one rank is raised on all
+                try:
+                    upload.result()  # every rank's part is on disk, or the error of one rank is raised on all
+                finally:
+                    threads.end()
                 complete()
                 pending.set_result(None)
             except CheckpointException as error:
@@ -118,7 +121,8 @@ class CheckpointWriter:
             except BaseException as error:
                 pending.set_exception(error)
 
-        upload.add_done_callback(uploaded)  # pyright: ignore[reportAttributeAccessIssue]
+        # in a thread of its own: a callback would run in this one if the upload has ended already
+        threading.Thread(target=wait_and_complete, name="armature-save").start()
 
     def _pinned_stager(self, tensors: dict[str, Any]) -> BlockingAsyncStager:
         """Return what copies a GPU's tensors into pinned memory, which is kept for the next save.
