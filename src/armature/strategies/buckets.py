@@ -6,7 +6,6 @@ lies in its bucket, and a kernel's result may depend on how it is aligned. So a 
 that was stopped from its first step on, and keeps them.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Sequence

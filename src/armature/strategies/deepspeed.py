@@ -311,19 +311,22 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         if fitting:
             state.restore_groups(self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"])
 
-    def _set_full(self, param: Any, value: Tensor, *key: str) -> None:
+    def _set_full(self, param: Any, value: Tensor, key: str | None = None) -> None:
         """Set this rank's part of a weight that the engine steps, or of its state of a key, from the whole."""
         from deepspeed import utils
 
-        divisible = not self.zero_stage_3 or param.ds_numel % dist.get_world_size(param.ds_process_group) == 0
-        if divisible:
-            whole = value.to(self.root_device)
-            return (utils.safe_set_full_optimizer_state if key else utils.safe_set_full_fp32_param)(param, whole, *key)
-        # stage 3's functions for whole tensors fail where the last rank's part is padded
-        size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
-        part = value.flatten()[size * rank : size * (rank + 1)]
-        part = nn.functional.pad(part, (0, size - part.numel())).to(self.root_device)
-        return (utils.safe_set_local_optimizer_state if key else utils.safe_set_local_fp32_param)(param, part, *key)
+        set_weight, set_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+        if self.zero_stage_3 and param.ds_numel % dist.get_world_size(param.ds_process_group):
+            # the last rank's part is padded, where these two fail
+            set_weight, set_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+            size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
+            part = value.flatten()[size * rank : size * (rank + 1)]
+            value = nn.functional.pad(part, (0, size - part.numel()))
+        value = value.to(self.root_device)
+        if key is None:
+            set_weight(param, value)
+        else:
+            set_state(param, value, key)
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""
