@@ -46,6 +46,22 @@ class Images(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
+class Failing(Images):
+    """Fails in its third step, on one rank."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1:
+            raise ValueError("the user's own error")
+        return super().training_step(batch, batch_idx)
+
+
+class FirstWeights(L.Callback):
+    """Writes the weights with which training begins."""
+
+    def on_train_start(self, trainer, pl_module):
+        torch.save(pl_module.net.state_dict(), Path(trainer.default_root_dir) / "first.pt")
+
+
 class Away(CSVLogger):
     """Its service does not answer."""
 
@@ -119,3 +135,29 @@ def test_a_service_that_cannot_be_opened_is_one_line(forks):
     ended = forks.train(*COMMAND, "run.name=e", away, "trainer.devices=2", ranks=2, expect=2)
     assert "logger: Unreachable could not be opened (no route). Correct its group" in ended.output
     assert "Traceback" not in ended.output
+
+
+ON_EXCEPTION = "+callbacks.saves={_target_:lightning.pytorch.callbacks.OnExceptionCheckpoint,dirpath:saved}"
+
+
+@pytest.mark.timeout(120)
+def test_an_error_on_one_rank_ends_a_run_that_would_save_then(forks):
+    failing = "task._target_=tests.test_lightning_surface.Failing"
+    words = ["run.name=f", ON_EXCEPTION, "trainer.devices=2", "trainer.limit_val_batches=null"]
+    shown = forks.train(*COMMAND, failing, *words, ranks=2, expect=1).output
+    assert "on_exception.ckpt is not saved after an error: that needs all 2 ranks" in shown
+    assert "ValueError: the user's own error" in shown
+    assert not (forks.cwd / "saved").exists()
+
+
+def test_a_run_begins_with_its_own_weights_beside_another_s_file(forks):
+    first = "+callbacks.first={_target_:tests.test_lightning_surface.FirstWeights}"
+    failing = "task._target_=tests.test_lightning_surface.Failing"
+    forks.train(*COMMAND, failing, "run.name=g", ON_EXCEPTION, first, expect=1)
+    assert (forks.cwd / "saved" / "on_exception.ckpt").exists()  # of a run of one process
+    ended = forks.train(*COMMAND, "run.name=h", ON_EXCEPTION, first)
+    assert "without a model" not in ended.output
+    begun, expected = (torch.load(forks.cwd / "outputs" / name / "first.pt") for name in ("h", "g"))
+    assert begun.keys() == expected.keys()
+    for name, weight in begun.items():
+        assert torch.equal(weight, expected[name]), name

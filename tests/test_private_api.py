@@ -131,6 +131,13 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- Lightning: trainer, logging, strategies
     ("lightning.pytorch.trainer.trainer:Trainer", "_signal_connector", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector", None, "training/trainer.py"),
+    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector", None, "training/trainer.py"),
+    (
+        "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
+        "_parse_ckpt_path",
+        ("self", "state_fn", "ckpt_path", "model_provided", "model_connected"),
+        "training/trainer.py",
+    ),
     ("lightning.pytorch.trainer.trainer:Trainer", "_results", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),

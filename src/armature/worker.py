@@ -179,6 +179,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         callbacks=[*first, *chosen, checkpointing, stop, display, page],
         logger=[*loggers.build(cfg, checkpoint), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
+        finds_files=False,
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
         max_epochs=limits.epochs,

@@ -14,6 +14,7 @@ from armature.launcher import environment
 from armature.training import memory, micro_batch, not_finite
 from armature.training.refusals import refusal_of
 from armature.training.stop import StoppedBySignal
+from armature.training.trainer import Trainer as OurTrainer
 
 
 def record(error: BaseException) -> None:
@@ -35,6 +36,9 @@ class RecordError(Callback):
         self.smaller: micro_batch.Smaller | None = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        together = isinstance(exception, StoppedBySignal | not_finite.RolledBack)  # on all ranks
+        if isinstance(trainer, OurTrainer):
+            trainer.failed = not together
         if is_missing(exception):
             with suppress(Exception):  # an explanation must not hide the error
                 exception.add_note(memory.explain(self.cfg, trainer, pl_module))
@@ -44,5 +48,5 @@ class RecordError(Callback):
             exception.add_note(self.smaller.line)
             if not micro_batch.begins_anew_here():
                 record(MicroBatchTooLarge(self.smaller.line))
-        elif not isinstance(exception, StoppedBySignal | not_finite.RolledBack):
+        elif not together:
             record(refusal_of(exception, pl_module) or exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
@@ -20,6 +22,8 @@ from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics
 from armature.training.fit_loop import FitLoop
 from armature.training.loops import EpochLoop
+
+log = logging.getLogger(__name__)
 
 
 class NoSignals:
@@ -32,6 +36,20 @@ class NoSignals:
 
     def teardown(self) -> None:
         """There is nothing to restore."""
+
+
+class CheckpointConnector(_CheckpointConnector):
+    """Lightning's, which starts no run from a file that happens to be there.
+
+    Without a checkpoint Lightning starts `fit` from the file of an OnExceptionCheckpoint, or from one that it saved
+    itself under Slurm, whichever run has left it. A run of `train.py` continues from its own checkpoints alone.
+    """
+
+    @override
+    def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        if ckpt_path is None and model_provided:
+            return None
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
 
 class LoggerConnector(_LoggerConnector):
@@ -137,7 +155,11 @@ class Trainer(UsersTrainer):
 
     Args:
         max_global_batches, before_training, step_ended, validation_ended: see `EpochLoop` and `FitLoop`.
+        finds_files: whether `fit` without a checkpoint looks for one, as in Lightning: see `CheckpointConnector`.
         kwargs: Lightning's.
+
+    Attributes:
+        failed: whether this rank ends with an error, which the others may not have. Nothing is saved after it.
     """
 
     # Lightning reads the names of arguments here, for PL_TRAINER_* variables
@@ -150,9 +172,11 @@ class Trainer(UsersTrainer):
         before_training: Iterable[Callable[[Trainer], None]] = (),
         step_ended: Iterable[Callable[[Trainer], None]] = (),
         validation_ended: Iterable[Callable[[Trainer], None]] = (),
+        finds_files: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(self, limits, before_training=[partial(f, self) for f in before_training])
         self.fit_loop.epoch_loop = EpochLoop(
@@ -162,6 +186,20 @@ class Trainer(UsersTrainer):
         )  # fmt: skip
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
+        if not finds_files:
+            self._checkpoint_connector = CheckpointConnector(self)
+
+    @override
+    def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Save as Lightning's, unless this is one of several ranks and has failed: it would wait for the others."""
+        if self.failed and self.world_size > 1:
+            log.warning(
+                "%s is not saved after an error: that needs all %d ranks, and the others may not have failed. "
+                "The run's own checkpoints are kept: the same command continues from the last one.",
+                filepath, self.world_size,
+            )  # fmt: skip
+            return
+        super().save_checkpoint(filepath, *args, **kwargs)
 
     def _is_training(self) -> bool:
         # asked several times per step, for which Lightning compares lower-case copies of the names
