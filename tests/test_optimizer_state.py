@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from armature.checkpoint import state
+from armature.checkpoint import optimizers
 from tests.lightning_habits.weights import ScheduleFree
 
 
@@ -11,7 +11,7 @@ from tests.lightning_habits.weights import ScheduleFree
 def test_weights_stay_as_they_are_also_with_eps_0(make):
     weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))]
     optimizer = make([{"params": weights[:1], "eps": 0}, {"params": weights[1:], "eps": 1e-6}], lr=0.1)
-    state.create_state(optimizer)
+    optimizers.create_state(optimizer)
     assert all(torch.equal(weight, torch.ones(2)) for weight in weights)
     assert optimizer.state[weights[0]]
     assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [(0.1, 0), (0.1, 1e-6)]
@@ -20,7 +20,7 @@ def test_weights_stay_as_they_are_also_with_eps_0(make):
 def test_an_optimizer_that_steps_in_its_training_mode_alone_gets_state():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = ScheduleFree([weight], lr=0.1)
-    state.create_state(optimizer)
+    optimizers.create_state(optimizer)
     assert torch.equal(weight, torch.ones(2))
     assert "z" in optimizer.state[weight]
     group = optimizer.param_groups[0]
@@ -41,6 +41,6 @@ class Decays(torch.optim.SGD):
 def test_an_optimizer_that_changes_weights_at_rate_0_leaves_them_as_they_are():
     weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     optimizer = Decays([weight], lr=0.1, momentum=0.9)
-    state.create_state(optimizer)
+    optimizers.create_state(optimizer)
     assert weight.tolist() == [3.0, 4.0]
     assert "momentum_buffer" in optimizer.state[weight]

@@ -5,6 +5,8 @@ from tests.lightning_habits.cells import ALL, SINGLE, STOCK, callback, regressio
 WHOLE = ("single", "ddp2")  # under fsdp torch cannot compute their step, and the message says so
 APART = dict.fromkeys(("ddp2", "fsdp2"), "other training data on")
 
+NOT_SHARDED = {"fsdp2": "needs the whole model on every rank"}
+
 FURTHER = [
     regression("metric_in_loss", "steps.MetricInLoss", layouts=SINGLE),
     regression("reads_callback_metrics", "steps.ReadsCallbackMetrics", layouts=SINGLE),
@@ -51,4 +53,12 @@ FURTHER = [
     regression("old_spectral", "steps.OldSpectral"),
     regression("cached_parametrization", "steps.CachedParametrization"),
     regression("token_means", "steps.TokenMeans"),
+    regression("steps_another", "optimizers.StepsAnother", refused=NOT_SHARDED, sample=("single",)),
+    regression("delegates", "optimizers.Delegates", refused=NOT_SHARDED, sample=("single",)),
+    regression("keeps_lists", "optimizers.KeepsLists", sample=("single", "fsdp2")),
+    regression("counts_steps", "optimizers.Counts", refused=NOT_SHARDED, sample=("single",)),
+    regression("numpy_rate", "optimizers.NumpyRate", sample=("single",)),
+    regression("warms_up", "optimizers.WarmsUp", sample=("single",)),
+    regression("averages_after_steps", "optimizers.AveragesAfterSteps", sample=("single",)),
+    regression("loose_tensor", "optimizers.StepsLooseTensor", refused=dict.fromkeys(ALL, "is no parameter of the")),
 ]  # fmt: skip

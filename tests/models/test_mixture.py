@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from armature.checkpoint import state
+from armature.checkpoint import optimizers
 from armature.models.decoder.generation import generate
 from armature.models.mixture.check import problems
 from armature.models.mixture.cost import cost
@@ -249,7 +249,7 @@ def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
     assert stacks in groups
     assert len(groups) == 2
     every = [{**group, "params": None} for group in parameter_groups(model)]
-    merged = state.merge_groups([[{**group, "names": [str(i)]} for i, group in enumerate(every)]])
+    merged = optimizers.merge_groups([[{**group, "names": [str(i)]} for i, group in enumerate(every)]])
     assert len(merged) == 4  # a file for Lightning has as many as the optimizer
 
 

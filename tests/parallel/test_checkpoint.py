@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from armature.checkpoint import convert, directory, storage
+from armature.checkpoint import optimizers as optimizer_states
 from armature.checkpoint import state as checkpoint
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
@@ -41,15 +42,15 @@ def stepped(module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW)
 
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
     names = checkpoint.parameter_names(module)
-    tensors = checkpoint.module_state(module) | checkpoint.optimizer_state(optimizer, names, index=0)
-    groups = [checkpoint.param_groups(optimizer, checkpoint.group_names(optimizer, names))]
+    tensors = checkpoint.module_state(module) | optimizer_states.by_weight(optimizer, names, index=0)
+    groups = [optimizer_states.param_groups(optimizer, optimizer_states.group_names(optimizer, names))]
     CheckpointWriter().save(path, tensors, {"global_step": 1, "param_groups": groups}, **options)
 
 
 def load(path: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     meta = storage.read_meta(path)
     checkpoint.load_weights(path, module)
-    checkpoint.load_optimizers(path, module, optimizers, groups=meta["param_groups"])
+    optimizer_states.load_optimizers(path, module, optimizers, groups=meta["param_groups"])
     return meta
 
 
@@ -92,6 +93,8 @@ def test_another_optimizers_state_is_refused(saved: Path) -> None:
     sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="saved with another optimizer: its state holds exp_avg, exp_avg_sq, step"):
         load(saved, module, [sgd])
+    with pytest.raises(ValueError, match=r"its state holds exp_avg, exp_avg_sq, step, this one's nothing\."):
+        load(saved, module, [torch.optim.SGD(module.parameters(), lr=0.1)])
 
 
 def full_disk(*args: object) -> None:

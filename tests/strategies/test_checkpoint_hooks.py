@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
 from armature import errors
-from armature.checkpoint import convert, lightning_file, plain, state, storage
+from armature.checkpoint import convert, lightning_file, optimizers, plain, state, storage
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
@@ -215,7 +216,7 @@ class Puts(Module):
     [
         (np.float64(0.5), 0.5), (np.int64(3), 3), (np.str_("a"), "a"), (np.array(["a", "b"]), ["a", "b"]),
         (Path("x/y"), "x/y"), (Color.RED, "red"), (Rates(0.1, (1, 2)), {"first": 0.1, "others": (1, 2)}),
-        (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (collections.defaultdict(lambda: [0], a=[1]), {"a": [1]}),
         (collections.Counter("aab"), collections.Counter("aab")), (frozenset([1]), {1}), ({(1, 2): {3}}, {(1, 2): {3}}),
         (torch.bfloat16, torch.bfloat16), (torch.device("cpu"), torch.device("cpu")), (2**100, 2**100), (None, None),
         (OmegaConf.create({"a": [1], "b": "${a}"}), {"a": [1], "b": [1]}), (1 + 2j, 1 + 2j),
@@ -248,12 +249,14 @@ def test_numpys_random_state_can_be_kept(tmp_path):
     assert np.array_equal(np.asarray(again.got["array"]), np.arange(3.0))
 
 
-def test_a_deque_keeps_its_limit(tmp_path):
+def test_a_deque_keeps_its_limit_and_a_defaultdict_its_default(tmp_path):
     again = Puts(None)
     kept = {"queue": collections.deque([(1, "a"), (2, "b")], maxlen=2), "free": [collections.deque()]}
+    kept |= {"counts": collections.defaultdict(int, {"a": 1, 2: collections.defaultdict(list)})}
     fit(tmp_path, again, ckpt=saved_by(tmp_path, Puts(kept)), max_steps=3)
     assert again.got == kept
     assert (again.got["queue"].maxlen, again.got["free"][0].maxlen) == (2, None)
+    assert (again.got["counts"]["new"], again.got["counts"][2]["new"]) == (0, [])
 
 
 @pytest.mark.parametrize("value", [nn.Linear, len, object(), slice(1)])
@@ -272,6 +275,20 @@ def test_a_callbacks_state_is_refused_before_training(tmp_path):
     trainer = trainer_for(tmp_path, Keeps())
     trainer.strategy.connect(Module())
     with pytest.raises(ConfigError, match=r"checkpoint\['callbacks'\]\['Keeps'\]\['function'\] is a builtin_function"):
+        plain.check_before_training(trainer)
+
+
+class HoldsFunction(torch.optim.lr_scheduler.StepLR):
+    def __init__(self, optimizer, function):
+        self.function = function
+        super().__init__(optimizer, 1)
+
+
+def test_a_schedules_state_is_refused_before_training(tmp_path):
+    trainer, optimizer = trainer_for(tmp_path), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    trainer.strategy.connect(Module())
+    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(HoldsFunction(optimizer, len))]
+    with pytest.raises(ConfigError, match=r"checkpoint\['lr_schedulers'\]\[0\]\['function'\] is a builtin_function"):
         plain.check_before_training(trainer)
 
 
@@ -578,5 +595,5 @@ def test_every_optimizer_resumes_exactly(tmp_path, module, step):
     torch.testing.assert_close(train_on_ones(resumed, ckpt=path), weights, rtol=0, atol=0)
     convert.to_ckpt(path, tmp_path / "a.ckpt")
     file = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    assert not [key for key in file if key.startswith(f"{state.WHOLE}.")]
+    assert not [key for key in file if key.startswith(f"{optimizers.WHOLE}.")]
     assert file["optimizer_states"][0]["state"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from armature.checkpoint import state
+from armature.checkpoint import optimizers, state
 from armature.checkpoint.writer import CheckpointWriter
 
 pytestmark = pytest.mark.slow  # imports DeepSpeed
@@ -111,7 +111,7 @@ def test_extra_state_and_weights_without_optimizer_are_saved_and_resumed(
     monkeypatch.setattr(DeepSpeed, "world_size", 1)
     monkeypatch.setattr(DeepSpeed, "root_device", torch.device("cpu"))
     monkeypatch.setattr(DeepSpeed, "_create_state", lambda *args: [])
-    monkeypatch.setattr(state, "restore_groups", lambda *args: None)
+    monkeypatch.setattr(optimizers, "restore_groups", lambda *args: None)
     # the engine's copy differs from what the model computes with; it has none of the other weights
     monkeypatch.setattr(deepspeed.utils, "safe_get_full_fp32_param", lambda p: p + 1 if p is own.head.weight else None)
     monkeypatch.setattr(deepspeed.utils, "safe_set_full_fp32_param", lambda p, value: copied.append(p))

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from armature import files
-from armature.checkpoint import buffers, directory, lightning_file, of_ranks, state, storage
+from armature.checkpoint import buffers, directory, lightning_file, of_ranks, optimizers, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
@@ -108,8 +108,10 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base |
     meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average, base=base)
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop("param_groups", []), meta.pop(state.OTHER, {})
-    whole = [meta.pop(f"{state.WHOLE}.{i}", None) for i in range(len(groups))]
-    for key in ("random", "flags", state.BUCKETS, buffers.RESIZED, of_ranks.KEY):
+    whole = [meta.pop(f"{optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
+    for own in filter(None, whole):
+        own.pop(optimizers.INNER, None)  # Lightning's files hold what `state_dict` returns
+    for key in ("random", "flags", state.BUCKETS, optimizers.CLASSES, buffers.RESIZED, of_ranks.KEY):
         meta.pop(key, None)
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
     result["state_dict"] = weights | others
@@ -125,11 +127,12 @@ def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]
     numbers = {name: number for number, name in enumerate(names)}
     prefix = f"{state.OPTIMIZER}.{index}."
     loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
-    found: dict[int, dict[str, Any]] = {}
+    parts: dict[int, dict[str, Any]] = {}
     for path, value in loaded.items():
         name, _, key = path.removeprefix(prefix).rpartition(".")
         if name in numbers:
-            found.setdefault(numbers[name], {})[key] = value
+            parts.setdefault(numbers[name], {})[key] = value
+    found = {number: optimizers.nested(of_param) for number, of_param in parts.items()}
     numbered = [
         {k: v for k, v in group.items() if k != "names"} | {"params": [numbers[name] for name in group["names"]]}
         for group in groups

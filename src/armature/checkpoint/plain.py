@@ -11,8 +11,9 @@ import enum
 import functools
 import logging
 from argparse import Namespace
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePath
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from omegaconf import Container, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from armature.checkpoint import schedules
 from armature.errors import MASK, ConfigError
 from armature.validation import values
 
@@ -34,6 +36,8 @@ _KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dty
 _BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a derived class becomes one of these
 NDARRAY = "__ndarray__"  # the only key of a dict that holds a NumPy array's numbers as a tensor
 DEQUE = {"__deque__", "maxlen"}  # the keys of a dict that holds a deque's items and its limit
+DEFAULTS = {"__defaultdict__", "factory"}  # the keys of a dict that holds a defaultdict's items, and of what type its
+_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}  # default is
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
 
@@ -80,10 +84,12 @@ def plain(value: Any, path: str = "") -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Return a loaded checkpoint with NumPy arrays and deques where there were some when it was saved."""
+    """Return a loaded checkpoint with NumPy arrays, deques and defaultdicts where there were some when it was saved."""
     if type(value) in (dict, OrderedDict):
         if value.keys() == DEQUE:
             return deque(map(restored, value["__deque__"]), value["maxlen"])
+        if value.keys() == DEFAULTS and value["factory"] in _FACTORIES:
+            return defaultdict(_FACTORIES[value["factory"]], restored(value["__defaultdict__"]))
         if value.keys() == {NDARRAY}:
             return value[NDARRAY].numpy()
         return type(value)((key, restored(item)) for key, item in value.items())
@@ -93,6 +99,8 @@ def restored(value: Any) -> Any:
 def _plain_container(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
         entries = {plain(key, f"{path}, key"): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, defaultdict) and value.default_factory in _FACTORIES.values():
+            return {"__defaultdict__": entries, "factory": value.default_factory.__name__}  # pyright: ignore[reportOptionalMemberAccess]
         kept = next((kind for kind in (OrderedDict, Counter) if type(value) is kind), dict)
         return kept(entries)
     if isinstance(value, list | tuple | deque):
@@ -129,7 +137,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         try:
             result[key] = _plain_hyper_parameters(value) if key in HYPER_PARAMETERS else plain(value, f"[{key!r}]")
         except NotPlain as error:
-            problems.append(_problem(f"checkpoint{error.path}", error.type))
+            problems.append(problem(f"checkpoint{error.path}", error.type))
     for path, value in values.walk({key: value for key, value in result.items() if key not in HYPER_PARAMETERS}):
         if isinstance(value, str) and value and values.is_secret(path.rpartition(".")[2]):
             _warn_of_stored(path)
@@ -138,7 +146,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _problem(place: str, kind: str) -> str:
+def problem(place: str, kind: str) -> str:
+    """Return what is wrong with a value of a type at a place, and what to do."""
     advice = "put numbers, text, lists, dicts or tensors there instead, and build the object again on loading"
     if "DTensor" in kind:
         advice = "register it as a buffer, which is saved with the weights under every strategy"
@@ -184,7 +193,7 @@ def _warn_of_dropped(path: str, kind: str) -> None:
 
 
 def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
-    """Raise a ConfigError if hyperparameters or the state of callbacks cannot be saved.
+    """Raise a ConfigError if hyperparameters, or the state of callbacks, data or schedules, cannot be saved.
 
     What hooks add when a checkpoint is saved is known at the first save only, but for sharded tensors: with sharded
     weights, hooks are asked for a trial. Not after a resume, or a hook that counts its calls would count one more.
@@ -198,6 +207,9 @@ def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
             found["callbacks"][callback.state_key] = callback.state_dict()
         except Exception as error:  # it may need what only training makes; the first save asks again
             log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
+    with suppress(Exception):  # as with callbacks
+        found["data"] = trainer.datamodule.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+    found["lr_schedulers"] = [schedules.state_of(config.scheduler) for config in trainer.lr_scheduler_configs]
     if not resumed and any(isinstance(param, DTensor) for param in trainer.lightning_module.parameters()):
         found |= _added_by_hooks(trainer)
     plain_checkpoint(found)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from armature.checkpoint import state
+from armature.checkpoint import optimizers
 from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
@@ -54,7 +54,7 @@ class MeasuredStep(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in [] if self.engine else trainer.optimizers:
-            state.create_state(optimizer)  # as in the simulation
+            optimizers.create_state(optimizer)  # as in the simulation
 
         def note_bucket(param: torch.Tensor) -> None:
             self.bucket = max(self.bucket, deepspeed.bucket_bytes(trainer.strategy))
@@ -104,9 +104,9 @@ class Probe(L.Callback):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._graded)
         for optimizer in trainer.optimizers:
-            if not state.needs_closure(optimizer):
+            if not optimizers.needs_closure(optimizer):
                 with meter.during("setup", "optimizer state"):
-                    state.create_state(optimizer)
+                    optimizers.create_state(optimizer)
             self._own_state(optimizer)
         meter.logits = self.logits
 

@@ -13,11 +13,23 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import buffers, directory, lightning_file, of_ranks, plain, resume, state, storage
+from armature.checkpoint import (
+    buffers,
+    directory,
+    lightning_file,
+    of_ranks,
+    optimizers,
+    plain,
+    resume,
+    schedules,
+    state,
+    storage,
+)
 from armature.checkpoint.writer import CheckpointWriter
+from armature.errors import ConfigError
 from armature.finetune import base
 from armature.models.adapters import is_adapter
 from armature.parallel import process_group
@@ -29,6 +41,7 @@ from armature.training import epoch_start
 from armature.training.progress import completed_batches
 
 HOOK = "on_load_checkpoint"
+SCHEDULES = "lr_schedulers"
 
 
 class SavedOptimizer(dict[str, Any]):
@@ -107,14 +120,17 @@ class CheckpointMixin(LayoutMixin):
         """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if state.is_saved_whole(optimizer):
-            return {"whole": optimizer.state_dict()}
+        if optimizers.is_saved_whole(optimizer):
+            if not self.saves_files:  # it was not known before
+                raise ConfigError(optimizers.needs_whole_model(optimizer))
+            return {"whole": optimizers.whole_state(optimizer)}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
-        tensors = state.optimizer_state(optimizer, names, index=index)
-        groups, first = state.param_groups(optimizer, state.group_names(optimizer, names)), self.first_groups.get(index)
+        tensors = optimizers.by_weight(optimizer, names, index=index)
+        of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
+        groups = optimizers.param_groups(optimizer, of_groups)
         added = (group for group in groups if first is not None and not first.intersection(group["names"]))
         for number, group in enumerate(added, start=1):
-            group[state.ADDED] = number  # equal groups without a number would be merged into one
+            group[optimizers.ADDED] = number  # equal groups without a number would be merged into one
         return {"tensors": tensors, "groups": groups}
 
     @override
@@ -138,13 +154,15 @@ class CheckpointMixin(LayoutMixin):
             filepath = process_group.broadcast_object(filepath)  # ModelCheckpoint's holds a metric of this rank
         path = resume.to_path(filepath)
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", state.OPTIMIZER)}
+        rest |= {SCHEDULES: [*map(schedules.without_objects, rest[SCHEDULES])]} if SCHEDULES in rest else {}
         meta, weights = plain.plain_checkpoint(rest), checkpoint["state_dict"]
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         others = plain.plain_checkpoint({state.OTHER: others} if others else {})
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             if state.OPTIMIZER in checkpoint:
-                meta[state.OPTIMIZER] = [optimizer.state_dict() for optimizer in self.optimizers]
+                own = {state.OPTIMIZER: [optimizer.state_dict() for optimizer in self.optimizers]}
+                meta |= plain.plain_checkpoint(own)
             meta["state_dict"] = tensors | others.get(state.OTHER, {})
             process_group.on_rank_0(partial(lightning_file.write, path, meta))
             return
@@ -158,11 +176,11 @@ class CheckpointMixin(LayoutMixin):
         groups = []
         for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
             if "whole" in saved:
-                meta |= plain.plain_checkpoint({f"{state.WHOLE}.{index}": saved["whole"]})
+                meta |= plain.plain_checkpoint({f"{optimizers.WHOLE}.{index}": saved["whole"]})
                 groups.append([])
                 continue
             tensors |= saved["tensors"]
-            groups.append(state.merge_groups(process_group.all_gather_object(saved["groups"])))
+            groups.append(optimizers.merge_groups(process_group.all_gather_object(saved["groups"])))
         # of the modules that this rank has
         sums = buffers.sums(self.module) if 1 < self.world_size == self.data_size and not self.copies_buffers else {}
         own = process_group.all_gather_object(
@@ -173,6 +191,7 @@ class CheckpointMixin(LayoutMixin):
         meta |= of_ranks.entries(meta, [each[3] for each in own], layout=self.layout)
         meta |= {
             "param_groups": groups,
+            optimizers.CLASSES: [optimizers.class_of(optimizer) for optimizer in self.optimizers],
             "random": self.random_state.gather(self.layout),
             "flags": {name: value for flags, *_ in own for name, value in flags.items()},
         }
@@ -213,7 +232,7 @@ class CheckpointMixin(LayoutMixin):
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         of_ranks.restore(meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING)
         meta[state.OPTIMIZER] = [
-            meta.get(f"{state.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
+            meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
         ]
         self.bucket_order.names = meta.pop(state.BUCKETS, ())
@@ -258,7 +277,7 @@ class CheckpointMixin(LayoutMixin):
         if not fits:
             _warn_of_left_out(self._source, late)
         if self._loading is not None and not fits:
-            state.load_optimizers(self._loading, self.module, [], groups=[], extra=self.extra_tensors())
+            optimizers.load_optimizers(self._loading, self.module, [], groups=[], extra=self.extra_tensors())
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -274,10 +293,11 @@ class CheckpointMixin(LayoutMixin):
         saved = [s["param_groups"] if isinstance(s, SavedOptimizer) else None for s in states]
         for optimizer, given in zip(self.optimizers, states, strict=False):
             if not isinstance(given, SavedOptimizer):
-                optimizer.load_state_dict(given)
-        self._gradients = state.load_optimizers(
-            path, self.module, self.optimizers, groups=saved, extra=self.extra_tensors()
-        )
+                optimizers.load_whole(optimizer, given)
+        self._gradients = optimizers.load_optimizers(
+            path, self.module, self.optimizers, groups=saved, classes=checkpoint.get(optimizers.CLASSES, ()),
+            extra=self.extra_tensors(),
+        )  # fmt: skip
 
     @override
     def on_train_start(self) -> None:
@@ -360,5 +380,5 @@ def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
 def _stepped(optimizer: Optimizer) -> set[Tensor]:
     """Return the parameters that an optimizer may have changed: all of its own, if state does not tell which."""
     own = {param for group in optimizer.param_groups for param in group["params"]}
-    tells = bool(optimizer.state) and not isinstance(optimizer, LBFGS)  # SGD without momentum has none
+    tells = bool(optimizer.state) and not optimizers.is_saved_whole(optimizer)  # SGD without momentum has none
     return {param for param in own if param in optimizer.state} if tells else own

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import plain, state, storage
+from armature.checkpoint import optimizers, plain, state, storage
 from armature.parallel import process_group, ties
 from armature.strategies import extension_locks
 from armature.strategies.base import StrategyMixin
@@ -126,7 +126,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
         names = state.parameter_names(self.module)
-        self._groups = [group for group in state.group_names(optimizer, names) if group]  # the engine flattens them now
+        self._groups = [
+            group for group in optimizers.group_names(optimizer, names) if group
+        ]  # the engine flattens them now
         self._stepped = {names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         return optimizer, scheduler
 
@@ -249,7 +251,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                     tensors[prefix + key] = full.detach().to("cpu", copy=True)
             if here:
                 tensors |= {prefix + key: value for key, value in sample.items() if key not in shaped}
-        return {"tensors": tensors, "groups": state.param_groups(inner, self._groups)}
+        return {"tensors": tensors, "groups": optimizers.param_groups(inner, self._groups)}
 
     @override
     def read_weights(self, path: Path) -> dict[str, Any]:
@@ -309,7 +311,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         kept = {name: others[name] if name in others else whole([name])[name] for name in own}
         state.load_tensors_of(path, self.module, kept, strict=False)  # of get_extra_state, and metrics
         if fitting:
-            state.restore_groups(self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"])
+            optimizers.restore_groups(
+                self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"]
+            )
 
     def _set_full(self, param: Any, value: Tensor, key: str | None = None) -> None:
         """Set this rank's part of a weight that the engine steps, or of its state of a key, from the whole."""

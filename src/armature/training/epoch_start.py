@@ -26,7 +26,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armature.checkpoint import plain, state
+from armature.checkpoint import plain, schedules, state
 from armature.checkpoint.of_ranks import NOT_USERS
 from armature.errors import error_line
 from armature.parallel import randomness
@@ -104,9 +104,9 @@ def undone(trainer: Any) -> Iterator[None]:
     module, loggers = trainer.lightning_module, trainer.loggers
     flags, drawn = state.flags(module), randomness.capture()
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
-    before = [([dict(group) for group in o.param_groups], {p: dict(s) for p, s in o.state.items()}) for o in optimizers]
+    before = [([dict(group) for group in o.param_groups], _state_of(o)) for o in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    schedule_states = [copy.deepcopy(schedules.state_of(scheduler)) for scheduler in schedulers]
     wrapped = [each for each in trainer.strategy._lightning_optimizers if each is not None]
     added = [each for each in (*optimizers, *wrapped) if "add_param_group" not in vars(each)]
     for each in added:  # the checkpoint has the group already
@@ -126,10 +126,14 @@ def undone(trainer: Any) -> Iterator[None]:
                 group.update(values)
             optimizer.state.clear()
             optimizer.state.update(tensors)
-        for scheduler, schedule in zip(schedulers, schedules, strict=True):
-            scheduler.load_state_dict(schedule)
+        for scheduler, schedule in zip(schedulers, schedule_states, strict=True):
+            schedules.load(scheduler, schedule)
         state.set_flags(module, flags)
         randomness.restore(drawn)
+
+
+def _state_of(optimizer: Optimizer) -> dict[Any, Any]:
+    return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in optimizer.state.items()}
 
 
 # ---------------------------------------------------------------- weights

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from armature.checkpoint import schedules
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import attributes, epoch_metrics, epoch_start, schedule_ends
@@ -44,6 +45,7 @@ class RestoreProgress(Callback):
         self._digests: dict[str, str] = {}  # of rank 0's attributes that had changed when the checkpoint was saved
         self._at_start: dict[str, str] | None = None  # the same of all attributes, when training began
         self._weights: dict[str, Tensor] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
+        self._checkpoint: Mapping[str, Any] = {}  # that is loaded
         self._schedules: schedule_ends.Lengths = []
         self._trainer: OurTrainer | None = None
 
@@ -59,7 +61,8 @@ class RestoreProgress(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        assert trainer is not None
+        if trainer is None:  # an error before `setup`, after which a callback saves
+            return {}
         module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
         evaluated = trainer.fit_loop.epoch_loop.val_loop._results
         own = (
@@ -101,12 +104,23 @@ class RestoreProgress(Callback):
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
         self._attributes = epoch_start.SavedAttributes(trainer, checkpoint)
+        self._checkpoint = checkpoint
+        if trainer.lr_scheduler_configs:  # strategies that load after on_fit_start
+            self._find_schedules(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._attributes is not None and not trainer.strategy.restore_checkpoint_after_setup:
             self._weights = epoch_start.copy_weights(trainer, ("on_fit_start",))
+        self._find_schedules(trainer)
         self._find_attributes()
         self._schedules = schedule_ends.lengths_of(trainer)  # their state is loaded later
+
+    def _find_schedules(self, trainer: Trainer) -> None:
+        """Put the schedules that others hold back into the checkpoint, which Lightning loads then."""
+        checkpoint, self._checkpoint = self._checkpoint, {}
+        saved = checkpoint.get("lr_schedulers", ())
+        for number, (config, state) in enumerate(zip(trainer.lr_scheduler_configs, [*saved], strict=False)):
+            saved[number] = schedules.with_objects(config.scheduler, state)
 
     def _find_attributes(self) -> None:
         if self._attributes is not None:

@@ -1,0 +1,402 @@
+"""The state of optimizers: by weight and key for all layouts, or whole where an optimizer keeps more than torch's do.
+
+An entry is named "optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are entries of their own,
+whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with parameter names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+import torch.optim.optimizer as torchs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from armature.checkpoint import misfit, plain, state, storage
+from armature.checkpoint.state import GRADIENTS, OPTIMIZER
+from armature.errors import ConfigError, error_line
+
+WHOLE = "optimizer_state"  # in meta.pt, with its index: the state of an optimizer that is saved whole
+INNER = "__inner__"  # in such a state: those of the optimizers that it holds
+CLASSES = "optimizer_classes"  # in meta.pt: by index
+ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
+_KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")  # modules of optimizers
+# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
+RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def class_of(optimizer: Any) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+# ---------------------------------------------------------------- saved whole
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer computes the loss itself (LBFGS). Its state has no tensor per weight."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def is_saved_whole(optimizer: Any) -> bool:
+    """Return whether a checkpoint holds an optimizer's state dict as it is, instead of its tensors by weight.
+
+    A user's optimizer may save more than torch's entries (Lookahead's slow weights), steps others that it holds (SAM),
+    or have state that belongs to no weight.
+    """
+    if not isinstance(optimizer, Optimizer):  # DeepSpeed's
+        return needs_closure(optimizer)
+    if needs_closure(optimizer) or inner(optimizer):
+        return True
+    if not all(isinstance(key, Tensor) and isinstance(entry, dict) for key, entry in optimizer.state.items()):
+        return True
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return False
+    own = optimizer.state_dict()
+    if not isinstance(own, Mapping) or own.keys() - {"state", "param_groups"}:
+        return True
+    return len(own.get("state", ())) != len(optimizer.state)  # it keeps its state elsewhere
+
+
+def needs_whole_model(optimizer: Any) -> str:
+    return f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or strategy=ddp."
+
+
+def check_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Raise ConfigError if an optimizer steps a tensor that the module does not hold: no checkpoint would have it."""
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise ConfigError(
+                    f"configure_optimizers: {type(optimizer).__name__} steps a tensor of size {tuple(param.shape)} (in "
+                    f"its group {number}) that is no parameter of the module: no checkpoint would hold it, and no "
+                    "strategy would reduce its gradient. Make it an nn.Parameter and an attribute of the module; keep "
+                    "several modules or parameters in nn.ModuleDict, ModuleList, ParameterDict or ParameterList."
+                )
+
+
+def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that another one holds as attributes, or in lists and dicts of them."""
+    found: dict[str, Optimizer] = {}
+    for name, value in vars(optimizer).items():
+        several = value.items() if type(value) is dict else enumerate(value) if type(value) in (list, tuple) else ()
+        for key, each in (("", value), *several):
+            if isinstance(each, Optimizer):
+                found[f"{name}.{key}".removesuffix(".")] = each
+    return found
+
+
+def whole_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return its state dict, with those of the optimizers it holds unless its own `state_dict` cares for them."""
+    own = dict(optimizer.state_dict())
+    if type(optimizer).state_dict is Optimizer.state_dict and (held := inner(optimizer)):
+        own[INNER] = {name: whole_state(each) for name, each in held.items()}
+    return own
+
+
+def load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    own = dict(saved)
+    held, known = own.pop(INNER, {}), inner(optimizer)
+    shared = [each for each in known.values() if each.param_groups is optimizer.param_groups]
+    optimizer.load_state_dict(own)
+    for name in held.keys() & known.keys():
+        load_whole(known[name], held[name])
+    for each in shared:  # load_state_dict gives each optimizer groups of its own
+        each.param_groups = optimizer.param_groups
+
+
+# ---------------------------------------------------------------- saved by weight and key
+def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) -> dict[str, Any]:
+    """Return the state of each parameter as `optimizer_states.<index>.<name>.<key>`, without copies of tensors.
+
+    Raises:
+        ConfigError: the state holds an object that no checkpoint can hold.
+    """
+    found = {}
+    try:
+        for param, entries in optimizer.state.items():
+            prefix = f"{OPTIMIZER}.{index}.{names[param]}."
+            for key, value in entries.items():
+                found |= {prefix + path: leaf for path, leaf in _leaves(value, _escaped(key))}
+    except plain.NotPlain as error:
+        raise ConfigError(plain.problem(f"{type(optimizer).__name__}.state: {error.path}", error.type)) from None
+    return found
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Return the tensors and plain values of which a value consists, by path."""
+    if not isinstance(value, Tensor | dict | list | tuple):
+        value = plain.plain(value, path)
+    if isinstance(value, dict):
+        items, empty = [(_escaped(key), item) for key, item in value.items()], "{}"
+    elif isinstance(value, list | tuple):
+        form, empty = ("[{}]", "[]") if isinstance(value, list) else ("({})", "()")
+        items = [(form.format(number), item) for number, item in enumerate(value)]
+    else:
+        yield path, value
+        return
+    if not items:
+        yield f"{path}/{empty}", None
+    for key, item in items:
+        yield from _leaves(item, f"{path}/{key}")
+
+
+def _escaped(key: Any) -> str:
+    return f"{{{key}}}" if type(key) is int else quote(str(key), safe="").replace(".", "%2E")
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return by key the values of whose parts `by_weight` makes entries."""
+    return {
+        int(key[1:-1]) if key.startswith("{") else unquote(key): plain.restored(value)
+        for key, value in _joined(leaves).items()
+    }
+
+
+def _joined(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    parts: dict[str, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        key, _, rest = path.partition("/")
+        parts.setdefault(key, {})[rest] = leaf
+    return {key: own[""] if "" in own else _container(own) for key, own in parts.items()}
+
+
+def _container(leaves: Mapping[str, Any]) -> Any:
+    first = next(iter(leaves))
+    if first in ("{}", "[]", "()"):
+        return {"{}": {}, "[]": [], "()": ()}[first]
+    if first[0] not in "[(":
+        return nested(leaves)
+    items = sorted(_joined(leaves).items(), key=lambda item: int(item[0][1:-1]))
+    return (list if first[0] == "[" else tuple)(plain.restored(value) for _, value in items)
+
+
+# ---------------------------------------------------------------- parameter groups
+def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str]]:
+    return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
+    """Return each group's hyperparameters and the names of its parameters."""
+    return [
+        {"names": of_group} | _settings(group) for group, of_group in zip(optimizer.param_groups, names, strict=True)
+    ]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's hyperparameters made plain: a rate that NumPy computes is a float."""
+    own = {key: value for key, value in group.items() if key != "params" and key not in RUNTIME_OPTIONS}
+    return plain.plain_checkpoint({"a parameter group of an optimizer": own})["a parameter group of an optimizer"]
+
+
+def add_groups(optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[dict[str, Any]]) -> None:
+    """Add the groups that a hook had added while the run trained, unless a hook has already added them again."""
+    own = {param for group in optimizer.param_groups for param in group["params"]}
+    for group in (group for group in saved if group.get(ADDED)):
+        params = [param for param, name in names.items() if name in group["names"] and param not in own]
+        if params:
+            settings = {key: value for key, value in group.items() if key not in ("names", ADDED)}
+            optimizer.add_param_group({"params": params, **settings})
+
+
+def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge the groups of all pipeline stages into those of the unsharded model, by equal hyperparameters."""
+    merged: list[dict[str, Any]] = []
+    for group in (group for groups in groups_of_ranks for group in groups):
+        known = next((known for known in merged if known | {"names": group["names"]} == group), None)
+        if known is None:
+            merged.append(group | {"names": list(group["names"])})
+        else:
+            known["names"] += [name for name in group["names"] if name not in known["names"]]
+    return merged
+
+
+def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]) -> None:
+    """Restore hyperparameters by parameter name: the order of groups and of parameters may have changed."""
+    by_name = {name: group for group in saved for name in group["names"]}
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        known = next((by_name[name] for name in of_group if name in by_name), {})
+        group.update({k: v for k, v in known.items() if k in group and k != "names"})
+
+
+# ---------------------------------------------------------------- loading
+def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> None:
+    """Create the state tensors of an optimizer that has not stepped yet, to load into.
+
+    Weights that are `held` get state although they are frozen now: they were trained before. What the optimizer's own
+    step raises is raised.
+    """
+    if optimizer.state:
+        return
+    # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones refuse to step otherwise
+        train()
+    for group in optimizer.param_groups:
+        if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
+            group["eps"] = 1e-8
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
+            if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:  # it takes no dense ones
+                param.grad = param.grad.to_sparse()
+    # others may scale, round or project weights whatever the rate is
+    known = type(optimizer).__module__.startswith(_KEEP_WEIGHTS_AT_RATE_0)
+    params = [] if known else [param for group in optimizer.param_groups for param in group["params"]]
+    kept = [(param, param.detach().clone()) for param in params]
+    try:
+        with _without_hooks(optimizer):
+            optimizer.step()
+    finally:
+        with torch.no_grad():
+            for param, value in kept:
+                param.copy_(value)
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)
+        optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Keep away the hooks around a step: a user's may move an average, or count."""
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks += [torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks]
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, before, strict=True):
+            each.update(own)
+
+
+def load_optimizers(
+    checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, groups: list[list[dict[str, Any]] | None],
+    classes: Sequence[str] = (), extra: dict[str, Tensor] | None = None,
+) -> dict[Tensor, Tensor]:  # fmt: skip
+    """Load the optimizers' state in place, and return the gradients that were saved with it, by parameter.
+
+    Args:
+        groups: each optimizer's parameter groups, as saved; one without them keeps its state.
+        classes: the optimizers' classes, as saved. One of the same class gets what was saved, also if its first step
+            does not create all of it.
+        extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
+    """
+    saved, names = storage.read_metadata(checkpoint).state_dict_metadata, state.parameter_names(module)
+    targets: dict[str, Any] = {name: value for name, value in (extra or {}).items() if name in saved}
+    restored = [(i, *pair) for i, pair in enumerate(zip(optimizers, groups, strict=False)) if pair[1] is not None]
+    of_params: list[dict[str, list[str]]] = []
+    for index, optimizer, of_optimizer in restored:
+        keys = _keys(saved, index)
+        of_params.append(keys)
+        add_groups(optimizer, names, of_optimizer or [])
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        targets |= _targets(
+            checkpoint, optimizer, saved, index=index, params={names[p]: p for p in names if p in own}, keys=keys,
+            same=index < len(classes) and classes[index] == class_of(optimizer), names=names,
+        )  # fmt: skip
+    gradients = {p: torch.zeros_like(p) for p, name in names.items() if restored and f"{GRADIENTS}{name}" in saved}
+    targets |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
+    state.check_sizes(checkpoint, saved, targets)
+    storage.read_tensors(checkpoint, targets)
+    for (index, optimizer, of_optimizer), keys in zip(restored, of_params, strict=True):
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        optimizer.state.clear()
+        for param, name in names.items():
+            if param in own and name in keys:  # else it had no gradient yet
+                prefix = f"{OPTIMIZER}.{index}.{name}."
+                optimizer.state[param] = nested({key: targets[prefix + key] for key in keys[name]})
+        restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
+    return gradients
+
+
+def _keys(saved: Iterable[str], index: int) -> dict[str, list[str]]:
+    """Return the keys of a saved optimizer's state, by the parameter's name."""
+    found: dict[str, list[str]] = {}
+    prefix = f"{OPTIMIZER}.{index}."
+    for name in saved:
+        if name.startswith(prefix):
+            param, _, key = name.removeprefix(prefix).rpartition(".")
+            found.setdefault(param, []).append(key)
+    return found
+
+
+def _targets(
+    checkpoint: Path, optimizer: Optimizer, saved: Mapping[str, Any], *, index: int, params: Mapping[str, Tensor],
+    keys: Mapping[str, list[str]], same: bool, names: Mapping[Tensor, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return what to read an optimizer's saved state into: what its first step creates, or tensors like it.
+
+    Args:
+        params, keys: its parameters and the keys of their saved state, by the parameter's name.
+        same: whether an optimizer of the same class has saved it.
+    """
+    failed = ""
+    try:
+        create_state(optimizer, held={params[name] for name in params.keys() & keys.keys()})
+    except Exception as error:  # it steps with a closure alone, or not with gradients of zero
+        optimizer.state.clear()
+        failed = f" (its step without gradients failed: {error_line(error)})"
+    own = by_weight(optimizer, names, index=index)
+    _check_keys(checkpoint, optimizer, keys, _keys(own, index), own, index=index, same=same, failed=failed)
+    found = {}
+    for name in params.keys() & keys.keys():
+        for key in keys[name]:
+            path = f"{OPTIMIZER}.{index}.{name}.{key}"
+            if not isinstance(saved[path], TensorStorageMetadata):
+                found[path] = None
+            elif isinstance(own.get(path), Tensor):
+                found[path] = own[path]
+            else:
+                found[path] = _like(checkpoint, params[name], optimizer, saved[path], path)
+    return found
+
+
+def _like(checkpoint: Path, param: Tensor, optimizer: Optimizer, saved: TensorStorageMetadata, path: str) -> Tensor:
+    """Return a tensor for a saved one that the optimizer has not created: it is where the weight is."""
+    dtype = saved.properties.dtype
+    if tuple(saved.size) == tuple(param.shape):
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    if isinstance(param, DTensor) and saved.size:
+        raise ConfigError(
+            f"{checkpoint}: {type(optimizer).__name__} keeps {path} of size {tuple(saved.size)} for a weight of size "
+            f"{tuple(param.shape)}, which cannot be placed where weights are sharded. Resume with strategy=single or "
+            "strategy=ddp."
+        )
+    group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
+    counts_on_cpu = path.endswith(".step") and not (group.get("fused") or group.get("capturable"))  # as torch's do
+    return torch.zeros(saved.size, dtype=dtype, device="cpu" if counts_on_cpu else param.device)
+
+
+def _check_keys(
+    checkpoint: Path, optimizer: Optimizer, saved: Mapping[str, list[str]], own: Mapping[str, list[str]],
+    values: Mapping[str, Any], *, index: int, same: bool, failed: str,
+) -> None:  # fmt: skip
+    """Raise ConfigError if the state of the parameters that both have has other keys, and so is another optimizer's."""
+
+    def of_common(keys: Mapping[str, list[str]]) -> set[str]:
+        common = saved.keys() & own.keys()
+        return {key.partition("/")[0] for name in common for key in keys[name]}
+
+    there, here = of_common(saved), of_common(own)
+    if not same and saved and not own:
+        there = {key.partition("/")[0] for of_param in saved.values() for key in of_param}
+    elif there == here:
+        return
+    filled = {
+        key.partition("/")[0] for name in own for key in own[name]
+        if isinstance(values[f"{OPTIMIZER}.{index}.{name}.{key}"], Tensor)
+    }  # fmt: skip
+    if same and filled <= there:
+        return
+    raise ConfigError(
+        f"{checkpoint} was saved with another optimizer: its state holds {misfit.few(sorted(there))}, "
+        f"this one's {misfit.few(sorted(here))}{failed}. Resume with the optimizer that the run began with."
+    )

@@ -1,0 +1,58 @@
+"""The state of learning rate schedules that hold others as attributes, as those with a warmup before another do.
+
+torch's `state_dict` of a schedule has all attributes, and so the objects of those that it holds, which no checkpoint
+can hold. Saved is the state of each; loaded is into the objects that `configure_optimizers` has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from armature.errors import ConfigError
+
+HELD = "__schedule__"  # the only key of a dict that holds the state of a schedule
+
+
+def state_of(scheduler: Any) -> dict[str, Any]:
+    return without_objects(scheduler.state_dict())
+
+
+def load(scheduler: Any, saved: Mapping[str, Any]) -> None:
+    scheduler.load_state_dict(with_objects(scheduler, saved))
+
+
+def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _without(value) for name, value in state.items()}
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, LRScheduler):
+        return {HELD: state_of(value)}
+    return type(value)(map(_without, value)) if type(value) in (list, tuple) else value
+
+
+def with_objects(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the states of the schedules that one holds, and return its own state with these objects.
+
+    Raises:
+        ConfigError: it does not hold them.
+    """
+    return {name: _with(scheduler, name, getattr(scheduler, name, None), value) for name, value in saved.items()}
+
+
+def _with(owner: Any, name: str, own: Any, value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {HELD}:
+        if not isinstance(own, LRScheduler):
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} was a schedule when the checkpoint was saved, and is {own!r} now. "
+                "Resume with the schedule that the run began with."
+            )
+        load(own, value[HELD])
+        return own
+    if type(value) in (list, tuple):
+        owns = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
+        return type(value)(_with(owner, name, each, item) for each, item in zip(owns, value, strict=True))
+    return value
