@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -128,11 +128,7 @@ def parallelize(
     data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two axes: HSDP
     if data_mesh.size() > 1 or options.cpu_offload:  # FSDP2 moves offloaded weights to the GPU, of one rank as well
         if plan is None and data_mesh.size() > 1:
-            log.warning(
-                "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a "
-                "plan.py beside it that names its blocks, and each rank gathers the weights of one block at a time.",
-                type(model).__name__,
-            )
+            _warn_of_no_plan(type(model).__name__)
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     elif spread is not None and stages is not None:
@@ -255,3 +251,12 @@ def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan beside a model's class, or the one that the model makes itself."""
     plan = plan_beside(type(model).__module__)
     return model.plan if plan is not None and plan.from_instance else plan  # pyright: ignore[reportReturnType]
+
+
+@cache
+def _warn_of_no_plan(kind: str) -> None:
+    log.warning(
+        "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a plan.py "
+        "beside it that names its blocks, and each rank gathers the weights of one block at a time.",
+        kind,
+    )
