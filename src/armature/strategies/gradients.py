@@ -297,7 +297,11 @@ class GradientMixin(LayoutMixin):
         self, optimizer: Optimizer, clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:  # fmt: skip
-        """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step."""
+        """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step.
+
+        Args:
+            clip_val: norm or value to clip to; 0 or less: no clipping.
+        """
         if isinstance(optimizer, LightningOptimizer):  # of self.optimizers()
             optimizer = optimizer.optimizer
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -309,13 +313,13 @@ class GradientMixin(LayoutMixin):
         norm = self._norm_of(parts)  # of sharded gradients, with the numbers of targets
         factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
         self.grad_norm = norm = norm if factor is None else norm * factor
-        by_value = gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-        if clip_val and not by_value:
+        clips, by_value = clip_val > 0, gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        if clips and not by_value:
             shrink = (clip_val / (norm + 1e-6)).clamp(max=1.0)
             factor = shrink if factor is None else shrink * factor  # one pass for both
         if factor is not None:
             gradients.multiply(parts, by=factor)
-        if clip_val and by_value:
+        if clips and by_value:
             gradients.clip_by_value(parts, value=clip_val)
 
     def _norm_of(self, parts: Sequence[gradients.Part]) -> Tensor:
