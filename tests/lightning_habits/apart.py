@@ -1,9 +1,11 @@
 """What ranks do apart from one another: values by their own data, work of rank 0 alone."""
 
 import torch
+from torch.optim import lr_scheduler
 from torchmetrics import MeanMetric
 
-from tests.lightning_habits.regression import Regressor
+from tests.lightning_habits.generative import GAN
+from tests.lightning_habits.regression import Manual, Regressor
 
 
 class LogsByData(Regressor):
@@ -91,6 +93,64 @@ class StepsByData(Regressor):
         loss = optimizer_closure()
         if float(loss) < 0.5:
             optimizer.step()
+
+
+class PlateauByHand(Manual):
+    """A plateau of manual optimization follows each rank's own loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(loss)
+        opt.step()
+        self.log("loss", loss)
+        self.lr_schedulers().step(loss.detach())
+
+    def configure_optimizers(self):
+        optimizer = self.sgd()
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return [optimizer], [plateau]
+
+
+class SchedulesByOwnValue(Regressor):
+    """A schedule of another package, which reads what each rank has logged of its own."""
+
+    class Follows(lr_scheduler.LRScheduler):
+        seen = 1.0
+
+        def get_lr(self):
+            return [rate * min(1.0, self.seen) for rate in self.base_lrs]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", loss)
+        return loss
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.seen = float(self.trainer.callback_metrics.get("own", 1.0))
+        scheduler.step()
+
+    def configure_optimizers(self):
+        optimizer = self.sgd()
+        return [optimizer], [{"scheduler": self.Follows(optimizer), "interval": "step"}]
+
+
+class StepsByAccuracy(GAN):
+    """The discriminator makes no step while it is too good, which each rank decides by its own samples."""
+
+    def training_step(self, batch, batch_idx):
+        imgs, _ = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self(self.noise(imgs))
+        opt_g.zero_grad()
+        self.manual_backward(-self.discriminate(fake).mean())
+        opt_g.step()
+        opt_d.zero_grad()
+        real = self.discriminate(imgs)
+        self.manual_backward(self.discriminate(fake.detach()).mean() - real.mean())
+        if (real > 0).float().mean() < 0.8:
+            opt_d.step()
 
 
 class LocalBuffer(Regressor):

@@ -2,10 +2,13 @@
 
 from tests.lightning_habits.cells import ALL, NO_CLIP, SINGLE, regression
 from tests.lightning_habits.field import ASKED, FIELDS
+from tests.lightning_habits.runs import Habit
 
 WITH_COPIES = ("single", "ddp2")  # under fsdp a save warns that rank 0's buffers are kept
 LOST = {"fsdp2": "forward changes weights"}
 UNEQUAL = "is not the same on all ranks"
+STEPS = "the number of steps of SGD is not the same"
+RATE = dict.fromkeys(("ddp2", "fsdp2"), "the learning rate of SGD is not the same")
 UNEQUAL_EVERYWHERE = {"ddp2": UNEQUAL, "fsdp2": UNEQUAL}
 
 RESEARCH = [
@@ -46,7 +49,16 @@ APART = [
     regression("samples_on_rank_zero", "apart.SamplesOnRankZero", layouts=("single", "ddp2")),
     regression("skips_by_data", "apart.SkipsByData", refused=dict.fromkeys(("ddp2", "fsdp2"), "returns -1 on rank")),
     regression("stops_by_data", "apart.StopsByData", stop=3),
-    regression("steps_by_data", "apart.StepsByData", random=True, layouts=WITH_COPIES, refused={"ddp2": UNEQUAL}),
+    regression("steps_by_data", "apart.StepsByData", layouts=WITH_COPIES, refused={"ddp2": STEPS}),
+    regression("plateau_by_hand", "apart.PlateauByHand", refused=RATE, sample=("fsdp2",)),
+    regression("schedules_by_own_value", "apart.SchedulesByOwnValue", refused=RATE, sample=("fsdp2",)),
+    Habit(
+        name="steps_by_accuracy",
+        task="apart.StepsByAccuracy",
+        data="images",
+        sample=("fsdp2",),
+        refused=dict.fromkeys(("ddp2", "fsdp2"), "the number of steps of Adam (optimizer 2 of 2) is not the same"),
+    ),
     regression("local_buffer", "apart.LocalBuffer", random=True, layouts=WITH_COPIES),
     regression("local_buffer_inside", "apart.LocalBufferInside", random=True, layouts=WITH_COPIES),
 ]

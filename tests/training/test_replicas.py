@@ -32,30 +32,40 @@ def test_a_weight_that_one_rank_has_alone_differs():
     assert replicas.first_difference([own, {**own, "added": (1.0, 1.0, 1e-4)}]) == ("added", 1)
 
 
-@pytest.mark.parametrize("replicates", [True, False])
-def test_learning_rates_that_follow_each_rank_s_own_value_are_named(replicates, monkeypatch):
+@pytest.fixture
+def updates(monkeypatch):
+    """Check an optimizer of two ranks, the second of which has other rates, steps or a stage of its own."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    config = SimpleNamespace(reduce_on_plateau=True, monitor="val/loss", scheduler=SimpleNamespace(best=0.5))
+    config = SimpleNamespace(monitor="val/loss", scheduler=SimpleNamespace(optimizer=optimizer))
     trainer: Any = SimpleNamespace(
         optimizers=[optimizer], lr_scheduler_configs=[config], lightning_module=nn.Linear(1, 1)
     )
-    strategy = SimpleNamespace(world_size=2, replicates_weights=replicates, replicated_weights=dict)
+    strategy = SimpleNamespace(world_size=2, replicates_weights=False, stage=0, steps_made={optimizer: 4})
     monkeypatch.setattr(replicas.StrategyMixin, "find", lambda trainer: strategy)
     monkeypatch.setattr(replicas, "completed_batches", lambda trainer: 4)
 
-    def other_rank_has(rates: list[float], best: str) -> None:
-        gathered = {tuple: (rates, [best])}
-        monkeypatch.setattr(
-            replicas.process_group, "all_gather_object", lambda own: [own, gathered.get(type(own), own)]
-        )
-
-    other_rank_has([0.1], "0.4")
-    replicas.check(trainer)
-    other_rank_has([0.01], "0.5")  # of a pipeline's stage, which has another group
-    replicas.check(trainer)
-    other_rank_has([0.01], "0.4")
-    with pytest.raises(ConfigError, match=r'0\.1 on rank 0 and 0\.01 on rank 1.*self\.log\("val/loss", …'):
+    def check(*, rates: list[float], steps: int = 4, stage: int = 0) -> None:
+        other = (stage, [(steps, rates)], {})
+        monkeypatch.setattr(replicas.process_group, "all_gather_object", lambda own: [own, other])
         replicas.check(trainer)
+
+    return check
+
+
+def test_learning_rates_that_follow_each_rank_s_own_value_are_named(updates):
+    updates(rates=[0.1 + 1e-9])
+    with pytest.raises(ConfigError, match=r'rate of SGD is .* 0\.1 on rank 0 and 0\.01 on rank 1.*log\("val/loss", …'):
+        updates(rates=[0.01])
+
+
+def test_steps_that_each_rank_decides_about_are_named(updates):
+    updates(rates=[0.1])
+    with pytest.raises(ConfigError, match=r"number of steps of SGD is .* after step 4: 4 on rank 0 and 3 on rank 1"):
+        updates(rates=[0.1], steps=3)
+
+
+def test_another_stage_of_a_pipeline_may_have_other_groups(updates):
+    updates(rates=[0.01, 0.1], stage=1)
 
 
 def test_weights_that_are_not_finite_are_left_to_on_nan():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,6 +45,7 @@ class GradientMixin(LayoutMixin):
             if no step has been made since it was logged.
         gradients_are_scaled: whether this step's gradients have been multiplied by `gradient_scale`.
         target_weights: the numbers of targets in this step.
+        steps_made: by each optimizer in this process, those that are left out included.
         on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update, `skip` leaves it out,
             `stop` and `rollback` leave out the later ones too, until the run is ended.
         update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores buffers. None: nothing
@@ -59,6 +61,7 @@ class GradientMixin(LayoutMixin):
     gradients_are_scaled: bool = False
     grad_norm: Tensor | None
     target_weights: TargetWeights
+    steps_made: Counter[Any]
     _trainer: L.Trainer
     _data_ranks: int
     _weighs_targets: bool
@@ -82,6 +85,7 @@ class GradientMixin(LayoutMixin):
         self._reduced = [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
         self.target_weights.reset()
+        self.steps_made = Counter()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
         self._hooks_read_gradients = own_hooks or any(map(needs_scaled_gradients, trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
         clips = is_overridden("clip_gradients", self.module)
@@ -106,6 +110,7 @@ class GradientMixin(LayoutMixin):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         complete, result, left_out = self.completes_step, None, False
+        self.steps_made[optimizer] += 1
         try:
             try:
                 result = super().optimizer_step(optimizer, *args, **kwargs)

@@ -52,6 +52,11 @@ class LayoutMixin(_Base):
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     @property
+    def stage(self) -> int:
+        """This rank's stage of a pipeline; 0 without a pipeline."""
+        return 0
+
+    @property
     def ranks_per_stage(self) -> int:
         """The number of ranks that together hold one pipeline stage, or the whole model without a pipeline."""
         return self.world_size // self.sizes.get("pipe", 1)

@@ -137,6 +137,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @property
     @override
+    def stage(self) -> int:
+        return self._rank_on("pipe")
+
+    @property
+    @override
     def layout_notes(self) -> list[str]:
         notes = [f"expert={self.options['expert']}"] * (self.options["expert"] > 1)
         return notes + [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (self.sizes["tensor"] > 1)
@@ -151,7 +156,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def rng_stream(self) -> int:
-        return self.data_rank * self.sizes["pipe"] + self._rank_on("pipe")
+        return self.data_rank * self.sizes["pipe"] + self.stage
 
     # ------------------------------------------------------------ building
     @override

@@ -1,9 +1,10 @@
-"""Find weights that users' code changes on some ranks only: training goes on without a word, and is wrong."""
+"""Find weights, rates and steps that users' code changes on some ranks only: training would continue, and be wrong."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -19,6 +20,7 @@ _PARTS = {torch.float64: 1e-4, torch.float32: 1e-4}  # of its norm that a weight
 _PART_OF_SHORT = 0.02
 
 Sums = Mapping[str, tuple[float, float, float]]  # name → sum, norm, and the part of the norm that may differ
+Update = tuple[int, list[float]]  # of an optimizer: the steps that it has made, and the rates of its groups
 
 
 def step_ended(trainer: L.Trainer) -> None:
@@ -29,19 +31,18 @@ def step_ended(trainer: L.Trainer) -> None:
 
 
 def check(trainer: L.Trainer) -> None:
-    """Raise ConfigError if ranks that must hold the same weights do not. Called by all ranks."""
+    """Raise ConfigError if ranks that must train alike do not. Called by all ranks."""
     strategy = StrategyMixin.find(trainer)
     if strategy is None or strategy.world_size == 1:
         return
-    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        _check_rates(trainer)
-    if not strategy.replicates_weights:
-        return
-    everyones = process_group.all_gather_object(sums(strategy.replicated_weights()))
-    if (found := first_difference(everyones)) is None:
+    replicated = strategy.replicated_weights() if strategy.replicates_weights else {}
+    everyones = process_group.all_gather_object((strategy.stage, _updates(trainer, strategy), sums(replicated)))
+    _compare_updates(trainer, [(stage, updates) for stage, updates, _ in everyones])
+    weights = [of_rank for *_, of_rank in everyones]
+    if (found := first_difference(weights)) is None:
         return
     name, rank = found
-    first, other = (f"{each[name][1]:.6g}" if name in each else "missing" for each in (everyones[0], everyones[rank]))
+    first, other = (f"{each[name][1]:.6g}" if name in each else "missing" for each in (weights[0], weights[rank]))
     raise ConfigError(
         f"{type(trainer.lightning_module).__name__}: {name} is not the same on all ranks after step "
         f"{completed_batches(trainer)}: its norm is {first} on rank 0 and {other} on rank {rank}. "
@@ -49,23 +50,52 @@ def check(trainer: L.Trainer) -> None:
     )
 
 
-def _check_rates(trainer: L.Trainer) -> None:
-    """Raise ConfigError if schedules that follow a metric have seen other values on other ranks, and acted on them."""
-    following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    rates = [float(group["lr"]) for each in trainer.optimizers for group in each.param_groups]
-    seen = [str(getattr(config.scheduler, "best", None)) for config in following]
-    everyones = process_group.all_gather_object((rates, seen))
-    for rank, (its_rates, its_seen) in enumerate(everyones):
-        both = zip(everyones[0][0], its_rates, strict=False)
-        first, other = next((pair for pair in both if pair[0] != pair[1]), (0.0, 0.0))
-        if first != other and its_seen != everyones[0][1]:  # stages of a pipeline may have other groups
-            monitors = [str(config.monitor) for config in following]
+def _updates(trainer: L.Trainer, strategy: StrategyMixin) -> list[Update]:
+    """Return the steps that each optimizer has made in this process, and the learning rates of its groups."""
+    return [
+        (strategy.steps_made[each], [float(group.get("lr", 0.0)) for group in each.param_groups])
+        for each in trainer.optimizers
+    ]
+
+
+def _compare_updates(trainer: L.Trainer, everyones: Sequence[tuple[int, list[Update]]]) -> None:
+    """Raise ConfigError if ranks have made other numbers of steps, or with other rates, than the first of their stage.
+
+    Weights that are sharded do not show it: no rank has a part of another one.
+
+    Args:
+        everyones: each rank's stage of the pipeline, whose parameter groups may be others, and its `_updates`.
+    """
+    stages = [stage for stage, _ in everyones]
+    for rank, (stage, updates) in enumerate(everyones):
+        first = stages.index(stage)
+        for number, (expected, update) in enumerate(zip(everyones[first][1], updates, strict=True)):
+            rates = zip(expected[1], update[1], strict=False)
+            unequal = next((pair for pair in rates if not _alike(*pair)), None)
+            if unequal is None and expected[0] == update[0]:
+                continue
+            what, one, other = "number of steps", str(expected[0]), str(update[0])
+            if unequal is not None:
+                what, one, other = "learning rate", *(f"{rate:.6g}" for rate in unequal)
+            optimizer = trainer.optimizers[number]
+            which = f" (optimizer {number + 1} of {len(updates)})" if len(updates) > 1 else ""
             raise ConfigError(
-                f"{type(trainer.lightning_module).__name__}: the learning rate is not the same on all ranks after step "
-                f"{completed_batches(trainer)}: {first:.6g} on rank 0 and {other:.6g} on rank {rank}. A schedule "
-                f"follows {', '.join(monitors)}, of which each rank has the value of its own samples. Write "
-                f'self.log("{monitors[0]}", …, sync_dist=True).'
+                f"{type(trainer.lightning_module).__name__}: the {what} of {type(optimizer).__name__}{which} is not "
+                f"the same on all ranks after step {completed_batches(trainer)}: {one} on rank {first} and {other} on "
+                f"rank {rank}. A schedule or your code decides by a value that each rank has of its own samples. Write "
+                f"self.log({_monitor(trainer, optimizer)}, …, sync_dist=True) if it is read from "
+                "trainer.callback_metrics, otherwise self.all_gather(value).mean()."
             )
+
+
+def _alike(rate: float, other: float) -> bool:
+    return math.isclose(rate, other, rel_tol=1e-6) or (math.isnan(rate) and math.isnan(other))
+
+
+def _monitor(trainer: L.Trainer, optimizer: Any) -> str:
+    """Return the name of the value that a schedule of this optimizer follows, in quotes, as far as it is known."""
+    own = (each for each in trainer.lr_scheduler_configs if getattr(each.scheduler, "optimizer", None) is optimizer)
+    return next((f'"{each.monitor}"' for each in own if each.monitor is not None), "name")
 
 
 @torch.no_grad()
