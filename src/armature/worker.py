@@ -173,6 +173,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
+    decided = partial(manual.check_unchanged, task.automatic_optimization)
     first = [errors, checks, heartbeat, progress, guard, step_log, Unsynced()]
     trainer = Trainer(
         strategy=strategy,
@@ -183,8 +184,14 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
         max_epochs=limits.epochs,
-        before_training=[partial(_save_assets, data, directory), step_log.resume, progress.begin, checkpointing.begin],
-        step_ended=[replicas.step_ended, checkpointing.step_ended, stop.step_ended],
+        before_training=[
+            decided,
+            partial(_save_assets, data, directory),
+            step_log.resume,
+            progress.begin,
+            checkpointing.begin,
+        ],
+        step_ended=[decided, replicas.step_ended, checkpointing.step_ended, stop.step_ended],
         validation_ended=[checkpointing.validation_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),

@@ -147,6 +147,34 @@ class ByProperty(Manual):
         return False
 
 
+class ManualInSetup(Manual):
+    """Decided in `setup`, after the run was built for automatic optimization."""
+
+    def __init__(self):
+        Regressor.__init__(self)
+
+    def setup(self, stage):
+        self.automatic_optimization = False
+
+
+class AutomaticLate(Manual):
+    """Decided in configure_optimizers, for automatic optimization."""
+
+    def training_step(self, batch, batch_idx):
+        return self.shared_step(batch, "train")
+
+    def configure_optimizers(self):
+        self.automatic_optimization = True
+        return self.sgd()
+
+
+class ManualInTraining(Regressor):
+    """Changed between two epochs."""
+
+    def on_train_epoch_end(self):
+        self.automatic_optimization = False
+
+
 class ManualBF16(Manual):
     """An additional autocast by hand."""
 

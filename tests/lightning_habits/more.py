@@ -3,6 +3,7 @@
 from tests.lightning_habits.cells import ALL, CALLBACKS, FIND_UNUSED, NO_CLIP, SINGLE, STOCK, callback, regression
 from tests.lightning_habits.runs import Habit
 
+NOT_IN_INIT = dict.fromkeys(ALL, "follow from its value after __init__")
 OPTIMIZER_INIT = "+task.optimizer_init={class_path:torch.optim.SGD,init_args:{lr:0.05,momentum:0.9}}"
 SCHEDULER_INIT = (
     "+task.lr_scheduler_init={class_path:torch.optim.lr_scheduler.StepLR,init_args:{step_size:1,gamma:0.5}}"
@@ -19,6 +20,9 @@ MANUAL = [
     regression("no_optimizer", "manual.NoOptimizer", NO_CLIP),
     regression("no_optimizer_automatic", "manual.NoneAutomatic", sample=SINGLE),
     regression("manual_by_property", "manual.ByProperty", NO_CLIP),
+    regression("manual_in_setup", "manual.ManualInSetup", NO_CLIP, refused=NOT_IN_INIT, sample=SINGLE),
+    regression("automatic_late", "manual.AutomaticLate", NO_CLIP, refused=NOT_IN_INIT, sample=SINGLE),
+    regression("manual_in_training", "manual.ManualInTraining", refused=NOT_IN_INIT),
     regression("manual_bf16", "manual.ManualBF16", NO_CLIP, "trainer.precision=bf16-mixed", random=True),
     regression("multitask", "manual.Multitask", NO_CLIP),
     regression("steps_at_the_end", "manual.StepsAtTheEnd", NO_CLIP),

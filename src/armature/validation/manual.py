@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from armature.data import batching
+from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.validation.signatures import assigns
 
@@ -54,3 +55,14 @@ def setting_problems(name: str, *, clip: Any, micro: Any, size: int | None, on_n
             "works here, or trainer.on_nan=stop."
         )
     return found
+
+
+def check_unchanged(automatic: bool, trainer: Any) -> None:
+    """Raise ConfigError if the module's `automatic_optimization` is not what it was when the run was built."""
+    module = trainer.lightning_module
+    if (now := module.automatic_optimization) != automatic:
+        raise ConfigError(
+            f"{type(module).__name__}.automatic_optimization was {automatic} after __init__ and is {now} now. The "
+            "limit of steps, clipping and accumulation follow from its value after __init__. Set "
+            f"self.automatic_optimization = {now} there."
+        )
