@@ -71,6 +71,7 @@ REGRESSION = [
     regression("lambda", "regression.Lambda"),
     regression("own_warmup", "regression.OwnWarmup", sample=SINGLE),
     regression("skipped_updates", "regression.SkippedUpdates"),
+    regression("accumulates_by_hooks", "regression.AccumulatesByHooks", stop=8, sample=("single", "fsdp2")),
     regression("two_schedules", "regression.TwoSchedules"),
     # its estimates of the curvature amplify rounding
     regression("lbfgs", "regression.LBFGS", random=True, refused={"fsdp2": "needs the whole model on every rank"}),

@@ -140,6 +140,20 @@ class SkippedUpdates(Regressor):
             optimizer_closure()
 
 
+class AccumulatesByHooks(Regressor):
+    """Gradients of four batches per step, within automatic optimization."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 4 == 0:
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 4 == 3 or self.trainer.is_last_batch:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
 class TwoSchedules(Regressor):
     """Two schedules of one optimizer: one per step, one per epoch."""
 

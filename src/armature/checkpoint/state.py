@@ -55,7 +55,7 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return gradients as `extra.grad.<name>`: a step of manual optimization may use those of earlier batches too."""
+    """Return gradients as `extra.grad.<name>`, for a module whose steps may use those of earlier batches too."""
     named = ((name, param.grad) for param, name in parameter_names(module).items())
     return {f"{GRADIENTS}{name}": gradient for name, gradient in named if gradient is not None}
 

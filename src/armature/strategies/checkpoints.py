@@ -171,7 +171,7 @@ class CheckpointMixin(LayoutMixin):
         meta |= others
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out} | self.extra_tensors()
-        if not self.module.automatic_optimization and state.OPTIMIZER in checkpoint:
+        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
             tensors |= state.pending_gradients(self.module)
         groups = []
         for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
@@ -202,6 +202,12 @@ class CheckpointMixin(LayoutMixin):
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether the next step may add to the gradients of earlier batches, which Lightning else sets to None."""
+        own_zero_grad = hooks.is_overridden(self.module, "optimizer_zero_grad", L.LightningModule)
+        return own_zero_grad or not self.module.automatic_optimization
 
     def unchanged_base(self) -> set[str]:
         """Return the weights that checkpoints leave out: those that are as they were in the base model."""
