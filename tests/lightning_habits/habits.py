@@ -79,6 +79,7 @@ REGRESSION = [
     regression("total_norm", "regression.TotalNorm"),
     regression("skips_steps", "regression.SkipsSteps", layouts=SINGLE),
     regression("reductions", "regression.Reductions", apart=("mine_local",), sample=("single", "ddp2")),
+    regression("logs_doubles", "regression.LogsDoubles", sample=SINGLE),
     regression("collects_outputs", "regression.CollectsOutputs"),
     regression("collects_train_outputs", "regression.CollectsTrainOutputs", sample=("ddp2",)),
     regression("two_loaders", "regression.TwoLoaders", "data._target_=tests.lightning_habits.data.TwoLoaders"),

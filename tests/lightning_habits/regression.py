@@ -248,6 +248,26 @@ class Reductions(Regressor):
         self.log("extra_mean", outputs["extra"].mean(), sync_dist=True)
 
 
+class LogsDoubles(Regressor):
+    """Values in float64, of steps, epochs and the validation before, one of them logged in an epoch's first step."""
+
+    def on_train_epoch_start(self):
+        self.log("start", torch.tensor(self.current_epoch + 1.0, dtype=torch.float64) / 3)
+
+    def training_step(self, batch, batch_idx):
+        value = batch[0].double().mean() / 3
+        self.log("double", value, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("doubles", batch[0].double().sum() / 3, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        if batch_idx == 0:
+            self.log("first", value, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        validated = self.trainer.callback_metrics.get("val/double", torch.tensor(0.1, dtype=torch.float64))
+        self.log("validated", validated + 1 / 3)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/double", batch[0].double().mean() / 3, sync_dist=True)
+
+
 class CollectsOutputs(Regressor):
     """Lightning 2's form of *_epoch_end: outputs are kept in a list."""
 

@@ -218,3 +218,17 @@ def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_th
     assert resumed.metrics(on_step=False)["log"] == {}
     resumed.reset()
     assert resumed.metrics(on_step=True)["log"] == {}
+
+
+@pytest.mark.parametrize(("older", "dtype"), [(False, torch.float64), (True, torch.float32)])
+def test_logged_values_keep_their_type_and_older_checkpoints_have_none(older, dtype):
+    saved = {"mean": {"reduce_fx": "mean", "fx": "training_step", "name": "mean", "value": 0.5, "samples": 2}}
+    saved["mean"] |= {"sync": False, "rank_zero_only": False} | ({} if older else {"type": "float64"})
+    results = _ResultCollection(training=True)
+    epoch_metrics.restore(results, saved, Module(), reduce=lambda value: value, device=torch.device("cpu"))
+    assert (results["mean"].value.dtype, float(results["mean"].compute())) == (dtype, 0.25)
+    newest = epoch_metrics.Results(training=True)
+    value = 0.5 if older else epoch_metrics.numbers({"x": torch.tensor(0.5, dtype=torch.float64)})["x"]
+    newest.continue_from({"log": {"x": value}, "pbar": {"x": value}})
+    found = newest.metrics(on_step=True)
+    assert (found["log"]["x"].dtype, found["pbar"]["x"]) == (dtype, 0.5)

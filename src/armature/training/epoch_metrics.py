@@ -29,7 +29,7 @@ from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
-Newest = Mapping[str, Mapping[str, float]]
+Newest = Mapping[str, Mapping[str, Any]]
 Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
 _NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute", "add_dataloader_idx", "dataloader_idx")
@@ -63,7 +63,7 @@ class Results(_ResultCollection):
     def continue_from(self, newest: Newest) -> None:
         """Take what `newest_of` returned; Lightning's bars take numbers, all else tensors."""
         self.newest = {
-            kind: {name: value if kind == "pbar" else torch.tensor(value) for name, value in values.items()}
+            kind: {name: float(value) if kind == "pbar" else torch.as_tensor(value) for name, value in values.items()}
             for kind, values in newest.items()
         }
 
@@ -78,10 +78,17 @@ class Results(_ResultCollection):
         super().update_metrics(key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def newest_of(results: Results) -> dict[str, dict[str, float]]:
+def newest_of(results: Results) -> dict[str, dict[str, Tensor]]:
     """Return the values that were logged last in steps of this epoch, by what they are for, and by name."""
-    found = results.metrics(on_step=True)
-    return {kind: {name: float(value) for name, value in values.items()} for kind, values in found.items()}
+    return {kind: numbers(values) for kind, values in results.metrics(on_step=True).items()}
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return copies on the CPU, each of its own type: a float would become float32."""
+    return {
+        name: torch.tensor(float(value), dtype=value.dtype if isinstance(value, Tensor) else None)
+        for name, value in values.items()
+    }
 
 
 @contextmanager
@@ -114,6 +121,7 @@ def collect(results: Any, module: nn.Module) -> Facts:
         if metric.is_tensor:
             facts |= {
                 "value": float(metric.value),
+                "type": str(metric.value.dtype).removeprefix("torch."),
                 "samples": int(getattr(metric, "cumulated_batch_size", 0)),
                 "sync": metric.meta.sync.should,
                 "rank_zero_only": metric.meta.sync.rank_zero_only,
@@ -293,7 +301,7 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
             own[key] = facts
         elif sync.should and not sync.rank_zero_only and sync.group is None:
             empty = {"value": _NOTHING.get(facts["reduce_fx"], 0.0), "samples": 0}
-            own[key] = facts | empty | {"type": str(value.dtype).removeprefix("torch."), "device": value.device.type}
+            own[key] = facts | empty | {"device": value.device.type}
     everyones = process_group.all_gather_object(own)
     order = dict.fromkeys(key for each in everyones for key in each)
     if all([*each] == [*order] for each in everyones):
@@ -304,9 +312,8 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
     for key, meta in known.items():
         results[key].meta = meta
     for key, facts in missing.items():
-        if "type" in facts:  # as on the rank that logged it: unlike tensors cannot be reduced
+        if "device" in facts:  # as on the rank that logged it: unlike tensors cannot be reduced
             results[key].to(device if device.type == facts["device"] else torch.device("cpu"))
-            results[key].value = results[key].value.to(getattr(torch, facts["type"]))
     ordered = {key: results[key] for key in [*order, *results] if key in results}
     results.clear()
     results.update(ordered)
@@ -322,7 +329,8 @@ def clear(results: Any, restored: Facts) -> None:
 
 
 def _restore(metric: Any, facts: dict[str, Any]) -> None:
-    metric.value = torch.full_like(metric.value, facts["value"])
+    dtype = getattr(torch, facts["type"]) if "type" in facts else None  # older checkpoints have none
+    metric.value = torch.full_like(metric.value, facts["value"], dtype=dtype)
     if metric.meta.is_mean_reduction:
         metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])
 

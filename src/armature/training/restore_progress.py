@@ -29,7 +29,7 @@ class RestoreProgress(Callback):
 
     def __init__(self) -> None:
         self._epoch = 0  # when the checkpoint was saved
-        self._metrics: dict[str, float] = {}
+        self._metrics: Mapping[str, Tensor | float] = {}  # older checkpoints hold floats
         self._step_values: list[str] = []
         self._data_ranks: list[int] = []  # of each rank
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
@@ -78,7 +78,7 @@ class RestoreProgress(Callback):
         logged, states, data_ranks, in_eval, random, newest, digests = everyones
         return {
             "epoch": trainer.current_epoch,
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "metrics": epoch_metrics.numbers(trainer.callback_metrics),
             "step_values": sorted(trainer.step_metrics.step_values),
             "data_ranks": list(data_ranks),
             "logged": list(logged),
@@ -170,7 +170,7 @@ class RestoreProgress(Callback):
 
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
         known = trainer.callback_metrics.keys()  # of the validation that the checkpoint owed
-        restored = {n: torch.tensor(v) for n, v in self._metrics.items() if n not in known}
+        restored = {n: torch.as_tensor(v) for n, v in self._metrics.items() if n not in known}
         trainer.callback_metrics.update(restored)
         trainer.step_metrics.step_values.update(self._step_values)
         module, own, newest = trainer.lightning_module, {}, {}
