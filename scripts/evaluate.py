@@ -35,15 +35,18 @@ def evaluate(args: argparse.Namespace) -> None:
     from armature.data.users_view import UsersTrainer
     from armature.loading import load_data, load_task, set_up_with, weights_note
     from armature.training import process
+    from armature.training.no_logger import NoLogger
 
     process.quiet()
     data = load_data(cfg)
-    task = load_task(cfg, checkpoint, set_up=set_up_with(data, "validate" if args.split == "val" else "test"))
+    run_dir, stage = Path(cfg.run.dir), "validate" if args.split == "val" else "test"
+    task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, run_dir=run_dir))
     accelerator = cli.accelerator(args.accelerator)
     trainer = UsersTrainer(
         accelerator=accelerator,
         devices=1,
-        logger=False,
+        logger=NoLogger(run_dir),
+        default_root_dir=run_dir,
         precision=cfg.trainer.precision,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -85,11 +85,11 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     process.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
-        task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict"))
+        task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict", run_dir=Path(cfg.run.dir)))
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
         predict.predict(
-            task, data, folder / f"{rank}.jsonl", rank=rank, ranks=ranks,
+            task, data, folder / f"{rank}.jsonl", run_dir=Path(cfg.run.dir), rank=rank, ranks=ranks,
             accelerator=accelerator, precision=cfg.trainer.precision,
         )  # fmt: skip
 

@@ -7,9 +7,10 @@ import lightning.pytorch as L
 import pytest
 import torch
 import yaml
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import running
 from tests.forked import Forks
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,22 @@ class Failing(Images):
         if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1:
             raise ValueError("the user's own error")
         return super().training_step(batch, batch_idx)
+
+
+class Watcher(TensorBoardLogger):
+    """Has a method `watch`, as WandbLogger."""
+
+    def watch(self, module):
+        self.watched = module
+
+
+class Watched(Images):
+    def setup(self, stage):
+        self.logger.watch(self)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+    def predict_step(self, batch, batch_idx):
+        self.logger.experiment.add_image("picture", torch.zeros(3, 4, 4))
+        return self.net(batch["inputs"])
 
 
 class FirstWeights(L.Callback):
@@ -114,6 +131,21 @@ def test_without_a_logger_the_module_runs_and_a_warning_says_what_it_misses(fork
     logs = (forks.cwd / "outputs" / "b" / "logs" / "rank_0000.log").read_text()
     assert "self.logger.experiment.add_image does nothing" in ended.output + logs
     assert (forks.cwd / "outputs" / "b" / "summary.json").exists()
+
+
+def test_what_a_module_logs_does_nothing_when_it_is_measured_or_predicts(forks):
+    watcher = "+logger.watcher={_target_:tests.test_lightning_surface.Watcher,save_dir:.}"
+    task = "task._target_=tests.test_lightning_surface.Watched"
+    forks.train(*COMMAND, task, "run.name=i", "logger=null", watcher)
+    run = forks.cwd / "outputs" / "i"
+    words, before = (str(run), COMMAND[2]), sorted(run.rglob("*"))
+    measured = running.script("evaluate.py", *words, "--split", "val", cwd=forks.cwd)
+    assert "val/loss" in measured.stdout
+    assert "self.logger.watch does nothing: evaluate.py and predict.py log nothing" in measured.stderr
+    assert "self.logger.experiment.add_image does nothing" in measured.stderr
+    predicted = running.script("predict.py", *words, "out=p.csv", cwd=forks.cwd)
+    assert "self.logger.experiment.add_image does nothing" in predicted.stderr
+    assert sorted(run.rglob("*")) == before
 
 
 def test_a_bar_of_lightning_s_replaces_ours(forks):

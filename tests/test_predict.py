@@ -37,7 +37,14 @@ def parts(folder, ranks, task=None, make=lambda: Ten(global_batch_size=4, eval_b
     found = [folder / f"{rank}of{ranks}.jsonl" for rank in range(ranks)]
     for rank, part in enumerate(found):
         predict.predict(
-            task or Predictor(), make(), part, rank=rank, ranks=ranks, accelerator="cpu", precision="32-true"
+            task or Predictor(),
+            make(),
+            part,
+            run_dir=folder,
+            rank=rank,
+            ranks=ranks,
+            accelerator="cpu",
+            precision="32-true",
         )
     return found
 
@@ -209,7 +216,8 @@ def test_what_prevents_predictions_is_named_and_leaves_no_file(predicts, message
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     data = SimpleNamespace(_target_="mine.Data")
-    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1, accelerator="cpu"), data=data)
+    run = SimpleNamespace(dir=str(tmp_path / "run"))
+    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1), data=data, run=run)
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
     monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)

@@ -55,7 +55,7 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
     fit.save_checkpoint(checkpoint)
     cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
     data = PlainData(Rows())
-    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test"))
+    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", run_dir=tmp_path))
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     (measured,) = trainer().test(loaded, datamodule=data, verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)

@@ -24,6 +24,7 @@ from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.training.no_logger import NoLogger
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -170,14 +171,15 @@ def load_data(cfg: DictConfig) -> DataModule:
     return data
 
 
-def set_up_with(data: DataModule, stage: str) -> Callable[[L.LightningModule], None]:
+def set_up_with(data: DataModule, stage: str, *, run_dir: Path) -> Callable[[L.LightningModule], None]:
     """Return what calls a task's `setup`, which may make layers, as the Trainer does before weights are loaded."""
 
     def set_up(task: L.LightningModule) -> None:
         if is_overridden("setup", task):
             trainer = UsersTrainer(
-                accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-            )
+                accelerator="cpu", devices=1, logger=NoLogger(run_dir), default_root_dir=run_dir,
+                enable_checkpointing=False, enable_progress_bar=False,
+            )  # fmt: skip
             trainer.datamodule, task.trainer, data.trainer = data, trainer, trainer
             data.prepare_data()
             data.setup(stage)

@@ -153,7 +153,7 @@ class Zeros(LightningModule):
 
 
 def predicted(data, file):
-    predict.predict(Zeros(), data, file, rank=0, ranks=1, accelerator="cpu", precision="32-true")
+    predict.predict(Zeros(), data, file, run_dir=file.parent, rank=0, ranks=1, accelerator="cpu", precision="32-true")
     return [json.loads(line)[1] for line in file.read_text().splitlines()]
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 
 from armature import files
 from armature.loggers import SECONDS_BETWEEN_WRITES
+from armature.training.no_logger import NoExperiment
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ class MetricsCSV(Logger):
     log_dir = root_dir = save_dir  # pyright: ignore[reportIncompatibleMethodOverride] (None in the base class)
 
     @property
-    def experiment(self) -> "NoExperiment":
+    def experiment(self) -> NoExperiment:
         """Stands in for a service's object, such as TensorBoard's writer, if no logger is configured."""
-        return NoExperiment()
+        return NoExperiment(INSTEAD)
 
     def __getattr__(self, name: str) -> Any:  # log_image, log_table, watch, …
         raise AttributeError(f"self.logger.{name}: {INSTEAD}.")
@@ -206,16 +207,6 @@ class MetricsCSV(Logger):
             "%s was deleted, emptied or renamed: the rows of steps %d to %d are missing. Training does not need them.",
             self.file, last + 1, step,
         )  # fmt: skip
-
-
-class NoExperiment:
-    """Has every method, and none does anything: a module that logs images also runs with logger=none."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        rank_zero_warn(f"self.logger.experiment.{name} does nothing: {INSTEAD}.", stacklevel=2)
-        return lambda *args, **kwargs: None
 
 
 def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -29,6 +29,7 @@ from armature.data import extras
 from armature.data.base import DataModule
 from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
+from armature.training.no_logger import NoLogger
 from armature.training.progress import data_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -55,9 +56,14 @@ def require_new(file: Path) -> None:
 
 
 def predict(
-    task: L.LightningModule, data: DataModule, part: Path, *, rank: int, ranks: int, accelerator: str, precision: str
-) -> None:
-    """Write one rank's rows to a part file."""
+    task: L.LightningModule, data: DataModule, part: Path, *, run_dir: Path, rank: int, ranks: int, accelerator: str,
+    precision: str,
+) -> None:  # fmt: skip
+    """Write one rank's rows to a part file.
+
+    Args:
+        run_dir: of the run that the task is from, for what the task reads there.
+    """
     if not is_overridden("predict_step", task) and not is_overridden("forward", task):
         raise ConfigError(
             f"{type(task).__name__} has neither predict_step nor forward. Give it a method "
@@ -67,8 +73,9 @@ def predict(
     with part.open("w") as file:
         trainer = UsersTrainer(
             accelerator=accelerator, devices=[rank] if accelerator == "gpu" else 1, strategy=OneOf(device, rank, ranks),
-            logger=False, precision=precision, enable_checkpointing=False, enable_model_summary=False,  # pyright: ignore[reportArgumentType]
-            use_distributed_sampler=False, enable_progress_bar=rank == 0, callbacks=[RowWriter(file)],
+            logger=NoLogger(run_dir), default_root_dir=run_dir, precision=precision, enable_checkpointing=False,  # pyright: ignore[reportArgumentType]
+            enable_model_summary=False, use_distributed_sampler=False, enable_progress_bar=rank == 0,
+            callbacks=[RowWriter(file)],
         )  # fmt: skip
         # a rank may have no samples
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
