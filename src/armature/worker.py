@@ -50,6 +50,7 @@ from armature.training.micro_batch import agree, begins_anew_here, release
 from armature.training.record_error import RecordError, record
 from armature.training.refusals import refusal_of
 from armature.training.restore_progress import RestoreProgress
+from armature.training.same_data import SameHeldOutData
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
@@ -174,7 +175,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
     decided = partial(manual.check_unchanged, task.automatic_optimization)
-    first = [errors, checks, heartbeat, progress, guard, step_log, Unsynced()]
+    first = [errors, checks, heartbeat, progress, SameHeldOutData(), guard, step_log, Unsynced()]
     trainer = Trainer(
         strategy=strategy,
         callbacks=[*first, *chosen, checkpointing, stop, display, page],

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from armature import worker
-from armature.data import adapter
+from armature.data import adapter, loaders
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.data.batching import plan_batches
@@ -395,6 +395,23 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(rank, same, where):
     data.trainer = type("Trainer", (), {"strategy": strategy, "accumulate_grad_batches": 1})()
     with pytest.raises(ConfigError, match=f"other training data on {where} than on rank 0"):
         data.train_dataloader()
+
+
+class Opaque(IterableDataset):
+    """Its records have a repr of their own in each process, as pictures have."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([(object(), float(i)) for i in range(4)])
+
+
+def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
+    first, other = (loaders.read_loader(DataLoader(Opaque(), 2), owner="", seed=5) for _ in range(2))
+    assert repr(first.describe()) == repr(other.describe())
+    assert "3.0" not in repr(first.describe())
+    assert "2.0" in repr(first.describe())
 
 
 def test_a_hook_may_ask_for_the_data_on_one_rank_alone():

@@ -4,6 +4,7 @@ from tests.lightning_habits.cells import ALL, SINGLE, STOCK, callback, regressio
 
 WHOLE = ("single", "ddp2")  # under fsdp torch cannot compute their step, and the message says so
 APART = dict.fromkeys(("ddp2", "fsdp2"), "other training data on")
+HELD_OUT_APART = dict.fromkeys(("ddp2", "fsdp2"), "other validation data on")
 
 NOT_SHARDED = {"fsdp2": "needs the whole model on every rank"}
 
@@ -20,6 +21,13 @@ FURTHER = [
     regression("with_replacement", data="loaders.WithReplacement"),
     regression("own_distributed_sampler", data="loaders.OwnDistributedSampler", refused=APART, sample=("ddp2",)),
     regression("node_stream", data="loaders.NodeStream", refused=APART),
+    regression("node_stream_held_out", data="loaders.NodeStreamHeldOut", refused=HELD_OUT_APART),
+    regression(
+        "shard_held_out", "regression.TwoLoaders", data="loaders.ShardHeldOut", refused=HELD_OUT_APART, sample=("ddp2",)
+    ),
+    regression("shard_test", "regression.Regressor", "trainer.test_at_end=true", data="loaders.ShardTest",
+        refused=dict.fromkeys(("ddp2", "fsdp2"), "other test data on"),
+    ),
     regression("shuffled_stream", data="loaders.ShuffledStream"),
     regression("episodes", data="loaders.EpisodeData"),
     regression("ema_pytorch", "packages.AveragedByEma"),

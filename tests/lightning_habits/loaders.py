@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from tests.lightning_habits import data
 from tests.lightning_habits.plain import Vectors
@@ -148,6 +148,24 @@ class SplitByNode(IterableDataset):
 class NodeStream(Vectors):
     def train_dataloader(self):
         return DataLoader(SplitByNode(), batch_size=8)
+
+
+class NodeStreamHeldOut(Vectors):
+    def val_dataloader(self):
+        return DataLoader(SplitByNode(), batch_size=8)
+
+
+class ShardHeldOut(Vectors):
+    """A Subset of this rank's samples, and the test's split likewise by a sampler."""
+
+    def val_dataloader(self):
+        rank, ranks = rank_and_size()
+        return [DataLoader(self.val, batch_size=8), DataLoader(Subset(self.val, range(rank, 16, ranks)), batch_size=8)]
+
+
+class ShardTest(Vectors):
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 16)))
 
 
 class BufferShuffled(IterableDataset):

@@ -91,7 +91,7 @@ class PlainData(DataModule):
         self._read: dict[str, Any] = {}
         self._saved_classes: list[str] | None = None  # of the training data, if a trained model is used
         self.prepare_data_per_node = module.prepare_data_per_node
-        self._ranks_agree = False  # the last of our own: see `__setattr__`
+        self._ranks_agree: set[Split] = set()  # the last of our own: see `__setattr__`
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
             if is_overridden(name, module):
                 self.__dict__[name] = getattr(module, name)
@@ -271,9 +271,8 @@ class PlainData(DataModule):
 
     @override
     def train_dataloader(self) -> Any:
-        read: ReadLoader = self._read["train"]
         if self._asked_by_loop():  # all ranks are; a hook may ask on one rank alone
-            self._check_ranks_agree(read)
+            self.check_ranks_agree("train")
         return super().train_dataloader()
 
     @override
@@ -337,21 +336,30 @@ class PlainData(DataModule):
             name, dataset, sampler, training=training, collate_fn=read.collate_fn, foreign=True, **options
         )
 
-    def _check_ranks_agree(self, read: ReadLoader) -> None:
-        """Raise ConfigError, on all ranks, if their data are not the same: they divide one order of samples."""
-        if self._rank_and_ranks()[1] == 1 or self._ranks_agree:
+    def check_ranks_agree(self, split: Split) -> None:
+        """Raise ConfigError, on all ranks, if their data are not the same: they divide one order of samples.
+
+        All ranks must have asked for the loaders of this split, and call this together.
+        """
+        if self._rank_and_ranks()[1] == 1 or split in self._ranks_agree:
             return
-        own = hashlib.sha256(repr((self.train_size, read.describe())).encode()).hexdigest()
+        described: list[Any] = []
+        _for_each(
+            lambda read, name: described.append((name, len(read.dataset), read.describe())), self._read[split], split
+        )
+        size = self.train_size if split == "train" else sum(length for _, length, _ in described)
+        own = hashlib.sha256(repr((size, described)).encode()).hexdigest()
         strategy, rank = self.trainer.strategy, self._rank_and_ranks()[0]
         same = own == strategy.broadcast(own)
         if not strategy.reduce_boolean_decision(same):
             where = "another rank" if same else f"rank {rank}"
+            kind = {"train": "training", "val": "validation"}.get(split, split)
             raise ConfigError(
-                f"data: {type(self.module).__name__} has other training data on {where} than on rank 0 "
-                f"({self.train_size} samples on rank {rank}). Let every rank have all samples, in the same order: they "
-                "are divided over the ranks later."
+                f"data: {type(self.module).__name__} has other {kind} data on {where} than on rank 0 "
+                f"({size} samples on rank {rank}). Let every rank have all samples, in the same order: they are "
+                "divided over the ranks later."
             )
-        self._ranks_agree = True
+        self._ranks_agree.add(split)
 
 
 def _class_names(dataset: Any) -> list[str] | None:

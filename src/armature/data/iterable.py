@@ -62,9 +62,14 @@ class IterableStream(Stream):
                 yield sample
 
     def first_records(self) -> list[Any]:
-        """Return the first few records, to compare ranks."""
+        """Return the first few records."""
         with seeded(""):
             return list(itertools.islice(self.records(0, 0), 3))
+
+    def describe(self) -> list[Any]:
+        """Return something whose repr is the same on each rank that has the same first records."""
+        plain = int | float | str | bytes | np.ndarray | Tensor  # the repr of other objects may hold their address
+        return [leaf if isinstance(leaf, plain) else type(leaf).__name__ for leaf in tree_leaves(self.first_records())]
 
     def check_repeats(self) -> None:
         """Raise ConfigError if a second pass from the same random state begins with other records."""

@@ -115,11 +115,12 @@ class ReadLoader:
 
     def describe(self) -> Any:
         """Return something whose repr is the same for the same data."""
-        order = None if self.draw is None else self.draw(0).tolist()
+        found: list[Any] = [None if self.draw is None else self.draw(0).tolist()]
         dataset = self.dataset
-        if isinstance(dataset, iterable.IterableStream):
-            return order, dataset.first_records()
-        return order, list(dataset.indices) if isinstance(dataset, Subset) else None
+        while isinstance(dataset, Subset):
+            found.append(list(dataset.indices))
+            dataset = dataset.dataset
+        return found, dataset.describe() if isinstance(dataset, iterable.IterableStream) else None
 
 
 def read_loader(
