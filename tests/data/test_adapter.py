@@ -423,6 +423,21 @@ def test_a_hook_may_ask_for_the_data_on_one_rank_alone():
     assert len(data.train_dataloader())
 
 
+def test_a_hook_s_loader_counts_optimizer_steps_whatever_the_micro_batch(caplog):
+    caplog.set_level("INFO", "armature")
+    data = PlainData(Plain(), seed=5, micro_batch_size=1)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(strategy=OneOf(0, 2), fit_loop=SimpleNamespace(asks_for_data=False))
+    size = data.global_batch_size
+    for _ in range(2):
+        loader = data.train_dataloader()
+        assert [len(loader), loader.batch_size] == [-(-data.train_size // size), size]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"trainer.datamodule.train_dataloader() has batches of data.global_batch_size={size}: its length counts "
+        f"optimizer steps. Do not divide it by trainer.accumulate_grad_batches={size // 2}."
+    ]
+
+
 def test_the_number_of_workers_is_that_of_the_training_loader():
     data = PlainData(Plain(LOADERS["workers"]), seed=5)
     data.setup("fit")

@@ -313,6 +313,7 @@ OPTIMIZERS = [
 ]  # fmt: skip
 IDIOMS = [
     regression("loader_length", "idioms.LoaderLength"),
+    regression("loader_length_accumulated", "idioms.LoaderLength", "data.micro_batch_size=2", sample=("ddp2",)),
     regression("clips_itself", "idioms.ClipsItself"),
     regression("not_yet", "idioms.NotYet", refused=dict.fromkeys(ALL, "take their shape from the first batch")),
 ]

@@ -73,6 +73,7 @@ class DataModule(L.LightningDataModule):
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
         self._empty: set[str] = set()  # loaders that have been named
+        self._said_steps = False
         self.left_out: list[tuple[int, int]] = []
         self._first_size: int | None = None  # training samples, before hooks could change the dataset
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
@@ -203,6 +204,7 @@ class DataModule(L.LightningDataModule):
         """
         if not self._asked_by_loop():
             whole = EpochSampler(self._train_sampler())
+            self._say_steps()
             return self._loader("train", self._dataset("train"), whole, training=True, fresh=True)
         batches = self.batches
         if self.trainer is not None and self.trainer.accumulate_grad_batches != batches.accumulate:
@@ -290,6 +292,16 @@ class DataModule(L.LightningDataModule):
         if loader not in self._empty and self._rank_and_ranks()[0] == 0:
             log.warning("data: %s has no samples for %s: nothing is measured there.", owner, loader)
         self._empty.add(loader)
+
+    def _say_steps(self) -> None:
+        """Say once what the length of the loader of a whole epoch counts, if it is not the micro-batches."""
+        if self.batches.accumulate > 1 and not self._said_steps and self._rank_and_ranks()[0] == 0:
+            log.info(
+                "trainer.datamodule.train_dataloader() has batches of data.global_batch_size=%d: its length counts "
+                "optimizer steps. Do not divide it by trainer.accumulate_grad_batches=%d.",
+                self.global_batch_size, self.batches.accumulate,
+            )  # fmt: skip
+        self._said_steps = True
 
     def _evaluation_sampler(self, dataset: Any, batch_size: int, *, pads: bool = True) -> EvalSampler:
         rank, ranks = self._rank_and_ranks()

@@ -136,11 +136,15 @@ class DrawnSampler(TrainSampler):
 
 
 class EpochSampler:
-    """Yields the whole epoch of a TrainSampler for code outside of the training loop: all ranks' samples, each once."""
+    """Yields the whole epoch of a TrainSampler for code outside of the training loop: all ranks' samples, each once.
+
+    In global batches, as the user's own loader: a schedule that is made from its length must not depend on the
+    micro-batch.
+    """
 
     def __init__(self, sampler: TrainSampler) -> None:
         self.sampler, self.population = sampler, sampler.population
-        self.batch_size = sampler.batches.micro_batch_size * sampler.batches.data_ranks
+        self.batch_size = sampler.batches.global_batch_size
 
     def __len__(self) -> int:
         return -(-self.sampler.size // self.batch_size)
