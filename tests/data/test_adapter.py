@@ -1,5 +1,6 @@
 """Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also after a resume."""
 
+import itertools
 import random
 from datetime import timedelta
 from itertools import chain
@@ -412,6 +413,30 @@ def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
     assert repr(first.describe()) == repr(other.describe())
     assert "3.0" not in repr(first.describe())
     assert "2.0" in repr(first.describe())
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "batch_size", "limit", "remedy"),
+    [
+        (7, 2, 1, 1.0, r"Leave 1 of them out \(torch.utils.data.Subset\(dataset, range\(6\)\)\), or type data.eval_ba"),
+        (2, 3, 8, 1.0, "Give it at least 3 samples, or evaluate on at most 2 ranks"),
+        (8, 2, 1, 1.0, None),
+        (7, 2, 2, 1.0, None),
+        (7, 2, 1, 3, None),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(size, ranks, batch_size, limit, remedy, rank):
+    data = PlainData(Plain(), seed=5)
+    data.module.val_dataloader = lambda: DataLoader(Numbers(size), batch_size)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(strategy=OneOf(rank, ranks), limit_val_batches=limit)
+    if remedy is None:
+        taken = itertools.islice(data.val_dataloader(), limit if isinstance(limit, int) else None)
+        assert all(len(batch[0]) for batch in taken)
+        return
+    with pytest.raises(ConfigError, match=f"Plain has {size} samples for val, but {ranks} ranks .* {remedy}"):
+        data.val_dataloader()
 
 
 def test_a_hook_may_ask_for_the_data_on_one_rank_alone():

@@ -146,6 +146,8 @@ def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_
     assert all(batch == [PADDING] for batch in padding)
     if size >= ranks and batch_size > 1:
         assert not padding
+    sampler = EvalSampler(size, batch_size=batch_size, rank=0, ranks=ranks)
+    assert sampler.has_padding == bool(padding)
     for round_ in zip(*streams, strict=True):  # in the order of the samples
         taken = [i for batch in round_ for i in batch if i != PADDING]
         assert taken == sorted(taken)

@@ -5,6 +5,7 @@ from tests.lightning_habits.cells import ALL, SINGLE, STOCK, callback, regressio
 WHOLE = ("single", "ddp2")  # under fsdp torch cannot compute their step, and the message says so
 APART = dict.fromkeys(("ddp2", "fsdp2"), "other training data on")
 HELD_OUT_APART = dict.fromkeys(("ddp2", "fsdp2"), "other validation data on")
+LEFT_OUT = dict.fromkeys(("ddp2", "fsdp2"), "Leave 1 of them out")
 
 NOT_SHARDED = {"fsdp2": "needs the whole model on every rank"}
 
@@ -28,6 +29,7 @@ FURTHER = [
     regression("shard_test", "regression.Regressor", "trainer.test_at_end=true", data="loaders.ShardTest",
         refused=dict.fromkeys(("ddp2", "fsdp2"), "other test data on"),
     ),
+    regression("one_by_one", data="loaders.OneByOne", refused=LEFT_OUT),
     regression("shuffled_stream", data="loaders.ShuffledStream"),
     regression("episodes", data="loaders.EpisodeData"),
     regression("ema_pytorch", "packages.AveragedByEma"),

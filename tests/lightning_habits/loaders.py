@@ -168,6 +168,13 @@ class ShardTest(Vectors):
         return DataLoader(self.test, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 16)))
 
 
+class OneByOne(Vectors):
+    """As for pictures of unequal sizes."""
+
+    def val_dataloader(self):
+        return DataLoader(Subset(self.val, range(15)), batch_size=1)
+
+
 class BufferShuffled(IterableDataset):
     """webdataset's shuffle: a buffer, and Python's global random numbers."""
 

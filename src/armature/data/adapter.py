@@ -22,6 +22,7 @@ from armature import files
 from armature.data import labels, memory
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
+from armature.data.eval_loader import check_padding
 from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
 from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
@@ -316,7 +317,10 @@ class PlainData(DataModule):
             self._say_empty(name, type(self.module).__name__)
         # at least 2 if possible: with 1 a rank may be left without a sample at the end
         size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1])
-        return self._loader(name, read.dataset, self._evaluation_sampler(read.dataset, size, pads=pads), read=read)
+        sampler = self._evaluation_sampler(read.dataset, size, pads=pads)
+        loader = self._loader(name, read.dataset, sampler, read=read)
+        check_padding(loader, name=name, owner=type(self.module).__name__, trainer=self.trainer)
+        return loader
 
     @override
     def _loader(

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from armature.data import iterable, memory
 from armature.data.batching import Batches, plan_batches
-from armature.data.eval_loader import EvalLoader
+from armature.data.eval_loader import EvalLoader, check_padding
 from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Batch, BeginWorker, Samples
@@ -281,7 +281,9 @@ class DataModule(L.LightningDataModule):
             if not hasattr(self, "fractions"):  # else data/splits.py says so, unless it is wanted
                 self._say_empty(split, type(self).__name__)
             warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
-        return self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
+        loader = self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
+        check_padding(loader, name=split, owner=type(self).__name__, trainer=self.trainer)
+        return loader
 
     def _say_empty(self, loader: str, owner: str) -> None:
         """Say once that a loader for evaluation has no samples.

@@ -9,6 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from armature.data.sampler import EvalSampler
+from armature.errors import ConfigError
+
 
 class EvalLoader(DataLoader[Any]):
     """Serve a second reader from a loader of its own while the first one reads.
@@ -41,3 +44,30 @@ class EvalLoader(DataLoader[Any]):
         for batch in batches:
             self._unread -= 1
             yield batch
+
+
+def check_padding(loader: Any, *, name: str, owner: str, trainer: Any) -> None:
+    """Raise ConfigError if a rank would have no sample in a batch of an evaluation, and none can stand in for it.
+
+    Args:
+        name: of the loader, such as "val" or "val/0".
+        owner: the data module's class.
+    """
+    loader = getattr(loader, "loader", loader)  # of a PrefetchLoader
+    sampler: EvalSampler = loader.batch_sampler
+    limit = getattr(trainer, f"limit_{name.partition('/')[0]}_batches", 1.0)
+    reaches_last = limit >= (len(sampler) if isinstance(limit, int) else 1.0)
+    if not (sampler.has_padding and reaches_last) or loader.dataset.may_be_padded():
+        return
+    size, ranks, rest = sampler.size, sampler.ranks, sampler.size % sampler.ranks
+    remedy = f"Give it at least {ranks} samples, or evaluate on at most {size} ranks."
+    if size > ranks:
+        remedy = (
+            f"Leave {rest} of them out (torch.utils.data.Subset(dataset, range({size - rest}))), or type "
+            "data.eval_batch_size=2 if the samples can be stacked or a collate_fn pads them."
+        )
+    raise ConfigError(
+        f"data: {owner} has {size} samples for {name}, but {ranks} ranks with batches of {sampler.batch_size} need one "
+        'for each rank in every batch, and only a batch with "targets" can be filled up with samples that do not '
+        f"count. {remedy}"
+    )

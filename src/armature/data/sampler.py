@@ -168,6 +168,12 @@ class EvalSampler:
         self.size, self.batch_size, self.rank, self.ranks, self.pads = size, batch_size, rank, ranks, pads
         self.population = size
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether the last batch of some rank is `[PADDING]`."""
+        rest = self.size % self.ranks if self.batch_size == 1 else self.size
+        return self.pads and 0 < rest < self.ranks
+
     def __len__(self) -> int:
         batches = -(-self.size // (self.batch_size * self.ranks))
         if self.pads or not batches or (batches > 1 and self.batch_size > 1):

@@ -88,14 +88,13 @@ class Samples(Dataset[Batch]):
                 generator = torch.Generator()
                 batch = self._collate([self._sample(key, generator) for key in filled], key=filled[0])
         if PADDING in keys:
-            if not isinstance(batch, dict) or not isinstance(batch.get("targets"), Tensor):
-                raise ConfigError(
-                    f"{_name(self._source)} has {self._size} held-out samples, too few to give each rank one in every "
-                    'batch, and only a batch with "targets" can be filled up with samples that do not count. Type '
-                    "another data.eval_batch_size (not 1), or evaluate on fewer ranks."
-                )
+            assert _has_targets(batch), "DataModule has asked `may_be_padded`"
             batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
         return batch
+
+    def may_be_padded(self) -> bool:
+        """Return whether a batch can be filled up with samples that do not count."""
+        return _has_targets(self.__getitems__([0]))
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
         if self._collate_fn is not None:
@@ -147,6 +146,10 @@ def seed_of(seed: str, *place: int) -> int:
     """Return 63 bits that depend on all arguments."""
     text = "/".join([seed, *map(str, place)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _has_targets(batch: Any) -> bool:
+    return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
 
 
 def _name(dataset: Any) -> str:
