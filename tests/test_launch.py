@@ -193,6 +193,11 @@ def test_a_finished_run_says_so_and_stops(single, corpus):
     assert "is finished (6 steps)" in result.stderr
     assert time.monotonic() - started < 60
     assert len(running.rows(single)) == 6
+    earlier = f"resume={single / 'checkpoints' / 'step=000003'}"
+    words = ["run.name=run", "logger=tensorboard", earlier]
+    result = running.train(*words, cwd=single.parents[1], corpus=corpus, check=False)
+    assert result.returncode == 2
+    assert f"{earlier}: outputs/run has checkpoints of its own" in result.stderr
 
 
 def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):

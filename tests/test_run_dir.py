@@ -162,6 +162,39 @@ def test_a_file_of_lightnings_can_be_resumed_from_whatever_its_name(tmp_path, na
     assert bool(resume.problems(cfg)) == (name == "x.safetensors")
 
 
+def checkpoint_at(path):
+    path.mkdir(parents=True)
+    for name in (names := [directory.META, directory.TENSOR_INDEX]):
+        (path / name).touch()
+    directory.write_manifest(path, directory.describe(path, names), {})
+    return path
+
+
+def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, other = tmp_path / "outputs" / "mine", checkpoint_at(tmp_path / "other" / "checkpoints" / "step=000050")
+
+    def start(path):
+        cfg = config("outputs", resume=str(path), checkpoint={"root": None, "trust": False})
+        cfg.run.name = "mine"
+        groups = {name: {} for name in NEEDED if name not in cfg}
+        return run_dir.write(run_dir.decide(OmegaConf.merge(cfg, groups), label="x"), [f"resume={path}"])
+
+    start(other)
+    first, last = (checkpoint_at(mine / "checkpoints" / name) for name in ("step=000060", "step=000070"))
+    start("other/checkpoints/step=000050")  # as a requeue, and in another spelling
+    for own in (mine, last, "auto"):
+        start(own)
+    start(other)
+    for unused in (first, tmp_path / "other"):
+        with pytest.raises(
+            ConfigError, match=rf"resume={unused}: .*mine has checkpoints .* from .*step=000070, not .*name"
+        ):
+            start(unused)
+    monkeypatch.setenv("ARMATURE_ATTEMPT", "1")
+    start(first)
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp_path, mode):
     cfg = run_dir.decide(config(tmp_path, resume=mode, checkpoint={"root": None}), label="x")

@@ -168,6 +168,7 @@ def _finished_message(cfg: DictConfig) -> str | None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
         return None
+    resume.require_used(cfg, Path(cfg.run.dir))
     if _limits_were_raised(cfg, summary):
         return None
     _require_same_settings(cfg, "is finished, and was trained")

@@ -1,5 +1,6 @@
 """Which checkpoint a run resumes from. Torch-free: everything but the checksums is checked before a process starts."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,37 @@ def problems(cfg: DictConfig) -> list[str]:
 def begins_anew(cfg: DictConfig) -> bool:
     """Return whether this start takes no checkpoint, whatever there is: `resume=never`, but for a restart of ranks."""
     return cfg.resume == "never" and not environment.is_restarted()
+
+
+def require_used(cfg: DictConfig, run_dir: Path) -> None:
+    """Raise ConfigError if `resume=PATH` names another start than the run in the directory has had, and will take.
+
+    A restart or a requeue types the path that the first start has typed, though the run has newer checkpoints by then.
+    """
+    if cfg.resume in MODES or environment.is_restarted() or not (run_dir / "config.yaml").is_file():
+        return
+    own, typed = last_checkpoint(run_dir, cfg), to_path(cfg.resume)
+    if own is None or _is_same(own, last_checkpoint(typed) or typed):
+        return
+    if not any(_is_same(typed, to_path(known)) for known in _recorded(run_dir)):
+        raise ConfigError(
+            f"resume={cfg.resume}: {run_dir} has checkpoints of its own and continues from {own}, not from this path. "
+            "To begin with it, type another run.name; to continue the run, leave resume out."
+        )
+
+
+def _recorded(run_dir: Path) -> list[str]:
+    """Return the values of `resume` of the run's earlier starts: the last one's, and all that were typed."""
+    recorded = OmegaConf.to_container(config.load(run_dir / "config.yaml"), resolve=False)
+    found = [str(recorded.get("resume"))] if isinstance(recorded, dict) else []
+    if (file := run_dir / "overrides.txt").is_file():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        found += [line.removeprefix("resume=").strip("'\"") for line in lines if line.startswith("resume=")]
+    return found
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return path == other or os.path.realpath(path) == os.path.realpath(other)
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
