@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -377,6 +378,25 @@ class Short(DataLoader):
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
     with pytest.raises(ConfigError, match=message):
         PlainData(Plain(loader), seed=5).setup("fit")
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: DataLoader(Numbers(7), 2, **options),
+        lambda **options: DataLoader(Numbered(7), 2, **options),
+        lambda **options: DataLoader(Numbers(7), batch_sampler=BatchSampler(range(7), 2, **options)),
+        lambda **options: DataLoader(Numbers(7), 2, sampler=torch.tensor([*range(7)]), **options),
+    ],
+    ids=["map", "stream", "batch sampler", "tensor"],
+)
+def test_evaluation_obeys_drop_last(make, drop_last):
+    data = PlainData(Plain(), seed=5)
+    data.module.val_dataloader = lambda: make(drop_last=drop_last)
+    data.setup("fit")
+    seen = [index for batch in data.val_dataloader() for index in batch[0].tolist()]
+    assert seen == [*range(6 if drop_last else 7)]
 
 
 def test_a_batch_sampler_fixes_the_global_batch():

@@ -71,6 +71,10 @@ class IterableStream(Stream):
         plain = int | float | str | bytes | np.ndarray | Tensor  # the repr of other objects may hold their address
         return [leaf if isinstance(leaf, plain) else type(leaf).__name__ for leaf in tree_leaves(self.first_records())]
 
+    def drop_last(self, batch_size: int) -> None:
+        """Leave out the samples after the last whole batch."""
+        self._size -= self._size % batch_size
+
     def check_repeats(self) -> None:
         """Raise ConfigError if a second pass from the same random state begins with other records."""
         first, again = self.first_records(), self.first_records()

@@ -157,10 +157,13 @@ def read_loader(
         raise ConfigError(f"{owner}: {type(loader.dataset).__name__} has no length. Give it a method __len__.")
     options = {name: getattr(loader, name) for name in OPTIONS}
     common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options}
+    drops_last = not training and not predicting and getattr(loader.batch_sampler, "drop_last", False)
     if isinstance(loader.dataset, IterableDataset):
         stream = iterable.adapt(loader.dataset, seed=seed, limited=limited)
         if training and not predicting:
             stream.check_repeats()
+        if drops_last:
+            stream.drop_last(loader.batch_size or 1)
         return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, **common)
     dataset: Any = loader.dataset
     draw, shuffled = _order(loader, owner=owner, seed=seed)
@@ -176,7 +179,7 @@ def read_loader(
     if not training:
         if draw is not None or shuffled:  # which samples, and in which order: the same in each evaluation
             dataset = Subset(dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed))
-        if loader.drop_last:
+        if drops_last:
             dataset = Subset(dataset, range(len(dataset) // size * size))
         return ReadLoader(dataset=dataset, batch_size=size, **common)
     return ReadLoader(dataset=dataset, batch_size=size, draw=draw, shuffled=shuffled, **common)
