@@ -373,6 +373,16 @@ class Short(DataLoader):
         (lambda data: Filtered(data, 4), "Filtered, whose own _get_iterator decides what a batch holds"),
         (lambda data: Short(data, 4), "Short, whose own __len__ decides how long an epoch is"),
         (lambda data: DataLoader(data, 4, sampler=SubsetRandomSampler([])), "yields no samples"),
+        (
+            lambda data: DataLoader(data, 4, sampler=["a", "b"]),
+            r"list yields 'a' for a sample.* their places in a list",
+        ),
+        (lambda data: DataLoader(data, 4, sampler=[0.5, 1.5]), r"list yields 0.5 for a sample"),
+        (
+            lambda data: DataLoader(data, batch_sampler=[[(0, 32), (1, 32)]]),
+            r"list yields \(0, 32\) for a .*in collate_fn",
+        ),
+        (lambda data: DataLoader(data, batch_sampler=[0, 1]), r"list yields 0\. A batch sampler yields lists"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,25 @@ class Draw:
                     "epoch."
                 ) from None
             drawn = itertools.islice(self.sampler, limit)
-            return [[int(i) for i in each] for each in drawn] if self.whole_batches else [int(i) for i in drawn]
+            return [*map(self._batch if self.whole_batches else self._index, drawn)]
+
+    def _batch(self, drawn: Any) -> list[int]:
+        if not isinstance(drawn, Iterable):
+            raise ConfigError(
+                f"{self.owner}: {self.name} yields {drawn!r:.80}. A batch sampler yields lists of indices."
+            )
+        return [*map(self._index, drawn)]
+
+    def _index(self, drawn: Any) -> int:
+        try:
+            return operator.index(drawn)
+        except TypeError:
+            raise ConfigError(
+                f"{self.owner}: {self.name} yields {drawn!r:.80} for a sample. Here a sample is known by its index, a "
+                "whole number. For keys of another kind, yield their places in a list, and let the dataset's "
+                "__getitem__ look them up there. Draw what goes with a whole batch, such as the size of its pictures, "
+                "in collate_fn: its random numbers are the same in each run."
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
