@@ -23,6 +23,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -558,6 +559,54 @@ def test_ragged_samples_need_a_collate_fn():
         next(iter(Ragged(global_batch_size=8).train_dataloader()))
     assert next(iter(Padded(global_batch_size=8).train_dataloader())).shape == (8, 3)
     assert next(iter(Padded(global_batch_size=8, eval_batch_size=8).val_dataloader())).shape == (8, 3)
+
+
+class Listed(Dataset):
+    """Fetches lists alone, as from a database."""
+
+    def __init__(self, make=lambda indices: [(i, random.random()) for i in indices]) -> None:
+        self.make = make
+
+    def __len__(self):
+        return 20
+
+    def __getitems__(self, indices):
+        return self.make(indices)
+
+
+@pytest.mark.parametrize("make", [lambda data: data, lambda data: Subset(data, range(20))], ids=["whole", "subset"])
+def test_a_dataset_that_fetches_lists_alone_has_random_numbers_for_each_sample(make):
+    data = PlainData(Plain(lambda data: DataLoader(make(Listed()), 4)), seed=5)
+    data.setup("fit")
+    samples = [pair for batch in data.train_dataloader() for pair in zip(*map(torch.Tensor.tolist, batch), strict=True)]
+    assert [index for index, _ in samples] == [*range(20)]
+    alone = PlainData(Plain(lambda data: DataLoader(make(Listed()), 4)), seed=5, micro_batch_size=1)
+    alone.setup("fit")
+    assert [(int(index), float(number)) for index, number in alone.train_dataloader()] == samples
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (
+            Listed(lambda indices: torch.ones(len(indices), 3)),
+            "Listed.__getitems__ returns a Tensor for one index, not a",
+        ),
+        (
+            Listed(lambda indices: [torch.ones(i) for i in indices]),
+            r"Listed cannot .* Here its __getitems__.* Pass DataL",
+        ),
+        (
+            [torch.ones(i) for i in range(20)],
+            r"samples of list cannot be stacked .*\). Pass DataLoader\(collate_fn=…\) a ",
+        ),
+    ],
+)
+def test_samples_of_a_plain_data_module_that_make_no_batch_are_named(dataset, message):
+    data = PlainData(Plain(lambda _: DataLoader(dataset, 4)), seed=5)
+    data.setup("fit")
+    with pytest.raises(ConfigError, match=message):
+        next(iter(data.train_dataloader()))
 
 
 def test_an_iterable_dataset_is_read_as_a_stream():
