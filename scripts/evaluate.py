@@ -34,7 +34,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
     from armature.data.users_view import UsersTrainer
     from armature.loading import load_data, load_task, set_up_with, weights_note
-    from armature.training import process
+    from armature.training import left_out, process
     from armature.training.no_logger import NoLogger
 
     process.quiet()
@@ -60,6 +60,8 @@ def evaluate(args: argparse.Namespace) -> None:
             f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task has no step "
             f"for it. Try --split {other}."
         )
+    if note := left_out.note(cfg, stage):
+        print(note, file=sys.stderr)
     print(f"{checkpoint}{weights_note(task)} on {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     )
 
     from armature.loading import load_data, load_task, set_up_with, weights_note
-    from armature.training import predict, process
+    from armature.training import left_out, predict, process
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict", run_dir=Path(cfg.run.dir)))
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
+        if rank == 0 and (note := left_out.note(cfg, "predict")):
+            print(note, file=sys.stderr)
         predict.predict(
             task, data, folder / f"{rank}.jsonl", run_dir=Path(cfg.run.dir), rank=rank, ranks=ranks,
             accelerator=accelerator, precision=cfg.trainer.precision,

@@ -217,7 +217,7 @@ def test_what_prevents_predictions_is_named_and_leaves_no_file(predicts, message
     (tmp_path / "run").mkdir()
     data = SimpleNamespace(_target_="mine.Data")
     run = SimpleNamespace(dir=str(tmp_path / "run"))
-    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1), data=data, run=run)
+    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1), data=data, run=run, callbacks=None)
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
     monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)

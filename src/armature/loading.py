@@ -24,6 +24,7 @@ from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.training import left_out
 from armature.training.no_logger import NoLogger
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
@@ -235,12 +236,13 @@ def load_task(
                 may_lack=lacking.__contains__,
             )  # fmt: skip
         except ConfigError as error:
-            if set_up is not None or not is_overridden("setup", task):
-                raise
-            raise ConfigError(
-                f"{error} {type(task).__name__}.setup is called by evaluate.py and predict.py, but not here. If it "
-                "makes layers, make them in __init__ or configure_model."
-            ) from None
+            note = left_out.layers_note(cfg)
+            if set_up is None and is_overridden("setup", task):
+                note = (
+                    f" {type(task).__name__}.setup is called by evaluate.py and predict.py, but not here. If it makes "
+                    "layers, make them in __init__ or configure_model."
+                )
+            raise ConfigError(f"{error}{note}") from None
     return task.eval()
 
 
