@@ -139,6 +139,7 @@ def start_ranks(ranks: int, share: str, args: argparse.Namespace, *, accelerator
     try:
         for rank in range(ranks):
             variables = {**os.environ, SHARE: f"{rank}/{share}"}
+            variables["PYTHONHASHSEED"] = variables.get("PYTHONHASHSEED") or "0"  # as in training: one order of sets
             if accelerator == "cpu":
                 variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
             processes.append(subprocess.Popen(command, env=variables))

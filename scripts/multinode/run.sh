@@ -15,6 +15,7 @@ cd "$(dirname "$0")/../.."
 
 # Do not share the agent's store with the ranks: restarted ranks would find addresses of the previous attempt.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export PYTHONHASHSEED=${PYTHONHASHSEED:-0} # one order of sets on all ranks: data may depend on it
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > DEVICES ? $(nproc) / DEVICES : 1))}
 options=()
 if [[ -n "${INTERFACE:-}" ]]; then

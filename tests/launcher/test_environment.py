@@ -1,12 +1,13 @@
 """Stray variables and lost streams: named, or survived."""
 
 import os
+import subprocess
 import sys
 
 import pytest
 
 from armature.errors import ConfigError
-from armature.launcher import environment, streams
+from armature.launcher import environment, streams, supervise
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,15 @@ def test_a_name_that_nobody_knows_is_named(monkeypatch):
     monkeypatch.setattr(environment, "NAME_SECONDS", 0)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=node-0\.invalid: this machine cannot resolve .* hostname -I"):
         environment.wait_for_main_address()
+
+
+@pytest.mark.parametrize("typed", [None, "", "7", "random"])
+def test_all_ranks_have_one_order_of_sets_unless_the_user_has_chosen(typed, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if typed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", typed)
+    variables = supervise.process_variables(2, None)
+    assert variables["PYTHONHASHSEED"] == (typed or "0")
+    command = [sys.executable, "-c", "print(list({str(i) for i in range(100)}))"]
+    one, other = (subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE).stdout for _ in range(2))
+    assert (one == other) == (typed != "random")

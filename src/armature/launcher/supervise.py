@@ -368,10 +368,14 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
 
 
 def process_variables(devices: int, folder: str | None) -> dict[str, str]:
-    """Return what processes of this machine need: modules of this project and of a folder, and a share of the cores."""
+    """Return what processes of this machine need: modules of this project and of a folder, and a share of the cores.
+
+    And one order of Python's sets, which the users' data may depend on, for all ranks and restarts.
+    """
     path = os.pathsep.join(filter(None, [SOURCES, folder, os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
-    return {"PYTHONPATH": path, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
+    return {**own, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
 
 
 def loopback_variables() -> dict[str, str]:
