@@ -85,10 +85,10 @@ def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that another one holds as attributes, or in lists and dicts of them."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
-        several = value.items() if type(value) is dict else enumerate(value) if type(value) in (list, tuple) else ()
-        for key, each in (("", value), *several):
-            if isinstance(each, Optimizer):
-                found[f"{name}.{key}".removesuffix(".")] = each
+        several = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+        found |= {f"{name}.{place}": each for place, each in enumerate(several) if isinstance(each, Optimizer)}
+        if isinstance(value, Optimizer):
+            found[name] = value
     return found
 
 

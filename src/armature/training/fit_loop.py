@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
@@ -33,6 +34,7 @@ class FitLoop(_FitLoop):
         self._before_training = before_training
         self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
         self.before_epoch_end: list[Callable[[], None]] = []  # called once, before ranks reduce the epoch's values
+        self._epochs = self.max_epochs  # as it was last
 
     @property
     @override
@@ -115,7 +117,20 @@ class FitLoop(_FitLoop):
         self.owes_epoch_end = False
         _call_once(self.before_epoch_end)
         super().on_advance_end()
+        self._say_other_limit()
         self._stop_together()
+
+    def _say_other_limit(self) -> None:
+        """Say that a hook has set `max_epochs`, if the run has a limit that does not follow it."""
+        before, self._epochs = self._epochs, self.max_epochs
+        loop = self.epoch_loop
+        if before == self._epochs or not isinstance(loop, EpochLoop) or loop.max_global_batches is None:
+            return
+        rank_zero_warn(
+            f"trainer.fit_loop.max_epochs was set from {before} to {self._epochs}: the run ends after step "
+            f"{loop.max_global_batches} all the same, and a resume begins with {before} again. Type "
+            f"trainer.max_epochs={self._epochs}, or end a run early by self.trainer.should_stop = True."
+        )
 
     def _stop_together(self) -> None:
         if isinstance(self.epoch_loop, EpochLoop):
