@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as loader_worker
 from typing_extensions import override
 
+from armature.data.alike import alike
 from armature.data.samples import seed_generators, seed_of, seeded
 from armature.data.stream import Stream
 from armature.errors import ConfigError
@@ -78,7 +79,7 @@ class IterableStream(Stream):
     def check_repeats(self) -> None:
         """Raise ConfigError if a second pass from the same random state begins with other records."""
         first, again = self.first_records(), self.first_records()
-        if first and not _alike(first, again):
+        if first and not alike(first, again):
             raise ConfigError(
                 f"{type(self.dataset).__name__} yields other samples when it is read again, so a resume could not "
                 "repeat them. Let __iter__ draw from torch's, NumPy's or Python's global generator, or begin a "
@@ -113,24 +114,6 @@ class IterableStream(Stream):
 def adapt(dataset: Any, *, seed: int, limited: bool = False) -> Any:
     """Return a Stream of an IterableDataset, and anything else as it is."""
     return IterableStream(dataset, seed=seed, limited=limited) if isinstance(dataset, IterableDataset) else dataset
-
-
-def _alike(first: list[Any], again: list[Any]) -> bool:
-    """Return whether records hold the same tensors, arrays and plain values; other objects are not compared."""
-    leaves, others = tree_leaves(first), tree_leaves(again)
-    return len(leaves) == len(others) and all(map(_equal, leaves, others))
-
-
-def _equal(one: Any, two: Any) -> bool:
-    if isinstance(one, int | str | bytes):
-        return type(one) is not type(two) or one == two
-    if isinstance(one, float | np.ndarray | Tensor) and type(one) is type(two):
-        try:
-            same = (one == two) | ((one != one) & (two != two))  # a NaN is the same as another
-            return bool(same if isinstance(same, bool) else same.all())
-        except Exception:  # of other shapes, or of a layout that torch does not compare
-            return getattr(one, "shape", None) == getattr(two, "shape", None)
-    return True
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +16,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
 from typing_extensions import override
 
+from armature.data.alike import alike
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
 from armature.data.worker_signals import heed_the_rank_alone
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
+
+log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 _SPARE = np.random.MT19937(0)  # NumPy's global generator while the training process makes samples
@@ -53,6 +58,7 @@ class Samples(Dataset[Batch]):
         shuffle_seed = seed if training else None
         self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
         iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
+        self._repeats: bool | None = None if training and self._reader is None else True  # None: not known yet
         self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
 
     # ------------------------------------------------------------ what `loader.dataset` is asked for
@@ -122,6 +128,18 @@ class Samples(Dataset[Batch]):
         source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
         seed_generators(seed)
         sample = self._fetch(source) if self._reader is None else self._source.sample(source)
+        if self._repeats is None:
+            seed_generators(seed)
+            self._repeats = alike(sample, self._fetch(source))
+            if not self._repeats and _is_first_reader():
+                log.warning(
+                    "data: sample %d of %s is another one when it is read again, though the generators of torch, NumPy "
+                    "and Python are seeded for each sample. If it draws from a generator of its own (default_rng(), "
+                    "random.Random(), torch.Generator(), albumentations), no resume knows its state, and results "
+                    "depend on the number of workers: draw from np.random, random or torch.rand, or make the "
+                    "generator in __getitem__ from np.random.randint(2**31).",
+                    source, _name(self._source),
+                )  # fmt: skip
         return sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
 
     def _fetch(self, index: int) -> Any:
@@ -166,6 +184,12 @@ def seed_of(seed: str, *place: int) -> int:
 
 def _has_targets(batch: Any) -> bool:
     return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
+
+
+def _is_first_reader() -> bool:
+    """Return whether this process is rank 0, or its first loader process."""
+    info = get_worker_info()
+    return os.environ.get("RANK", "0") == "0" and (info is None or info.id == 0)
 
 
 def _name(dataset: Any) -> str:
