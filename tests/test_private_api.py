@@ -88,6 +88,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (FIT, "_data_fetcher", None, "training/loops.py"),
     (FIT, "_data_source", None, "training/fit_loop.py"),
     (EVALUATION, "_verify_dataloader_idx_requirement", ("self",), "training/fit_loop.py"),
+    (EVALUATION, "_is_sequential", None, "training/fit_loop.py"),
+    (EVALUATION, "num_dataloaders", None, "training/fit_loop.py"),
     (FIT, "_restart_stage", None, "training/fit_loop.py"),
     (FIT, "_last_train_dl_reload_epoch", None, "training/fit_loop.py"),
     (f"{LOOPS}.fit_loop:RestartStage", "RESTARTED_MID_EPOCH", None, "training/fit_loop.py"),

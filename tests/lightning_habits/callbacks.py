@@ -245,3 +245,15 @@ def throughput() -> Callback:
     from lightning.pytorch.callbacks import ThroughputMonitor
 
     return ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+
+
+class OfSeveralLoaders(Callback):
+    """Lightning 1's signature, in which the loader's number has no default."""
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx):
+        pl_module.seen = dataloader_idx
+
+
+class TestsSeveralLoaders(Regressor):
+    def test_step(self, batch, batch_idx, dataloader_idx):
+        return self.shared_step(batch, "test")

@@ -188,6 +188,26 @@ CALLED = [
     regression("stops_by_hand", "regression.Regressor", callback(f"{CALLBACKS}.StopsByHand")),
     regression("lowers_rate", "regression.Regressor", callback(f"{CALLBACKS}.LowersRate")),
     regression("probe", "regression.Regressor", callback(f"{CALLBACKS}.Probe")),
+    regression(
+        "of_several_loaders",
+        "regression.Regressor",
+        callback(f"{CALLBACKS}.OfSeveralLoaders"),
+        refused=dict.fromkeys(ALL, "there is one validation loader"),
+        sample=SINGLE,
+    ),
+    regression(
+        "of_two_loaders",
+        "regression.TwoLoaders",
+        callback(f"{CALLBACKS}.OfSeveralLoaders"),
+        "data._target_=tests.lightning_habits.data.TwoLoaders",
+    ),
+    regression(
+        "tests_several_loaders",
+        "callbacks.TestsSeveralLoaders",
+        "trainer.test_at_end=true",
+        refused=dict.fromkeys(ALL, "there is one test loader"),
+        sample=SINGLE,
+    ),
     regression("copies_module", "regression.Regressor", callback(f"{CALLBACKS}.CopiesModule")),
     regression(
         "gradient_accumulation_scheduler",

@@ -101,6 +101,34 @@ def test_what_looks_like_a_hook_is_named_unless_the_hook_is_there(caplog, name, 
     assert not caplog.text
 
 
+def test_hooks_of_evaluated_batches_are_called_by_the_number_of_loaders():
+    def problems(*parameters: str, several: bool, name: str = "on_validation_batch_end") -> list[str]:
+        hook = eval(f"lambda self, {', '.join(parameters)}: 0")
+        owner = type("Mine", (L.Callback,), {name: hook})()
+        return hook_check.loader_problems(owner, L.Callback, stage=name.split("_")[1], several=several)
+
+    one = ("trainer", "pl_module", "outputs", "batch", "batch_idx")
+    for parameters in ((*one, "dataloader_idx=0"), ("*args",)):
+        assert problems(*parameters, several=False) == problems(*parameters, several=True) == []
+    assert problems(*one, "dataloader_idx", several=True) == problems(*one, several=False) == []
+    [found] = problems(*one, "dataloader_idx", several=False)
+    assert "there is one validation loader, so it is called with (trainer, pl_module, outputs, batch, batch" in found
+    assert "def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0)" in found
+    assert "there are several test loaders" in problems(*one, several=True, name="on_test_batch_end")[0]
+
+
+@pytest.mark.parametrize("parameters", ["batch", "batch, batch_idx", "batch, batch_idx, dataloader_idx=0", "*args"])
+def test_a_step_takes_the_batches_of_one_loader(parameters):
+    owner = module(test_step=eval(f"lambda self, {parameters}: 0"))
+    assert hook_check.loader_problems(owner, L.LightningModule, stage="test", several=False) == []
+    assert hook_check.loader_problems(
+        module(test_step=lambda self, batch, batch_idx, dataloader_idx: 0),
+        L.LightningModule,
+        stage="test",
+        several=False,
+    )
+
+
 class Called:
     def __call__(self, trainer, pl_module):
         return None

@@ -237,6 +237,12 @@ class DataModule(L.LightningDataModule):
     def test_dataloader(self) -> Any:
         return self._evaluation_loader("test")
 
+    @property
+    def has_one_test_loader(self) -> bool:
+        """Whether `test_dataloader` is known to return one loader before it is called."""
+        names = ("test_dataloader", "_evaluation_loader")
+        return all(getattr(type(self), name) is getattr(DataModule, name) for name in names)
+
     @override
     def predict_dataloader(self) -> Any:
         dataset = self._dataset(self.predict_split)

@@ -13,7 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
+from armature.training import hook_check
 from armature.training.loops import EpochLoop
 
 
@@ -100,17 +102,25 @@ class FitLoop(_FitLoop):
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
-        self._check_validation_step()
+        self._check_validation_hooks()
         self._stop_together()
 
-    def _check_validation_step(self) -> None:
-        """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first validation begins."""
+    def _check_validation_hooks(self) -> None:
+        """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first validation begins.
+
+        Of callbacks it never does: their calls fail.
+        """
         trainer, loop = self.trainer, self.epoch_loop.val_loop
         if trainer.val_dataloaders is None:
             return
         step = trainer.lightning_module.validation_step
         if not is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             loop._verify_dataloader_idx_requirement()
+        several = loop._is_sequential and loop.num_dataloaders > 1
+        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        found = [hook_check.loader_problems(c, L.Callback, stage="validation", several=several) for c in callbacks]
+        if problems := [each for of_callback in found for each in of_callback]:
+            raise ConfigError(problems)
 
     @override
     def on_advance_end(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -15,6 +15,8 @@ from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
+Call = tuple[list[str], list[str]]  # the names of a hook's arguments by position, and by keyword
+LOADER = "dataloader_idx"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NAMED = (
     *STEPS, "setup", "teardown", "prepare_data", "configure_optimizers", "configure_callbacks", "configure_model",
@@ -67,24 +69,45 @@ def problems_of(owner: Any, base: type) -> list[str]:
     Args:
         base: the class of Lightning that defines the hooks.
     """
-    found = []
-    for name in _hooks(base):
-        own = getattr(owner, name, None)
-        if not _is_own(name, owner, base):
-            continue
-        try:
-            signature = inspect.signature(own)  # pyright: ignore[reportArgumentType]
-            called = inspect.signature(own, follow_wrapped=False)  # pyright: ignore[reportArgumentType]
-        except (TypeError, ValueError):  # not written in Python
-            continue
-        calls = _calls(name, getattr(base, name))
-        if not any(_takes(each, *call) for call in calls for each in (signature, called)):
-            args, keywords = calls[0]
-            found.append(
-                f"{type(owner).__name__}.{name}{signature}: it is called with ({', '.join((*args, *keywords))})."
-                f"{_advice(signature, args)} Define it as def {name}({', '.join(('self', *args, *keywords))})."
-            )
-    return found
+    found = (_problem(owner, name, base, _calls(name, getattr(base, name))) for name in _hooks(base))
+    return [each for each in found if each is not None]
+
+
+def loader_problems(owner: Any, base: type, *, stage: str, several: bool) -> list[str]:
+    """Return which hooks of evaluated batches cannot be called with this number of loaders.
+
+    Args:
+        stage: validation or test.
+        several: whether there are several loaders, one after another, so that hooks are called with `dataloader_idx`.
+    """
+    found, why = [], f"there {'are several' if several else 'is one'} {stage} loader{'s' * several}, so "
+    for name in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
+        if hasattr(base, name) and "dataloader_iter" not in _parameters(getattr(owner, name, None)):
+            calls = [call for call in _calls(name, getattr(base, name)) if (LOADER in call[0]) == several]
+            found.append(_problem(owner, name, base, calls, why=why, define=[*calls[0][0], f"{LOADER}=0"]))
+    return [each for each in found if each is not None]
+
+
+def _problem(
+    owner: Any, name: str, base: type, calls: Sequence[Call], *, why: str = "", define: Sequence[str] | None = None
+) -> str | None:
+    """Return that a hook of the user's takes none of these calls, and how to define it, or None."""
+    own = getattr(owner, name, None)
+    if not _is_own(name, owner, base):
+        return None
+    try:
+        signature = inspect.signature(own)  # pyright: ignore[reportArgumentType]
+        called = inspect.signature(own, follow_wrapped=False)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    if any(_takes(each, *call) for call in calls for each in (signature, called)):
+        return None
+    args, keywords = calls[0]
+    arguments = ", ".join(("self", *([*args, *keywords] if define is None else define)))
+    return (
+        f"{type(owner).__name__}.{name}{signature}: {why}it is called with ({', '.join((*args, *keywords))})."
+        f"{_advice(signature, args)} Define it as def {name}({arguments})."
+    )
 
 
 def warnings_of(owner: Any, base: type) -> list[str]:
@@ -112,10 +135,17 @@ def _hooks(base: type) -> list[str]:
     return [name for name in names if inspect.isfunction(inspect.getattr_static(base, name))]
 
 
-def _calls(name: str, hook: Callable[..., Any]) -> list[tuple[list[str], list[str]]]:
+def _parameters(hook: Any) -> Collection[str]:
+    try:
+        return inspect.signature(hook).parameters
+    except (TypeError, ValueError):  # no hook, or not written in Python
+        return ()
+
+
+def _calls(name: str, hook: Callable[..., Any]) -> list[Call]:
     """Return the ways in which a hook may be called: the names of its arguments by position, and by keyword."""
     if name in STEPS:
-        ways = [["batch", "batch_idx"], ["batch"], ["batch", "batch_idx", "dataloader_idx"]]
+        ways = [["batch", "batch_idx"], ["batch"], ["batch", "batch_idx", LOADER]]
         return [(way, []) for way in (ways[:2] if name == "training_step" else ways)]
     taken = [*inspect.signature(hook).parameters.values()][1:]
     needed = [each.name for each in taken if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -124,7 +154,7 @@ def _calls(name: str, hook: Callable[..., Any]) -> list[tuple[list[str], list[st
     by_name = [each for each in needed if each in _BY_NAME]
     ways = [([each for each in needed if each not in by_name], by_name)]
     names = [each.name for each in taken]
-    return [*ways, (names, [])] if "dataloader_idx" in names else ways  # which is passed if there are several loaders
+    return [*ways, (names, [])] if LOADER in names else ways  # which is passed if there are several loaders
 
 
 def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -> bool:

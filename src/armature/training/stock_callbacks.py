@@ -4,11 +4,13 @@ from functools import partial
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.training import hook_check
+from armature.training.progress import data_of
 from armature.training.trainer import Trainer as OurTrainer
 from armature.validation import lightning_callbacks
 
@@ -25,8 +27,13 @@ class CheckCallbacks(Callback):
             return
         layout, callbacks = Layout.of(self._cfg), trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         kinds = dict.fromkeys(type(each) for each in callbacks)
-        found = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
-        hook_check.check(*callbacks, base=Callback, problems=[each for each in found if each is not None])
+        of_kinds = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
+        found = [each for each in of_kinds if each is not None]
+        one = getattr(data_of(trainer), "has_one_test_loader", False)  # other data tell by test_dataloader
+        if one and self._cfg.trainer.test_at_end and is_overridden("test_step", pl_module):
+            for owner, base in [(pl_module, LightningModule), *((each, Callback) for each in callbacks)]:
+                found += hook_check.loader_problems(owner, base, stage="test", several=False)
+        hook_check.check(*callbacks, base=Callback, problems=found)
 
 
 def prepare(trainer: OurTrainer) -> None:
