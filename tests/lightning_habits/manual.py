@@ -175,6 +175,38 @@ class ManualInTraining(Regressor):
         self.automatic_optimization = False
 
 
+class LossPerSample(Manual):
+    """Returns what it computed: not one number."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            return F.mse_loss(self(batch[0]), batch[1], reduction="none").squeeze(1)
+
+
+class OwnBackward(Regressor):
+    """A loss per output, whose sum `backward` takes."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return torch.stack([loss, 0.1 * self.net[0].weight.square().mean()])
+
+    def backward(self, loss):
+        loss.sum().backward()
+
+
+class LossByData(Manual):
+    """Some batches of some ranks return no loss."""
+
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        opt.zero_grad()
+        loss = self.shared_step(batch, "train")
+        self.manual_backward(loss)
+        opt.step()
+        return loss if float(batch[0].mean()) > 0 else None
+
+
 class ManualBF16(Manual):
     """An additional autocast by hand."""
 

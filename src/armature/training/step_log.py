@@ -174,10 +174,10 @@ class StepLog(Callback):
         columns = [monitor.batch_ended(trainer, stepped=stepped) for monitor in self.monitors]
         if self.wait.on_gpu:
             self.wait.batch_ended()
-        if (
-            isinstance(outputs, dict) and "loss" in outputs
-        ):  # the micro-batch's share: Lightning divides by accumulation
-            loss = outputs["loss"].detach()
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        # the micro-batch's share: Lightning divides by accumulation. A module's own backward may take several numbers
+        if loss is not None and loss.numel() == 1:
+            loss = loss.detach()
             if strategy is not None:
                 loss = weigh(loss, strategy.target_weights.batch_targets)
             self._loss = loss if self._loss is None else self._loss + loss
@@ -256,27 +256,36 @@ class StepLog(Callback):
             self.stragglers.restart()
 
     def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
-        """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank."""
+        """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank.
+
+        With manual optimization, some ranks may have no loss of a step: the mean is over the others.
+        """
         device = trainer.strategy.root_device
-        cells = [(row, name) for row in rows for name, value in row.items() if isinstance(value, Tensor)]
-        means = {"train/loss"}.union(*(getattr(monitor, "mean_columns", ()) for monitor in self.monitors))
-        losses = [i for i, (_, name) in enumerate(cells) if name in means]
-        values = [row[name].detach().to(device, torch.float32).reshape(()) for row, name in cells]
-        values = torch.stack(values) if values else torch.zeros(0, device=device)
-        mine = torch.tensor(own, dtype=torch.float32, device=device)
-        everyones = mine[None]
+        means = sorted({"train/loss"}.union(*(getattr(monitor, "mean_columns", ()) for monitor in self.monitors)))
+        averaged, none = [(row, name) for row in rows for name in means], torch.zeros((), device=device)
+        cells = [
+            (r, name) for r in rows for name, value in r.items() if isinstance(value, Tensor) and name not in means
+        ]
+        tensors = [*(row.get(name, none) for row, name in averaged), *(row[name] for row, name in cells)]
+        values = torch.stack([tensor.detach().to(device, torch.float32).reshape(()) for tensor in tensors])
+        mine = torch.tensor([*(float(name in row) for row, name in averaged), *own], dtype=torch.float32, device=device)
+        everyones, count = mine[None], len(averaged)
         if trainer.world_size > 1:
             # Each rank has a row of its own, so that no sum depends on how a collective splits a tensor
-            table = torch.zeros(trainer.world_size, len(losses) + len(own), device=device)
-            table[trainer.global_rank] = torch.cat([values[losses], mine])
+            table = torch.zeros(trainer.world_size, count + len(mine), device=device)
+            table[trainer.global_rank] = torch.cat([values[:count], mine])
             table = trainer.strategy.reduce(table, reduce_op="sum")
             assert isinstance(table, Tensor)
-            values[losses] = table[:, : len(losses)].mean(dim=0)
-            everyones = table[:, len(losses) :]
-        numbers = torch.cat([values, everyones.flatten()]).tolist()
-        for (row, name), number in zip(cells, numbers, strict=False):
+            everyones = table[:, count:]
+            values[:count] = table[:, :count].sum(dim=0) / everyones[:, :count].sum(dim=0)
+        having = everyones[:, :count].sum(dim=0)
+        numbers = torch.cat([values, having, everyones[:, count:].flatten()]).tolist()
+        for (row, name), number in zip([*averaged, *cells], numbers, strict=False):
             row[name] = number
-        by_rank = numbers[len(cells) :]
+        for (row, name), ranks in zip(averaged, numbers[len(values) :], strict=False):
+            if not ranks:
+                del row[name]
+        by_rank = numbers[len(values) + count :]
         return [by_rank[i :: len(own)] for i in range(len(own))]
 
     def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
