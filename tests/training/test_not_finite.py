@@ -112,6 +112,13 @@ def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, 
 
 
 @pytest.mark.slow
+def test_a_replay_takes_the_module_s_own_backward(train):
+    folder, error = train(*bad("stop", BAD, kind="backward"), "task._target_=tests.nan_parts.OwnBackward")
+    assert "at step 7 (trainer.on_nan=stop)" in str(error)
+    assert events(folder)[0]["place"] == "backward"
+
+
+@pytest.mark.slow
 def test_a_save_that_is_due_reads_the_rows_first(train):
     folder, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1")
     assert "at step 7" in str(error)

@@ -110,7 +110,7 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
             loss = output["loss"] if isinstance(output, dict) else output
             if isinstance(loss, Tensor):
                 watch.look_at("loss", "", loss)
-                loss.backward()
+                module.backward(loss)
         watch.look_at_gradients(module)
         everyones = process_group.all_gather_object(watch.first())
         if found := {rank: each for rank, each in enumerate(everyones) if each is not None}:
