@@ -132,7 +132,7 @@ class Watch(L.Callback):
     ) -> None:
         self._first_batch.close()
         if isinstance(outputs, dict) and "loss" in outputs:
-            self.losses.append(outputs["loss"].detach())
+            self.losses.append(outputs["loss"].detach().mean())  # of several numbers, too
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         self.steps += 1
