@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.initial_weights: Path | None = None
         self.imported: dict[str, set[str]] = {}
         self.cluster_environment = process_group.RankEnvironment()
-        self.grad_norm, self.target_weights = None, TargetWeights()
+        self.grad_norm, self.target_weights, self.steps_made = None, TargetWeights(), Counter()
         self.random_state, self.bucket_order, self._extra_state = randomness.RankRandomState(), BucketOrder(), {}
         self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
 

@@ -85,7 +85,6 @@ class GradientMixin(LayoutMixin):
         self._reduced = [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()
         self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
         self.target_weights.reset()
-        self.steps_made = Counter()
         own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
         self._hooks_read_gradients = own_hooks or any(map(needs_scaled_gradients, trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
         clips = is_overridden("clip_gradients", self.module)
