@@ -341,11 +341,14 @@ def _targets(
     failed = ""
     try:
         create_state(optimizer, held={params[name] for name in params.keys() & keys.keys()})
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # it steps with a closure alone, or not with gradients of zero
         optimizer.state.clear()
         failed = f" (its step without gradients failed: {error_line(error)})"
     own = by_weight(optimizer, names, index=index)
-    _check_keys(checkpoint, optimizer, keys, _keys(own, index), own, index=index, same=same, failed=failed)
+    of_own = {name: keys[name] for name in params.keys() & keys.keys()}  # not those of other stages of a pipeline
+    _check_keys(checkpoint, of_own, _keys(own, index), own, index=index, same=same, failed=failed)
     found = {}
     for name in params.keys() & keys.keys():
         for key in keys[name]:
@@ -376,8 +379,8 @@ def _like(checkpoint: Path, param: Tensor, optimizer: Optimizer, saved: TensorSt
 
 
 def _check_keys(
-    checkpoint: Path, optimizer: Optimizer, saved: Mapping[str, list[str]], own: Mapping[str, list[str]],
-    values: Mapping[str, Any], *, index: int, same: bool, failed: str,
+    checkpoint: Path, saved: Mapping[str, list[str]], own: Mapping[str, list[str]], values: Mapping[str, Any], *,
+    index: int, same: bool, failed: str,
 ) -> None:  # fmt: skip
     """Raise ConfigError if the state of the parameters that both have has other keys, and so is another optimizer's."""
 
