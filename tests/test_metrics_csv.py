@@ -1,5 +1,7 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -181,6 +183,14 @@ def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
     assert log.save_dir == str(tmp_path)
     with pytest.warns(UserWarning, match=r"experiment.add_image does nothing: .* Type logger=tensorboard"):
         log.experiment.add_image("tag", None, 0)
+    with pytest.warns(UserWarning, match=r"experiment.config does nothing"):
+        log.experiment.config.update({"a": 1})
+        log.experiment.summary["best"] = 1
+        log.experiment["series"].append(1)
+        log.experiment["name"] = "x"
+        with log.experiment.test() as entered:
+            assert list(entered.runs()) == []
+        assert Path(log.experiment.dir, "x").name == "x"
     with pytest.raises(AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"):
         log.log_image("tag", [])
 

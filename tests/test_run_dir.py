@@ -191,8 +191,35 @@ def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_
             ConfigError, match=rf"resume={unused}: .*mine has checkpoints .* from .*step=000070, not .*name"
         ):
             start(unused)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start(first)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     monkeypatch.setenv("ARMATURE_ATTEMPT", "1")
     start(first)
+
+
+def test_a_path_with_a_reference_is_known_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORK", str(tmp_path / "other"))
+    checkpoint_at(tmp_path / "other" / "checkpoints" / "step=000050")
+
+    def start(path):
+        cfg = config("outputs", resume=path, checkpoint={"root": None, "trust": False})
+        cfg.run.name = "mine"
+        cfg = OmegaConf.merge(cfg, {name: {} for name in NEEDED if name not in cfg})
+        return run_dir.write(run_dir.decide(cfg, label="x"), [])  # nothing was typed: an experiment has it
+
+    start("${oc.env:WORK}/checkpoints/step=000050")
+    checkpoint_at(tmp_path / "outputs" / "mine" / "checkpoints" / "step=000060")
+    start("${oc.env:WORK}/checkpoints/step=000050")
+    with pytest.raises(ConfigError, match=r"resume=x: .*mine has checkpoints of its own"):
+        start("${oc.env:GONE,x}")
+
+
+def test_paths_in_object_stores_are_compared_as_they_are_written():
+    there = resume.to_path("memory://bucket/run/")
+    assert resume._is_same(there, resume.to_path("memory://bucket/run"))
+    assert not resume._is_same(there, Path("/bucket/run"))
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -489,8 +489,9 @@ def test_a_hook_s_loader_counts_optimizer_steps_whatever_the_micro_batch(caplog)
         loader = data.train_dataloader()
         assert [len(loader), loader.batch_size] == [-(-data.train_size // size), size]
     assert [record.getMessage() for record in caplog.records] == [
-        f"trainer.datamodule.train_dataloader() has batches of data.global_batch_size={size}: its length counts "
-        f"optimizer steps. Do not divide it by trainer.accumulate_grad_batches={size // 2}."
+        f"trainer.datamodule.train_dataloader() has batches of data.global_batch_size={size} samples: a "
+        "forward of one may need more memory than a step. Its length counts optimizer steps: do not divide it by "
+        f"trainer.accumulate_grad_batches={size // 2}."
     ]
 
 

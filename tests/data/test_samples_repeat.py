@@ -71,3 +71,27 @@ def test_a_loader_s_first_process_names_it(capfd):
     finally:
         logger.removeHandler(handler)
     assert capfd.readouterr().err.count("is another one when it is read again") == 1
+
+
+class Changing(Drawing):
+    """Changes what it keeps."""
+
+    def __init__(self):
+        super().__init__("none")
+        self.data = torch.full((4, 2), 100.0)
+
+    def __getitem__(self, index):
+        return self.data[index].div_(10)
+
+
+def test_a_dataset_that_changes_what_it_keeps_is_named_and_its_sample_is_right(caplog):
+    data = Samples(Changing(), size=4, seed=0, training=True)
+    assert data.__getitems__([0, 1]).tolist() == [[10.0, 10.0], [10.0, 10.0]]
+    assert "change a copy" in caplog.text
+
+
+def test_new_loader_processes_do_not_read_it_again():
+    data = samples("numpy")
+    for _ in range(2):
+        list(DataLoader(data, batch_size=2, num_workers=1, collate_fn=lambda batch: batch))
+    assert data._repetition_known

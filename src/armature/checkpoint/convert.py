@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from armature import files
-from armature.checkpoint import buffers, directory, lightning_file, of_ranks, optimizers, state, storage
+from armature.checkpoint import buffers, directory, lightning_file, of_ranks, optimizers, schedules, state, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
@@ -114,6 +114,8 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base |
     for key in ("random", "flags", state.BUCKETS, optimizers.CLASSES, buffers.RESIZED, of_ranks.KEY):
         meta.pop(key, None)
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
+    if "lr_schedulers" in result:
+        result["lr_schedulers"] = [*map(schedules.without_held, result["lr_schedulers"])]
     result["state_dict"] = weights | others
     if not average:
         result[state.OPTIMIZER] = [whole[i] or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)]

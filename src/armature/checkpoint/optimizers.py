@@ -7,6 +7,7 @@ whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparamete
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from urllib.parse import quote, unquote
 
 import torch
 import torch.optim.optimizer as torchs
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -30,6 +32,7 @@ CLASSES = "optimizer_classes"  # in meta.pt: by index
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 _KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")  # modules of optimizers
 # they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
+_CONTAINERS = (dict, OrderedDict, list, tuple)
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -68,8 +71,17 @@ def needs_whole_model(optimizer: Any) -> str:
     return f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or strategy=ddp."
 
 
-def check_parameters(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Raise ConfigError if an optimizer steps a tensor that the module does not hold: no checkpoint would have it."""
+def check(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Raise ConfigError if no checkpoint would hold what an optimizer steps, or its state.
+
+    Args:
+        names: of the parameters that the module holds.
+    """
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ConfigError(
+            f"configure_optimizers: {type(optimizer).__name__} divides its state over ranks by itself. Return the "
+            "optimizer that it wraps, and type strategy=fsdp or strategy=deepspeed_zero1."
+        )
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in names:
@@ -96,19 +108,54 @@ def whole_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return its state dict, with those of the optimizers it holds unless its own `state_dict` cares for them."""
     own = dict(optimizer.state_dict())
     if type(optimizer).state_dict is Optimizer.state_dict and (held := inner(optimizer)):
-        own[INNER] = {name: whole_state(each) for name, each in held.items()}
+        own[INNER] = {name: whole_state(each) for name, each in held.items() if each.state is not optimizer.state}
     return own
 
 
 def load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    own = dict(saved)
+    """Load what `whole_state` returned. Groups and states that optimizers share stay shared."""
+    everyone = _with_inner(optimizer)
+    before = [(each, each.param_groups, [*each.param_groups], each.state) for each in everyone]
+    _load_whole(optimizer, saved)
+    for each, groups, own_groups, own_state in before:  # load_state_dict makes new ones
+        for group, new in zip(own_groups, each.param_groups, strict=True):
+            group.update(new)
+        groups[:] = own_groups
+        each.param_groups = groups
+        if each.state is not own_state and "state" in vars(each):
+            loaded = dict(each.state)
+            own_state.clear()
+            own_state.update(loaded)
+            each.state = own_state  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    return [optimizer, *(each for held in inner(optimizer).values() for each in _with_inner(held))]
+
+
+def _load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    own, first = dict(saved), {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
     held, known = own.pop(INNER, {}), inner(optimizer)
-    shared = [each for each in known.values() if each.param_groups is optimizer.param_groups]
     optimizer.load_state_dict(own)
+    if isinstance(optimizer, Optimizer) and type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        # torch's gives each tensor the type of its weight, and leaves what belongs to no weight on the CPU
+        params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+        numbers = [number for group in own["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, params, strict=True))
+        for key, entry in own["state"].items():
+            if key in by_number:
+                param, group = by_number[key]
+                on_cpu = () if group.get("fused") or group.get("capturable") else ("step",)
+                optimizer.state[param] = {
+                    name: value if name in on_cpu else move_data_to_device(value, param.device)
+                    for name, value in entry.items()
+                }
+            else:
+                like = first.get(key)
+                device = like.device if isinstance(like, Tensor) else params[0][0].device
+                optimizer.state[key] = move_data_to_device(entry, device)
     for name in held.keys() & known.keys():
-        load_whole(known[name], held[name])
-    for each in shared:  # load_state_dict gives each optimizer groups of its own
-        each.param_groups = optimizer.param_groups
+        _load_whole(known[name], held[name])
 
 
 # ---------------------------------------------------------------- saved by weight and key
@@ -131,13 +178,16 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Return the tensors and plain values of which a value consists, by path."""
-    if not isinstance(value, Tensor | dict | list | tuple):
+    given = value
+    if not isinstance(value, Tensor) and type(value) not in _CONTAINERS:
         value = plain.plain(value, path)
-    if isinstance(value, dict):
-        items, empty = [(_escaped(key), item) for key, item in value.items()], "{}"
-    elif isinstance(value, list | tuple):
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+        items, empty = [(_escaped(key, path), item) for key, item in value.items()], "{}"
+    elif isinstance(value, list | tuple) and type(given) in (list, tuple):
         form, empty = ("[{}]", "[]") if isinstance(value, list) else ("({})", "()")
         items = [(form.format(number), item) for number, item in enumerate(value)]
+    elif isinstance(value, Mapping | list | tuple | set):  # it would come back as another type
+        raise plain.NotPlain(path, given)
     else:
         yield path, value
         return
@@ -147,8 +197,12 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{path}/{key}")
 
 
-def _escaped(key: Any) -> str:
-    return f"{{{key}}}" if type(key) is int else quote(str(key), safe="").replace(".", "%2E")
+def _escaped(key: Any, path: str = "") -> str:
+    if type(key) is int:
+        return f"{{{key}}}"
+    if not isinstance(key, str) or not key:
+        raise plain.NotPlain(f"{path}, key {key!r}", key)
+    return quote(key, safe="").replace(".", "%2E")
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
@@ -302,7 +356,7 @@ def load_optimizers(
             checkpoint, optimizer, saved, index=index, params={names[p]: p for p in names if p in own}, keys=keys,
             same=index < len(classes) and classes[index] == class_of(optimizer), names=names,
         )  # fmt: skip
-    gradients = {p: torch.zeros_like(p) for p, name in names.items() if restored and f"{GRADIENTS}{name}" in saved}
+    gradients = {p: torch.zeros_like(p) for p, name in names.items() if optimizers and f"{GRADIENTS}{name}" in saved}
     targets |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
     state.check_sizes(checkpoint, saved, targets)
     storage.read_tensors(checkpoint, targets)

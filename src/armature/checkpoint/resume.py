@@ -1,10 +1,12 @@
 """Which checkpoint a run resumes from. Torch-free: everything but the checksums is checked before a process starts."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from armature import config
 from armature.checkpoint import directory
@@ -164,7 +166,7 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
 
     A restart or a requeue types the path that the first start has typed, though the run has newer checkpoints by then.
     """
-    if cfg.resume in MODES or environment.is_restarted() or not (run_dir / "config.yaml").is_file():
+    if cfg.resume in MODES or environment.types_again() or not (run_dir / "config.yaml").is_file():
         return
     own, typed = last_checkpoint(run_dir, cfg), to_path(cfg.resume)
     if own is None or _is_same(own, last_checkpoint(typed) or typed):
@@ -178,16 +180,22 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
 
 def _recorded(run_dir: Path) -> list[str]:
     """Return the values of `resume` of the run's earlier starts: the last one's, and all that were typed."""
-    recorded = OmegaConf.to_container(config.load(run_dir / "config.yaml"), resolve=False)
-    found = [str(recorded.get("resume"))] if isinstance(recorded, dict) else []
+    recorded: Any = config.load(run_dir / "config.yaml")
+    values = [OmegaConf.to_container(recorded, resolve=False).get("resume")]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportCallIssue, reportArgumentType]
     if (file := run_dir / "overrides.txt").is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        found += [line.removeprefix("resume=").strip("'\"") for line in lines if line.startswith("resume=")]
+        values += [line.removeprefix("resume=").strip("'\"") for line in lines if line.startswith("resume=")]
+    found = []
+    for value in values:
+        with suppress(OmegaConfBaseException):  # of a reference to what this environment lacks
+            found.append(str(OmegaConf.select(OmegaConf.merge(recorded, {"resume": value}), "resume")))
     return found
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    return path == other or os.path.realpath(path) == os.path.realpath(other)
+    if "://" in f"{path}{other}":  # in an object store
+        return str(path).rstrip("/") == str(other).rstrip("/")
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:

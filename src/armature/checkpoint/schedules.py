@@ -6,12 +6,15 @@ can hold. Saved is the state of each; loaded is into the objects that `configure
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 HELD = "__schedule__"  # the only key of a dict that holds the state of a schedule
 
@@ -26,6 +29,23 @@ def load(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _without(value) for name, value in state.items()}
+
+
+def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved state without those of schedules that it holds, as files in Lightning's form must have it."""
+    held = [name for name, value in state.items() if _holds(value)]
+    if held:
+        log.warning(
+            "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew where it is "
+            "loaded. Checkpoints of a run have it.", ", ".join(held),
+        )  # fmt: skip
+    return {name: value for name, value in state.items() if name not in held}
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds, value))
+    return isinstance(value, dict) and value.keys() == {HELD}
 
 
 def _without(value: Any) -> Any:

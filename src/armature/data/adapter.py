@@ -361,7 +361,8 @@ class PlainData(DataModule):
             raise ConfigError(
                 f"data: {type(self.module).__name__} has other {kind} data on {where} than on rank 0 "
                 f"({size} samples on rank {rank}). Let every rank have all samples, in the same order: they are "
-                "divided over the ranks later."
+                "divided over the ranks later, and draw from no generator of its own in them."
+                + (" Without a test at the end: trainer.test_at_end=false." if split == "test" else "")
             )
         self._ranks_agree.add(split)
 

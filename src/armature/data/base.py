@@ -305,8 +305,9 @@ class DataModule(L.LightningDataModule):
         """Say once what the length of the loader of a whole epoch counts, if it is not the micro-batches."""
         if self.batches.accumulate > 1 and not self._said_steps and self._rank_and_ranks()[0] == 0:
             log.info(
-                "trainer.datamodule.train_dataloader() has batches of data.global_batch_size=%d: its length counts "
-                "optimizer steps. Do not divide it by trainer.accumulate_grad_batches=%d.",
+                "trainer.datamodule.train_dataloader() has batches of data.global_batch_size=%d samples: a "
+                "forward of one may need more memory than a step. Its length counts optimizer steps: do not divide it "
+                "by trainer.accumulate_grad_batches=%d.",
                 self.global_batch_size, self.batches.accumulate,
             )  # fmt: skip
         self._said_steps = True

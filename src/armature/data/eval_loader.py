@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from armature.data.sampler import EvalSampler
+from armature.data.samples import has_targets
 from armature.errors import ConfigError
 
 
@@ -57,7 +58,7 @@ def check_padding(loader: Any, *, name: str, owner: str, trainer: Any) -> None:
     sampler: EvalSampler = loader.batch_sampler
     limit = getattr(trainer, f"limit_{name.partition('/')[0]}_batches", 1.0)
     reaches_last = limit >= (len(sampler) if isinstance(limit, int) else 1.0)
-    if not (sampler.has_padding and reaches_last) or loader.dataset.may_be_padded():
+    if not (sampler.has_padding and reaches_last) or has_targets(_one_sample(loader)):
         return
     size, ranks, rest = sampler.size, sampler.ranks, sampler.size % sampler.ranks
     remedy = f"Give it at least {ranks} samples, or evaluate on at most {size} ranks."
@@ -71,3 +72,11 @@ def check_padding(loader: Any, *, name: str, owner: str, trainer: Any) -> None:
         'for each rank in every batch, and only a batch with "targets" can be filled up with samples that do not '
         f"count. {remedy}"
     )
+
+
+def _one_sample(loader: DataLoader[Any]) -> Any:
+    """Return a batch of one sample, read where the loader reads: a dataset may open its file there alone."""
+    own = {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context} if loader.num_workers else {}
+    return next(iter(DataLoader(
+        loader.dataset, batch_sampler=[[0]], collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **own
+    )))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -58,7 +59,8 @@ class Samples(Dataset[Batch]):
         shuffle_seed = seed if training else None
         self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
         iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
-        self._repeats: bool | None = None if training and self._reader is None else True  # None: not known yet
+        # whether samples are known to repeat; shared with the loader's processes, which may be new ones in each epoch
+        self._repetition_known = torch.full((1,), not training or self._reader is not None).share_memory_()
         self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
 
     # ------------------------------------------------------------ what `loader.dataset` is asked for
@@ -95,13 +97,9 @@ class Samples(Dataset[Batch]):
                 generator = torch.Generator()
                 batch = self._collate([self._sample(key, generator) for key in filled], key=filled[0])
         if PADDING in keys:
-            assert _has_targets(batch), "DataModule has asked `may_be_padded`"
+            assert has_targets(batch), "check_padding has asked"
             batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
         return batch
-
-    def may_be_padded(self) -> bool:
-        """Return whether a batch can be filled up with samples that do not count."""
-        return _has_targets(self.__getitems__([0]))
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
         if self._collate_fn is not None:
@@ -128,19 +126,28 @@ class Samples(Dataset[Batch]):
         source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
         seed_generators(seed)
         sample = self._fetch(source) if self._reader is None else self._source.sample(source)
-        if self._repeats is None:
-            seed_generators(seed)
-            self._repeats = alike(sample, self._fetch(source))
-            if not self._repeats and _is_first_reader():
-                log.warning(
-                    "data: sample %d of %s is another one when it is read again, though the generators of torch, NumPy "
-                    "and Python are seeded for each sample. If it draws from a generator of its own (default_rng(), "
-                    "random.Random(), torch.Generator(), albumentations), no resume knows its state, and results "
-                    "depend on the number of workers: draw from np.random, random or torch.rand, or make the "
-                    "generator in __getitem__ from np.random.randint(2**31).",
-                    source, _name(self._source),
-                )  # fmt: skip
+        if not self._repetition_known and _is_first_reader():
+            sample = self._checked(sample, source, seed=seed)
         return sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
+
+    def _checked(self, sample: Any, source: Any, *, seed: int) -> Any:
+        """Read a sample again, and warn if it is another one. Return it as it was read first."""
+        self._repetition_known[0] = True
+        try:
+            kept = copy.deepcopy(sample)  # the dataset may change what it keeps, which then is the same object
+        except Exception:
+            return sample
+        seed_generators(seed)
+        if not alike(kept, self._fetch(source)):
+            log.warning(
+                "data: sample %d of %s is another one when it is read again, though the generators of torch, NumPy and "
+                "Python are seeded for each sample. No resume can repeat it, and results depend on the number of "
+                "workers. If __getitem__ draws from a generator of its own (default_rng(), random.Random(), "
+                "torch.Generator(), albumentations): draw from np.random, random or torch.rand, or make the generator "
+                "there from np.random.randint(2**31). If it changes what the dataset keeps: change a copy.",
+                source, _name(self._source),
+            )  # fmt: skip
+        return kept
 
     def _fetch(self, index: int) -> Any:
         if not self._has_lists_alone:
@@ -182,7 +189,8 @@ def seed_of(seed: str, *place: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _has_targets(batch: Any) -> bool:
+def has_targets(batch: Any) -> bool:
+    """Return whether a batch can be filled up with samples that do not count."""
     return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
 
 

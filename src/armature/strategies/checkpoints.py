@@ -163,6 +163,8 @@ class CheckpointMixin(LayoutMixin):
             if state.OPTIMIZER in checkpoint:
                 own = {state.OPTIMIZER: [optimizer.state_dict() for optimizer in self.optimizers]}
                 meta |= plain.plain_checkpoint(own)
+            if SCHEDULES in meta:
+                meta[SCHEDULES] = [*map(schedules.without_held, meta[SCHEDULES])]
             meta["state_dict"] = tensors | others.get(state.OTHER, {})
             process_group.on_rank_0(partial(lightning_file.write, path, meta))
             return
@@ -206,8 +208,10 @@ class CheckpointMixin(LayoutMixin):
     @property
     def _keeps_gradients(self) -> bool:
         """Whether the next step may add to the gradients of earlier batches, which Lightning else sets to None."""
-        own_zero_grad = hooks.is_overridden(self.module, "optimizer_zero_grad", L.LightningModule)
-        return own_zero_grad or not self.module.automatic_optimization
+        if not self.module.automatic_optimization:
+            return True
+        own = hooks.is_overridden(self.module, "optimizer_zero_grad", L.LightningModule)
+        return own and not hooks.only_calls(self.module.optimizer_zero_grad, ("zero_grad", "optimizer_zero_grad"))
 
     def unchanged_base(self) -> set[str]:
         """Return the weights that checkpoints leave out: those that are as they were in the base model."""

@@ -43,7 +43,10 @@ def _named(cfg: DictConfig, hooks: list[str]) -> str:
 
 def _defined(node: Any, hooks: list[str]) -> list[str]:
     """Return those of the hooks that the user has defined in a callback's class, or what makes it if it is no class."""
-    kind: Any = get_object(node._target_)
+    try:
+        kind: Any = get_object(node._target_)
+    except ImportError:  # of what this machine lacks, and this script does not need
+        return [node._target_]
     if not isinstance(kind, type):
         return [node._target_]
     averages = issubclass(kind, WeightAveraging)  # Lightning's own counts, too

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,36 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 _INSTEAD = "evaluate.py and predict.py log nothing. A run logs it, also from its test (trainer.test_at_end=true)"
+
+
+class Nothing:
+    """Can be called, read, written and entered, as what services return: a configuration, a summary, a series."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __getitem__(self, key: Any) -> Nothing:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let errors pass."""
+
+    def __fspath__(self) -> str:  # of a folder of the service
+        return os.devnull
 
 
 class NoExperiment:
@@ -24,18 +55,24 @@ class NoExperiment:
     def __init__(self, instead: str, *, of: str = "self.logger.experiment") -> None:
         self._instead, self._of = instead, of
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
             raise AttributeError(name)
         rank_zero_warn(f"{self._of}.{name} does nothing: {self._instead}.", stacklevel=2)
-        return lambda *args, **kwargs: None
+        return Nothing()
+
+    def __getitem__(self, key: Any) -> Nothing:
+        return getattr(self, f"[{key!r}]")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep nothing."""
 
 
 class NoLogger(Logger):
     """The logger of a module that is measured or predicts after its run: it writes nothing.
 
     Args:
-        run_dir: the folder that the module gets as `self.logger.save_dir` and `self.trainer.log_dir`, as in the run.
+        run_dir: the folder that the module gets as `self.logger.save_dir` and `self.trainer.log_dir`.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -69,5 +106,5 @@ class NoLogger(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Log nothing."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:  # log_image, log_table, watch, …
+    def __getattr__(self, name: str) -> Nothing:  # log_image, log_table, watch, …
         return getattr(NoExperiment(_INSTEAD, of="self.logger"), name)
