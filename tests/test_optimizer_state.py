@@ -5,7 +5,7 @@ import collections
 import pytest
 import torch
 
-from armature.checkpoint import optimizers, plain
+from armature.checkpoint import optimizers, plain, whole_optimizers
 from armature.errors import ConfigError
 from tests.lightning_habits.weights import ScheduleFree
 
@@ -77,11 +77,11 @@ def test_groups_and_states_that_optimizers_share_stay_shared(shares_state):
     def make(params):
         return Wrapping(params, shares_state=shares_state)
 
-    saved = optimizers.whole_state(stepped(torch.nn.Parameter(torch.ones(2)), make, lr=0.025))
-    assert bool(saved[optimizers.INNER]) != shares_state
+    saved = whole_optimizers.whole_state(stepped(torch.nn.Parameter(torch.ones(2)), make, lr=0.025))
+    assert bool(saved[whole_optimizers.INNER]) != shares_state
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = make([weight])
-    optimizers.load_whole(optimizer, plain.restored(plain.plain(saved)))
+    whole_optimizers.load_whole(optimizer, plain.restored(plain.plain(saved)))
     assert optimizer.base.state[weight]["step"] == 1
     assert optimizer.base.param_groups[0] is optimizer.param_groups[0]
     assert optimizer.param_groups[0]["lr"] == 0.025
@@ -94,9 +94,9 @@ def test_a_state_that_is_saved_whole_keeps_its_type_and_what_belongs_to_no_weigh
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state["k"] = torch.tensor([3])
     optimizer.state[weight]["slow"] = torch.full((2,), 1.001)
-    assert optimizers.is_saved_whole(optimizer)
+    assert whole_optimizers.is_saved_whole(optimizer)
     other = torch.optim.SGD([torch.nn.Parameter(weight.detach().clone())], lr=0.5)
-    optimizers.load_whole(other, optimizers.whole_state(optimizer))
+    whole_optimizers.load_whole(other, whole_optimizers.whole_state(optimizer))
     assert other.state["k"].item() == 3
     (slow,) = (entry["slow"] for key, entry in other.state.items() if key != "k")
     assert (slow.dtype, slow.tolist()) == (torch.float32, optimizer.state[weight]["slow"].tolist())
@@ -111,7 +111,7 @@ class Divided(torch.optim.SGD):
 def test_an_optimizer_that_divides_its_state_itself_is_refused():
     weight = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ConfigError, match="Divided divides its state over ranks by itself"):
-        optimizers.check(Divided([weight], lr=0.1), {weight: "weight"})
+        whole_optimizers.check(Divided([weight], lr=0.1), {weight: "weight"})
 
 
 # ---------------------------------------------------------------- containers in the entries

@@ -19,7 +19,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from armature import files
-from armature.checkpoint import buffers, directory, lightning_file, of_ranks, optimizers, schedules, state, storage
+from armature.checkpoint import (
+    buffers,
+    directory,
+    lightning_file,
+    of_ranks,
+    optimizers,
+    schedules,
+    state,
+    storage,
+    whole_optimizers,
+)  # fmt: skip
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
@@ -108,9 +118,9 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base |
     meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average, base=base)
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop("param_groups", []), meta.pop(state.OTHER, {})
-    whole = [meta.pop(f"{optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
+    whole = [meta.pop(f"{whole_optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
     for own in filter(None, whole):
-        own.pop(optimizers.INNER, None)  # Lightning's files hold what `state_dict` returns
+        own.pop(whole_optimizers.INNER, None)  # Lightning's files hold what `state_dict` returns
     for key in ("random", "flags", state.BUCKETS, optimizers.CLASSES, buffers.RESIZED, of_ranks.KEY):
         meta.pop(key, None)
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta

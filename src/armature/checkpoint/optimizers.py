@@ -1,4 +1,4 @@
-"""The state of optimizers: by weight and key for all layouts, or whole where an optimizer keeps more than torch's do.
+"""The state of optimizers by weight and key, for all layouts; whole_optimizers.py has those that keep more.
 
 An entry is named "optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are entries of their own,
 whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with parameter names.
@@ -6,7 +6,6 @@ whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparamete
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from urllib.parse import quote, unquote
 
 import torch
 import torch.optim.optimizer as torchs
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -26,13 +24,11 @@ from armature.checkpoint import misfit, plain, state, storage
 from armature.checkpoint.state import GRADIENTS, OPTIMIZER
 from armature.errors import ConfigError, error_line
 
-WHOLE = "optimizer_state"  # in meta.pt, with its index: the state of an optimizer that is saved whole
-INNER = "__inner__"  # in such a state: those of the optimizers that it holds
 CLASSES = "optimizer_classes"  # in meta.pt: by index
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 _KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")  # modules of optimizers
-# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
 _CONTAINERS = (dict, OrderedDict, list, tuple)
+# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -40,125 +36,7 @@ def class_of(optimizer: Any) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-# ---------------------------------------------------------------- saved whole
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the loss itself (LBFGS). Its state has no tensor per weight."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-def is_saved_whole(optimizer: Any) -> bool:
-    """Return whether a checkpoint holds an optimizer's state dict as it is, instead of its tensors by weight.
-
-    A user's optimizer may save more than torch's entries (Lookahead's slow weights), steps others that it holds (SAM),
-    or have state that belongs to no weight.
-    """
-    if not isinstance(optimizer, Optimizer):  # DeepSpeed's
-        return needs_closure(optimizer)
-    if needs_closure(optimizer) or inner(optimizer):
-        return True
-    if not all(isinstance(key, Tensor) and isinstance(entry, dict) for key, entry in optimizer.state.items()):
-        return True
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        return False
-    own = optimizer.state_dict()
-    if not isinstance(own, Mapping) or own.keys() - {"state", "param_groups"}:
-        return True
-    return len(own.get("state", ())) != len(optimizer.state)  # it keeps its state elsewhere
-
-
-def needs_whole_model(optimizer: Any) -> str:
-    return f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or strategy=ddp."
-
-
-def check(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Raise ConfigError if no checkpoint would hold what an optimizer steps, or its state.
-
-    Args:
-        names: of the parameters that the module holds.
-    """
-    if hasattr(optimizer, "consolidate_state_dict"):
-        raise ConfigError(
-            f"configure_optimizers: {type(optimizer).__name__} divides its state over ranks by itself. Return the "
-            "optimizer that it wraps, and type strategy=fsdp or strategy=deepspeed_zero1."
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param not in names:
-                raise ConfigError(
-                    f"configure_optimizers: {type(optimizer).__name__} steps a tensor of size {tuple(param.shape)} (in "
-                    f"its group {number}) that is no parameter of the module: no checkpoint would hold it, and no "
-                    "strategy would reduce its gradient. Make it an nn.Parameter and an attribute of the module; keep "
-                    "several modules or parameters in nn.ModuleDict, ModuleList, ParameterDict or ParameterList."
-                )
-
-
-def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """Return the optimizers that another one holds as attributes, or in lists and dicts of them."""
-    found: dict[str, Optimizer] = {}
-    for name, value in vars(optimizer).items():
-        several = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-        found |= {f"{name}.{place}": each for place, each in enumerate(several) if isinstance(each, Optimizer)}
-        if isinstance(value, Optimizer):
-            found[name] = value
-    return found
-
-
-def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return its state dict, with those of the optimizers it holds unless its own `state_dict` cares for them."""
-    own = dict(optimizer.state_dict())
-    if type(optimizer).state_dict is Optimizer.state_dict and (held := inner(optimizer)):
-        own[INNER] = {name: whole_state(each) for name, each in held.items() if each.state is not optimizer.state}
-    return own
-
-
-def load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load what `whole_state` returned. Groups and states that optimizers share stay shared."""
-    everyone = _with_inner(optimizer)
-    before = [(each, each.param_groups, [*each.param_groups], each.state) for each in everyone]
-    _load_whole(optimizer, saved)
-    for each, groups, own_groups, own_state in before:  # load_state_dict makes new ones
-        for group, new in zip(own_groups, each.param_groups, strict=True):
-            group.update(new)
-        groups[:] = own_groups
-        each.param_groups = groups
-        if each.state is not own_state and "state" in vars(each):
-            loaded = dict(each.state)
-            own_state.clear()
-            own_state.update(loaded)
-            each.state = own_state  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    return [optimizer, *(each for held in inner(optimizer).values() for each in _with_inner(held))]
-
-
-def _load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    own, first = dict(saved), {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
-    held, known = own.pop(INNER, {}), inner(optimizer)
-    optimizer.load_state_dict(own)
-    if isinstance(optimizer, Optimizer) and type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        # torch's gives each tensor the type of its weight, and leaves what belongs to no weight on the CPU
-        params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-        numbers = [number for group in own["param_groups"] for number in group["params"]]
-        by_number = dict(zip(numbers, params, strict=True))
-        for key, entry in own["state"].items():
-            if key in by_number:
-                param, group = by_number[key]
-                on_cpu = () if group.get("fused") or group.get("capturable") else ("step",)
-                optimizer.state[param] = {
-                    name: value if name in on_cpu else move_data_to_device(value, param.device)
-                    for name, value in entry.items()
-                }
-            else:
-                like = first.get(key)
-                device = like.device if isinstance(like, Tensor) else params[0][0].device
-                optimizer.state[key] = move_data_to_device(entry, device)
-    for name in held.keys() & known.keys():
-        _load_whole(known[name], held[name])
-
-
-# ---------------------------------------------------------------- saved by weight and key
+# ---------------------------------------------------------------- saving
 def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) -> dict[str, Any]:
     """Return the state of each parameter as `optimizer_states.<index>.<name>.<key>`, without copies of tensors.
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from armature.checkpoint import optimizers
+from armature.checkpoint import optimizers, whole_optimizers
 from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
@@ -104,7 +104,7 @@ class Probe(L.Callback):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._graded)
         for optimizer in trainer.optimizers:
-            if not optimizers.needs_closure(optimizer):
+            if not whole_optimizers.needs_closure(optimizer):
                 with meter.during("setup", "optimizer state"):
                     optimizers.create_state(optimizer)
             self._own_state(optimizer)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from armature.checkpoint import buffers, huggingface, optimizers, state
+from armature.checkpoint import buffers, huggingface, state, whole_optimizers
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.models.adapters import is_adapter
@@ -117,16 +117,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         super().setup(trainer)
         for optimizer in self.optimizers:
             # Adafactor computes means over rows and columns of whole weights
-            whole = optimizers.is_saved_whole(optimizer) or isinstance(optimizer, torch.optim.Adafactor)
+            whole = whole_optimizers.is_saved_whole(optimizer) or isinstance(optimizer, torch.optim.Adafactor)
             if whole and not self.saves_files:
-                raise ConfigError(optimizers.needs_whole_model(optimizer))
+                raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
         self._first_names = None  # of another module, if the Trainer has fitted one before
         self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
-                optimizers.check(optimizer, names)
+                whole_optimizers.check(optimizer, names)
         self.first_groups = {
             i: {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
             for i, optimizer in enumerate(self.optimizers)

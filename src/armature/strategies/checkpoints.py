@@ -27,6 +27,7 @@ from armature.checkpoint import (
     schedules,
     state,
     storage,
+    whole_optimizers,
 )
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
@@ -120,10 +121,10 @@ class CheckpointMixin(LayoutMixin):
         """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if optimizers.is_saved_whole(optimizer):
+        if whole_optimizers.is_saved_whole(optimizer):
             if not self.saves_files:  # it was not known before
-                raise ConfigError(optimizers.needs_whole_model(optimizer))
-            return {"whole": optimizers.whole_state(optimizer)}
+                raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
+            return {"whole": whole_optimizers.whole_state(optimizer)}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         tensors = optimizers.by_weight(optimizer, names, index=index)
         of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
@@ -178,7 +179,7 @@ class CheckpointMixin(LayoutMixin):
         groups = []
         for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
             if "whole" in saved:
-                meta |= plain.plain_checkpoint({f"{optimizers.WHOLE}.{index}": saved["whole"]})
+                meta |= plain.plain_checkpoint({f"{whole_optimizers.WHOLE}.{index}": saved["whole"]})
                 groups.append([])
                 continue
             tensors |= saved["tensors"]
@@ -242,7 +243,7 @@ class CheckpointMixin(LayoutMixin):
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         of_ranks.restore(meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING)
         meta[state.OPTIMIZER] = [
-            meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
+            meta.get(f"{whole_optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta["param_groups"])
         ]
         self.bucket_order.names = meta.pop(state.BUCKETS, ())
@@ -303,7 +304,7 @@ class CheckpointMixin(LayoutMixin):
         saved = [s["param_groups"] if isinstance(s, SavedOptimizer) else None for s in states]
         for optimizer, given in zip(self.optimizers, states, strict=False):
             if not isinstance(given, SavedOptimizer):
-                optimizers.load_whole(optimizer, given)
+                whole_optimizers.load_whole(optimizer, given)
         self._gradients = optimizers.load_optimizers(
             path, self.module, self.optimizers, groups=saved, classes=checkpoint.get(optimizers.CLASSES, ()),
             extra=self.extra_tensors(),
@@ -390,5 +391,5 @@ def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
 def _stepped(optimizer: Optimizer) -> set[Tensor]:
     """Return the parameters that an optimizer may have changed: all of its own, if state does not tell which."""
     own = {param for group in optimizer.param_groups for param in group["params"]}
-    tells = bool(optimizer.state) and not optimizers.is_saved_whole(optimizer)  # SGD without momentum has none
+    tells = bool(optimizer.state) and not whole_optimizers.is_saved_whole(optimizer)  # SGD without momentum has none
     return {param for param in own if param in optimizer.state} if tells else own

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from armature import config, files
 from armature.checkpoint import resume
-from armature.checkpoint.optimizers import needs_closure
+from armature.checkpoint.whole_optimizers import needs_closure
 from armature.errors import ConfigError, NotFinite
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
