@@ -112,7 +112,8 @@ def _load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     own, first = dict(saved), {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
     held, known = own.pop(INNER, {}), inner(optimizer)
     optimizer.load_state_dict(own)
-    if isinstance(optimizer, Optimizer) and type(optimizer).load_state_dict is Optimizer.load_state_dict:
+    kind = type(optimizer)
+    if kind.load_state_dict is Optimizer.load_state_dict and kind.state_dict is Optimizer.state_dict:
         # torch's gives each tensor the type of its weight, and leaves what belongs to no weight on the CPU
         params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
         numbers = [number for group in own["param_groups"] for number in group["params"]]
