@@ -10,6 +10,8 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import armature
+from armature.checkpoint import state
 from tests import running
 from tests.forked import Forks
 
@@ -193,3 +195,52 @@ def test_a_run_begins_with_its_own_weights_beside_another_s_file(forks):
     assert begun.keys() == expected.keys()
     for name, weight in begun.items():
         assert torch.equal(weight, expected[name]), name
+
+
+class EndsWithOthers(L.Callback):
+    """Puts other weights in at the end, as StochasticWeightAveraging does."""
+
+    def on_train_end(self, trainer, pl_module):
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.fill_(0.5)
+
+
+@pytest.mark.parametrize("every", ["4", "null"])
+def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every):
+    ends, name = "+callbacks.ends={_target_:tests.test_lightning_surface.EndsWithOthers}", f"run.name=end{every}"
+    forks.train(*COMMAND, name, ends, f"checkpoint.every_n_steps={every}")
+    weights = state.load_full_state_dict(forks.cwd / "outputs" / f"end{every}" / "checkpoints" / "step=000004")
+    assert all(bool((weight == 0.5).all()) for weight in weights.values())
+
+
+class Accumulates(Images):
+    def on_train_epoch_start(self):
+        self.trainer.accumulate_grad_batches = 2
+
+
+def test_accumulation_that_a_hook_sets_is_refused_at_once(forks):
+    other = "task._target_=tests.test_lightning_surface.Accumulates"
+    shown = forks.train(*COMMAND, other, "run.name=k", expect=2).output
+    assert "trainer.accumulate_grad_batches was 1 and is 2 now: your code has set it" in shown
+    assert "Traceback" not in shown
+
+
+class ShardedHook(Images):
+    """The hook of Lightning 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_sharded_model(self):
+        self.net = torch.nn.Linear(2, 2)
+
+
+def test_a_run_with_the_hook_of_sharded_models_is_loaded(forks, monkeypatch):
+    other = "task._target_=tests.test_lightning_surface.ShardedHook"
+    forks.train(*COMMAND, other, "run.name=l")
+    monkeypatch.chdir(forks.cwd)
+    loaded = armature.load("outputs/l", packages=["tests"])
+    saved = state.load_full_state_dict(Path("outputs/l/checkpoints/step=000004"))
+    assert torch.equal(loaded.net.weight, saved["net.weight"])

@@ -143,6 +143,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "_results", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
+    (LOGGING, "_progress_bar_metrics", None, "training/trainer.py"),
     (f"{STOCK}:StochasticWeightAveraging", "_scheduler_state", None, "training/stock_callbacks.py"),
     (f"{STOCK}:StochasticWeightAveraging", "_model_contains_batch_norm", None, "training/stock_callbacks.py"),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),

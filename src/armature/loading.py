@@ -216,6 +216,9 @@ def load_task(
     if set_up is not None:
         set_up(task)
     task.configure_model()
+    if is_overridden("configure_sharded_model", task):  # the hook of Lightning 1, which the Trainer calls in its place
+        task.configure_sharded_model()
+        vars(task)["configure_sharded_model"] = lambda: None
     if any(p.is_meta for p in task.parameters()):
         initialization.materialize(task, device=torch.device("cpu"))  # not to_empty, which empties computed buffers
     if checkpoint is not None:

@@ -174,7 +174,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
-    decided = partial(manual.check_unchanged, task.automatic_optimization)
+    decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     first = [errors, checks, heartbeat, progress, SameHeldOutData(), guard, step_log, Unsynced()]
     trainer = Trainer(
         strategy=strategy,

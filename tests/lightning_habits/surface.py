@@ -295,7 +295,11 @@ class Printer(Regressor):
     def on_validation_epoch_end(self):
         assert not self.trainer.sanity_checking
         assert self.trainer.num_val_batches
-        self.log("val_epoch", float(self.trainer.current_epoch))
+        self.log("val_epoch", float(self.trainer.current_epoch), prog_bar=True)
+
+    def on_train_epoch_end(self):
+        assert float(self.trainer.logged_metrics["val_epoch"]) == self.trainer.current_epoch
+        assert self.trainer.progress_bar_metrics["val_epoch"] == self.trainer.current_epoch
 
     def on_train_end(self):
         assert self.trainer.checkpoint_callback is None or self.trainer.checkpoint_callback.best_model_path is not None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import MeanMetric
 
 from armature.training import attributes
 from tests.data.test_data_module import NumbersData
@@ -113,3 +114,58 @@ def test_long_lists_are_not_compared():
     module.paths, module.rows = ["a.png"] * 5_000, ["a.png"] * 50_000
     assert "Module.paths" in attributes.digests(trainer_of(module))
     assert "Module.rows" not in attributes.digests(trainer_of(module))
+
+
+class Holds(L.Callback):
+    """Objects whose attributes do not show their state."""
+
+    def __init__(self, shared):
+        self.metrics = {"mean": MeanMetric()}
+        self.ema, self.shared = nn.Linear(2, 2), shared
+        self.optimizer = torch.optim.SGD(self.ema.parameters(), lr=0.1, momentum=0.9)
+
+
+def change_metric(trainer):
+    trainer.callbacks[0].metrics["mean"].update(torch.tensor(2.0))
+
+
+def change_copy(trainer):
+    with torch.no_grad():
+        trainer.callbacks[0].ema.weight += 1
+
+
+def step_optimizer(trainer):
+    held = trainer.callbacks[0]
+    held.ema(torch.ones(1, 2)).sum().backward()
+    held.optimizer.step()
+
+
+def change_saved(trainer):
+    with torch.no_grad():
+        trainer.callbacks[0].shared.weight += 1
+
+
+def change_buffer(trainer):
+    trainer.lightning_module.net[0].bank += 1
+
+
+def keep_outputs(trainer):
+    trainer.lightning_module.norms.append(trainer.lightning_module.net[0].weight.sum() * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (change_metric, {"Holds.metrics"}), (change_copy, {"Holds.ema"}), (change_saved, set()),
+        (step_optimizer, {"Holds.optimizer", "Holds.ema"}), (change_buffer, {"Module.net.0.bank"}),
+        (keep_outputs, {"Module.norms"}),
+    ],
+)  # fmt: skip
+def test_state_that_attributes_hide_is_compared_unless_a_checkpoint_holds_it(change, names):
+    torch.manual_seed(0)
+    module = Module()
+    module.net[0].register_buffer("bank", torch.zeros(2), persistent=False)
+    trainer = trainer_of(module, Holds(module.net[0]))
+    before = attributes.digests(trainer)
+    change(trainer)
+    assert attributes.changed(trainer, before).keys() == names

@@ -26,6 +26,7 @@ def composed(*overrides):
         (f"{USERS}.FineTuneLearningRateFinder", "LearningRateFinder does not work here"),
         ("lightning.pytorch.callbacks.BatchSizeFinder", "Type data.micro_batch_size="),
         ("lightning.pytorch.callbacks.GradientAccumulationScheduler", "data.global_batch_size"),
+        ("lightning.pytorch.callbacks.SpikeDetection", "a stopped run could not be resumed"),
     ],
 )
 def test_a_callback_that_cannot_work_is_refused_by_name(target, words):
@@ -48,6 +49,16 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
         "logger.mlflow: mlflow is not installed. Type pip install mlflow, or another logger.",
         "logger.comet: comet_ml is not installed. Type pip install comet-ml, or another logger.",
     ]
+
+
+def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
+    monkeypatch.setattr(lightning_parts.importlib.util, "find_spec", lambda name: name)
+    words = ["logger=wandb", "logger.wandb.log_model=all"]
+    (problem,) = lightning_parts.problems(composed(*words))
+    assert problem.startswith("logger.wandb.log_model=all: it uploads the files of Lightning's ModelCheckpoint")
+    assert lightning_parts.problems(composed("logger=wandb")) == []
+    files = "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint"
+    assert lightning_parts.problems(composed(*words, files)) == []
 
 
 @pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])

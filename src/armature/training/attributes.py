@@ -19,8 +19,10 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
+from torchmetrics import Metric
 
 from armature.data.base import DataModule
 from armature.parallel import process_group
@@ -33,19 +35,35 @@ log = logging.getLogger(__name__)
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _PLAIN = (type(None), bool, int, float, str)
+_WITH_STATE = (nn.Module, Optimizer, torch.amp.GradScaler)
 _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """Return a digest of each attribute, by the class of its owner and its name."""
-    found = {}
+    """Return a digest of each attribute and buffer that no checkpoint holds, by its owner's class and its name."""
+    found, module = {}, trainer.lightning_module
+    saved = frozenset(map(id, (*module.modules(), *trainer.optimizers)))
     for label, owner, frameworks in owners(trainer):
         for name, value in vars(owner).items():
             if inspect.isroutine(value):  # torch and Lightning replace methods
                 continue
-            if name not in frameworks and (digest := _digest(value)) is not None:
+            if name not in frameworks and (digest := _digest(value, saved)) is not None:
                 found[f"{label}.{name}"] = digest
+    for path, buffer in _unsaved_buffers(module):
+        if (digest := _digest(buffer)) is not None:
+            found[f"{type(module).__name__}.{path}"] = digest
     return found
+
+
+def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a module does not save, until they are many: tables of positions hardly ever change."""
+    left = 4 * _MOST_BYTES
+    for path, part in module.named_modules():
+        for name in sorted(part._non_persistent_buffers_set):
+            buffer = part._buffers.get(name)
+            if buffer is not None and buffer.nbytes <= left:
+                left -= buffer.nbytes
+                yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def changed(trainer: Any, since: Mapping[str, str] | None) -> dict[str, str]:
@@ -94,9 +112,13 @@ def is_small(value: Any) -> bool:
     return _digest(value) is not None
 
 
-def _digest(value: Any) -> str | None:
-    """Return a digest of a value that is the same in another process; None if it is large."""
-    digest = _Digest()
+def _digest(value: Any, saved: frozenset[int] = frozenset()) -> str | None:
+    """Return a digest of a value that is the same in another process; None if it is large.
+
+    Args:
+        saved: the ids of objects whose state a checkpoint holds.
+    """
+    digest = _Digest(saved)
     try:
         digest.add(value)
     except Exception:  # of a user's class, too
@@ -104,9 +126,19 @@ def _digest(value: Any) -> str | None:
     return digest.hash.hexdigest()[:16]
 
 
+def _state_of(value: Any) -> Any:
+    """Return the state of an object that keeps it out of sight of `vars`."""
+    if not isinstance(value, nn.Module):
+        return value.state_dict()
+    if any(isinstance(param, DTensor) for param in value.parameters()):
+        raise ValueError("gathering it would need all ranks")
+    metrics = [part for part in value.modules() if isinstance(part, Metric)]
+    return [dict(value.state_dict()), *((each.update_count, dict(each.metric_state)) for each in metrics)]
+
+
 class _Digest:
-    def __init__(self) -> None:
-        self.hash, self.left, self.parents = hashlib.sha256(), _MOST_BYTES, set()
+    def __init__(self, saved: frozenset[int]) -> None:
+        self.hash, self.left, self.parents, self.saved = hashlib.sha256(), _MOST_BYTES, set(), saved
         self.parts_left = _MOST_PARTS
 
     def add(self, value: Any) -> None:
@@ -140,6 +172,8 @@ class _Digest:
             parts = [each for item in value.items() for each in item]
         elif isinstance(value, list | tuple | deque):
             parts = list(value)
+        elif isinstance(value, _WITH_STATE) and id(value) not in self.saved:
+            parts = [_state_of(value)]
         elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
             parts = [each for item in vars(value).items() for each in item]
         if all(type(part) in _PLAIN for part in parts):  # a history of losses: at once, which is faster
@@ -153,8 +187,8 @@ class _Digest:
     def _add_array(self, value: Tensor | np.ndarray) -> None:
         if isinstance(value, Tensor):
             value = local_part(value)
-            plain = type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
-            if not plain:  # the output of a step is made anew
+            plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+            if not plain or (value.requires_grad and not self.parents):  # the output of a step is made anew
                 raise ValueError("no plain value")
             value = value.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self.write(f"{value.dtype} {value.shape}".encode())

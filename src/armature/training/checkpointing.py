@@ -19,6 +19,7 @@ from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
+from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
 from armature.training import replicas, stock_callbacks
@@ -90,6 +91,7 @@ class Checkpointing(Checkpoint):
         self._due = False
         self._time_vote = Vote()
         self._warned_of_monitor = False
+        self._weights_at_end: dict[str, list[float]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
@@ -143,6 +145,27 @@ class Checkpointing(Checkpoint):
         """`best_score`, as ModelCheckpoint has it."""
         return None if self.best_score is None else torch.tensor(self.best_score)
 
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor]:
+        """The checkpoints with a score, as ModelCheckpoint has them."""
+        return {str(self._path(step)): torch.tensor(score) for step, score in self.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The checkpoint with the worst score, as ModelCheckpoint has it; or ""."""
+        worst = (max if self.mode == "min" else min)(self.scores, key=self.scores.__getitem__, default=None)
+        return "" if worst is None else str(self._path(worst))
+
+    @property
+    def current_score(self) -> torch.Tensor | None:
+        """The score of the newest checkpoint that has one, as ModelCheckpoint has it."""
+        return torch.tensor(self.scores[max(self.scores)]) if self.scores else None
+
+    @property
+    def save_top_k(self) -> int:
+        """`keep_best`, as ModelCheckpoint has it."""
+        return self.keep_best
+
     def begin(self, trainer: OurTrainer) -> None:
         """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
 
@@ -151,6 +174,7 @@ class Checkpointing(Checkpoint):
         """
         if (strategy := StrategyMixin.find(trainer)) is not None:
             strategy.note_names()
+        trainer.fit_loop.before_train_end.append(partial(self._note_weights, trainer))
         plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
         stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
@@ -198,6 +222,11 @@ class Checkpointing(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._time_vote.finish()
         if self.at_end or trainer.should_stop:
+            before, self._weights_at_end = self._weights_at_end, None
+            changed = before is not None and before != _sums(pl_module)
+            if any(process_group.all_gather_object(changed)):  # by other callbacks, as StochasticWeightAveraging
+                self._finish_pending(trainer)
+                self._saved_step = -1
             self._save(trainer, last=True, final=True)
             try:
                 self.writer.finish()
@@ -205,6 +234,10 @@ class Checkpointing(Checkpoint):
                 self._failed(trainer, self._saved_step, error, final=True)
         else:
             self._finish_pending(trainer, last=True)
+
+    def _note_weights(self, trainer: Trainer) -> None:
+        """Before the hooks of the end: these may put averages or the best weights in, which the test then measures."""
+        self._weights_at_end = _sums(trainer.lightning_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
@@ -324,3 +357,16 @@ class Checkpointing(Checkpoint):
         last = [step for step in existing if step <= newest][-self.keep_last :]
         for step in directory.prune(self.folder, keep={newest, *last, *best, *milestones}):
             self.scores.pop(step, None)
+
+
+@torch.no_grad()
+def _sums(module: LightningModule) -> dict[str, list[float]]:
+    """Return the sums and norms of this rank's parts of weights and buffers, to see whether they change."""
+    found = {}
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        part = local_part(value)
+        if part.numel() and not part.is_complex():
+            found[name] = [float(part.sum(dtype=torch.float64))]
+            if part.is_floating_point():
+                found[name].append(float(torch.linalg.vector_norm(part, dtype=torch.float64)))
+    return found

@@ -36,6 +36,7 @@ class FitLoop(_FitLoop):
         self._before_training = before_training
         self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
         self.before_epoch_end: list[Callable[[], None]] = []  # called once, before ranks reduce the epoch's values
+        self.before_train_end: list[Callable[[], None]] = []  # called once, before all `on_train_end` hooks
         self._epochs = self.max_epochs  # as it was last
 
     @property
@@ -129,6 +130,11 @@ class FitLoop(_FitLoop):
         super().on_advance_end()
         self._say_other_limit()
         self._stop_together()
+
+    @override
+    def on_run_end(self) -> None:
+        _call_once(self.before_train_end)
+        super().on_run_end()
 
     def _say_other_limit(self) -> None:
         """Say that a hook has set `max_epochs`, if the run has a limit that does not follow it."""

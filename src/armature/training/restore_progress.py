@@ -31,6 +31,7 @@ class RestoreProgress(Callback):
         self._epoch = 0  # when the checkpoint was saved
         self._metrics: Mapping[str, Tensor | float] = {}  # older checkpoints hold floats
         self._step_values: list[str] = []
+        self._logged_metrics: Mapping[str, Mapping[str, Any]] = {}
         self._data_ranks: list[int] = []  # of each rank
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
         self._states: list[epoch_metrics.Facts] = []  # of each rank
@@ -79,6 +80,7 @@ class RestoreProgress(Callback):
         return {
             "epoch": trainer.current_epoch,
             "metrics": epoch_metrics.numbers(trainer.callback_metrics),
+            "logged_metrics": trainer.step_metrics.newest(),
             "step_values": sorted(trainer.step_metrics.step_values),
             "data_ranks": list(data_ranks),
             "logged": list(logged),
@@ -93,6 +95,7 @@ class RestoreProgress(Callback):
         self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
         self._logged, self._states = state_dict["logged"], state_dict.get("states", [])
         self._step_values = state_dict.get("step_values", [])
+        self._logged_metrics = state_dict.get("logged_metrics", {})
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
         self._newest, self._in_eval = state_dict.get("newest", []), state_dict.get("in_eval")
         random, trainer = state_dict.get("random"), self._trainer
@@ -172,6 +175,8 @@ class RestoreProgress(Callback):
         known = trainer.callback_metrics.keys()  # of the validation that the checkpoint owed
         restored = {n: torch.as_tensor(v) for n, v in self._metrics.items() if n not in known}
         trainer.callback_metrics.update(restored)
+        logged = trainer.step_metrics.without(self._logged_metrics)
+        trainer.step_metrics.restore(logged)
         trainer.step_metrics.step_values.update(self._step_values)
         module, own, newest = trainer.lightning_module, {}, {}
         if self._logged and (closing or mid_epoch):
@@ -196,6 +201,7 @@ class RestoreProgress(Callback):
             epoch_metrics.restore_states(module, states, **same)
             results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)
+            trainer.step_metrics.restore(logged)
             results.clear()
             results.continue_from(newest)
             if closing:

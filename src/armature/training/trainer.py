@@ -129,6 +129,20 @@ class LoggerConnector(_LoggerConnector):
                 self.trainer._results.pop(key, None)
         self._of_others = []
 
+    def newest(self) -> dict[str, dict[str, Any]]:
+        """Return what `trainer.logged_metrics` and `progress_bar_metrics` hold, without computing anything anew."""
+        logged, shown = epoch_metrics.numbers(self._logged_metrics), epoch_metrics.numbers(self._progress_bar_metrics)
+        return {"logged": logged, "shown": shown}
+
+    def without(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return what `newest` returned, but for what has been logged since."""
+        kept = {"logged": self._logged_metrics, "shown": self._progress_bar_metrics}
+        return {kind: {n: v for n, v in values.items() if n not in kept[kind]} for kind, values in saved.items()}
+
+    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        self._logged_metrics.update(saved.get("logged", {}))
+        self._progress_bar_metrics.update({name: float(value) for name, value in saved.get("shown", {}).items()})
+
     def publish(self, values: Mapping[str, float]) -> None:
         """Set values of `callback_metrics`, for callbacks that monitor them, except those that the module logs."""
         logged = {metric.meta.name for metric in self.trainer.fit_loop.epoch_loop._results.values()}

@@ -25,7 +25,12 @@ REFUSED_CALLBACKS = {
         "it replaces parameters by masked ones, and a resume inside an epoch would train others. Prune the finished "
         "model, from armature.load"
     ),
+    "SpikeDetection": (
+        "Lightning cannot load its state, so a stopped run could not be resumed. Type trainer.on_nan=rollback against "
+        "losses that are not finite"
+    ),
 }
+UPLOADS = ("WandbLogger", "MLFlowLogger")  # with log_model they upload what ModelCheckpoint saves
 PACKAGES = {  # module that a logger of Lightning's imports, and what to install for it
     "WandbLogger": ("wandb", "wandb"),
     "MLFlowLogger": ("mlflow", "mlflow"),
@@ -94,10 +99,19 @@ def _loggers(cfg: DictConfig) -> list[str]:
         (key, *PACKAGES.get(target.rpartition(".")[2], (None, None)))
         for key, target in signatures.targets_in(cfg, "logger")
     )
-    return [
+    missing = [
         f"{key}: {module} is not installed. Type pip install {package}, or another logger."
         for key, module, package in used
         if module is not None and importlib.util.find_spec(module) is None
+    ]
+    if any(target.rpartition(".")[2] == "ModelCheckpoint" for _, target in signatures.targets_in(cfg, "callbacks")):
+        return missing
+    return missing + [
+        f"{key}.log_model={value}: it uploads the files of Lightning's ModelCheckpoint, and none is among the "
+        "callbacks, so nothing would be uploaded. Add +callbacks.files._target_=lightning.pytorch.callbacks."
+        "ModelCheckpoint, or type checkpoint.root=s3://… for the run's own checkpoints."
+        for key, target in signatures.targets_in(cfg, "logger")
+        if target.rpartition(".")[2] in UPLOADS and (value := OmegaConf.select(cfg, f"{key}.log_model"))
     ]
 
 

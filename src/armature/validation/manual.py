@@ -57,8 +57,14 @@ def setting_problems(name: str, *, clip: Any, micro: Any, size: int | None, on_n
     return found
 
 
-def check_unchanged(automatic: bool, trainer: Any) -> None:
-    """Raise ConfigError if the module's `automatic_optimization` is not what it was when the run was built."""
+def check_unchanged(automatic: bool, accumulate: int, trainer: Any) -> None:
+    """Raise ConfigError if `automatic_optimization` or the accumulation is not what it was when the run was built."""
+    if (set_to := trainer.accumulate_grad_batches) != accumulate:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches was {accumulate} and is {set_to} now: your code has set it. Here it is "
+            "data.global_batch_size / (data.micro_batch_size × data ranks) in every step, which positions in the data "
+            "and checkpoints count by. Type both instead."
+        )
     module = trainer.lightning_module
     if (now := module.automatic_optimization) != automatic:
         raise ConfigError(
