@@ -35,6 +35,7 @@ from armature.data import adapter, loaders
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.data.batching import plan_batches
+from armature.data.loaders import Draw
 from armature.errors import ConfigError
 from armature.parallel import process_group
 from tests.data.test_data_module import RestoreProgress, SaveEveryStep
@@ -339,6 +340,42 @@ class Endless(ByEpoch):
 
 class Divided(ByEpoch):
     num_replicas = 2
+
+
+class PerClass(ByEpoch):
+    """pytorch-metric-learning's MPerClassSampler: shuffles in place what it keeps."""
+
+    def __init__(self):
+        self.labels = np.arange(20)
+
+    def __iter__(self):
+        np.random.shuffle(self.labels)
+        return iter(self.labels.tolist())
+
+
+class Varying(ByEpoch):
+    """torchreid's RandomIdentitySampler: how many samples are left over depends on the draw."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20)[: 20 - int(torch.randint(5, ()))].tolist())
+
+
+def test_a_sampler_that_shuffles_what_it_keeps_repeats():
+    draw = Draw(PerClass(), owner="mine", seed=0, whole_batches=False)
+    epochs = [draw(epoch).tolist() for epoch in (0, 1, 2)]
+    assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = Draw(PerClass(), owner="mine", seed=0, whole_batches=False)
+    assert [again(epoch).tolist() for epoch in (2, 0)] == [epochs[2], epochs[0]]
+
+
+def test_epochs_of_a_sampler_of_varying_length_have_as_many_as_the_first(caplog):
+    draw = Draw(Varying(), owner="mine", seed=0, whole_batches=False)
+    epochs = [draw(epoch).tolist() for epoch in range(20)]
+    assert {len(epoch) for epoch in epochs} == {draw.size}
+    assert caplog.text.count("Varying yields") == 1
+    other = Draw(Varying(), owner="mine", seed=0, whole_batches=False)
+    assert other(7).tolist() == epochs[7]
 
 
 class OtherLoader(DataLoader):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -24,6 +28,8 @@ from torch.utils.data import (
 from armature.data import iterable
 from armature.data.samples import seed_of, seeded
 from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "persistent_workers")
 DECIDING = {  # methods of a DataLoader that ours would not call
@@ -49,12 +55,17 @@ class Draw:
                 f"{owner}: {self.name} divides the samples among ranks itself (num_replicas={sampler.num_replicas}). "
                 "Build it with num_replicas=1 and rank=0: they are divided over the data ranks here."
             )
+        self._untouched, self._told = _copied(sampler), False
         first, again = self._draw(0), self._draw(0)
-        if first != again:
+        if first != again and self._untouched is not None:  # it changes as it draws: draw from copies
+            self.sampler = None
+            first, again = self._draw(0), self._draw(0)
+        if first != again or (self.sampler is None and self._draw(1) == first):
             raise ConfigError(
                 f"{owner}: {self.name} draws other samples the second time from the same seed, so a resume could not "
                 "repeat them. Let it draw from torch's, NumPy's or Python's global generator or from an attribute "
-                "`generator` (a torch.Generator), and count epochs in set_epoch(epoch) only."
+                "`generator` (a torch.Generator), shuffle a copy of what it keeps, and count epochs in "
+                "set_epoch(epoch) only."
             )
         self.size, self.batch_size = len(first), 0
         if whole_batches:
@@ -74,32 +85,45 @@ class Draw:
     def __call__(self, epoch: int) -> NDArray[np.int64]:
         if epoch == 0:
             return self._first
-        indices = self._indices(self._draw(epoch))
-        if len(indices) != self.size:
+        drawn = self._draw(epoch)
+        if self.whole_batches and {len(batch) for batch in drawn} != {self.batch_size}:
             raise ConfigError(
-                f"{self.owner}: {self.name} yields {len(indices)} samples in epoch {epoch}, but {self.size} in epoch 0."
-                " Every epoch must have as many: a resume finds its place by counting."
+                f"{self.owner}: {self.name} yields a batch of another size than {self.batch_size} in epoch {epoch}. A "
+                "step trains on data.global_batch_size samples: yield batches of one size."
             )
+        indices = self._indices(drawn)
+        if len(indices) != self.size:
+            if not len(indices):
+                raise ConfigError(f"{self.owner}: {self.name} yields no samples in epoch {epoch}.")
+            if not self._told:
+                log.warning(
+                    "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its place by counting, so "
+                    "every epoch has as many as epoch 0: surplus ones are left out, and missing ones taken from the "
+                    "epoch's beginning.", self.owner, self.name, len(indices), epoch, self.size,
+                )  # fmt: skip
+            self._told = True
+            indices = np.resize(indices, self.size)
         return indices
 
     def _indices(self, drawn: list[Any]) -> NDArray[np.int64]:
         return np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
 
     def _draw(self, epoch: int) -> list[Any]:
+        sampler = _copied(self._untouched) if self.sampler is None else self.sampler
         with seeded(f"{self.seed}/order/{epoch}"):
-            for each in (self.sampler, getattr(self.sampler, "sampler", None)):
+            for each in (sampler, getattr(sampler, "sampler", None)):
                 if each is not None and hasattr(each, "generator"):
                     each.generator = torch.Generator().manual_seed(seed_of(f"{self.seed}/generator", epoch))
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(epoch)
             try:
-                limit = len(self.sampler) + 1
+                limit = len(sampler) + 1
             except (TypeError, NotImplementedError):
                 raise ConfigError(
                     f"{self.owner}: {self.name} has no length. Give it a method __len__: the samples or batches of an "
                     "epoch."
                 ) from None
-            drawn = itertools.islice(self.sampler, limit)
+            drawn = itertools.islice(sampler, limit)
             return [*map(self._batch if self.whole_batches else self._index, drawn)]
 
     def _batch(self, drawn: Any) -> list[int]:
@@ -119,6 +143,15 @@ class Draw:
                 "__getitem__ look them up there. Draw what goes with a whole batch, such as the size of its pictures, "
                 "in collate_fn: its random numbers are the same in each run."
             ) from None
+
+
+def _copied(sampler: Any) -> Any:
+    """Return a copy that shares datasets and tensors, or None if it cannot be copied."""
+    try:
+        shared = {id(value): value for value in vars(sampler).values() if isinstance(value, Dataset | Tensor)}
+        return copy.deepcopy(sampler, shared)
+    except Exception:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
