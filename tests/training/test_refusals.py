@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.checkpoint import directory
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
 from armature.training.process import quiet
@@ -131,3 +132,16 @@ def test_an_error_of_the_users_code_is_left_to_its_traceback():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         module.training_step(torch.ones(3, 4))
     assert refusal_of(caught.value, module) is None
+
+
+@pytest.mark.parametrize("load", [torch.load, L.LightningModule.load_from_checkpoint])
+def test_a_checkpoint_that_is_taken_for_a_file_is_named(tmp_path, load):
+    (tmp_path / "step=000001").mkdir()
+    (tmp_path / "step=000001" / directory.MANIFEST).touch()
+    with pytest.raises(IsADirectoryError) as info:
+        load(str(tmp_path / "step=000001"))
+    refusal = refusal_of(info.value, L.LightningModule())
+    assert "step=000001 is a checkpoint, which is a directory here" in str(refusal)
+    with pytest.raises(IsADirectoryError) as info:
+        load(str(tmp_path))
+    assert refusal_of(info.value, L.LightningModule()) is None

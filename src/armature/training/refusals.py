@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
+from armature.checkpoint import directory
 from armature.errors import ConfigError, is_users
 
 _LIGHTNING = str(Path(L.__file__).parent)
@@ -51,6 +52,11 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
         where, keys = unknown.groups()
         known = ", ".join(_KEYS[where or _SCHEDULER])
         return ConfigError(f"{name}.configure_optimizers: the {where or _SCHEDULER} has {keys}. Its keys are {known}.")
+    if isinstance(error, IsADirectoryError) and (Path(str(error.filename)) / directory.MANIFEST).is_file():
+        return ConfigError(
+            f"{name}{place}: {error.filename} is a checkpoint, which is a directory here (so are best_model_path and "
+            "last_model_path). Load the trained module with armature.load(path); its state_dict() has the weights."
+        )
     if isinstance(error, ValueError) and str(error) == _EMPTY:
         return ConfigError(
             f"{name}.configure_optimizers{place}: the optimizer got no parameters. {_parameters(module)}"
