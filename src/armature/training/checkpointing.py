@@ -365,8 +365,9 @@ def _sums(module: LightningModule) -> dict[str, list[float]]:
     found = {}
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         part = local_part(value)
-        if part.numel() and not part.is_complex():
-            found[name] = [float(part.sum(dtype=torch.float64))]
-            if part.is_floating_point():
-                found[name].append(float(torch.linalg.vector_norm(part, dtype=torch.float64)))
+        with suppress(RuntimeError, TypeError):  # torch has no sum of some quantized types, which are not trained
+            own = [float(part.sum(dtype=torch.float64))] if part.numel() and not part.is_complex() else []
+            if own and part.is_floating_point():
+                own.append(float(torch.linalg.vector_norm(part, dtype=torch.float64)))
+            found[name] = own
     return found
