@@ -165,6 +165,8 @@ def test_state_that_attributes_hide_is_compared_unless_a_checkpoint_holds_it(cha
     torch.manual_seed(0)
     module = Module()
     module.net[0].register_buffer("bank", torch.zeros(2), persistent=False)
+    module.net[0].register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)
+    module.net[0].register_buffer("none", None, persistent=False)
     trainer = trainer_of(module, Holds(module.net[0]))
     before = attributes.digests(trainer)
     change(trainer)

@@ -61,8 +61,9 @@ def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, part in module.named_modules():
         for name in sorted(part._non_persistent_buffers_set):
             buffer = part._buffers.get(name)
-            if buffer is not None and buffer.nbytes <= left:
-                left -= buffer.nbytes
+            size = 0 if buffer is None else buffer.numel() * buffer.element_size()  # sparse ones have no nbytes
+            if buffer is not None and size <= left:
+                left -= size
                 yield f"{path}.{name}".removeprefix("."), buffer
 
 
