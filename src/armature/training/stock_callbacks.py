@@ -30,8 +30,8 @@ class CheckCallbacks(Callback):
         of_kinds = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
         found = [each for each in of_kinds if each is not None]
         one = getattr(data_of(trainer), "has_one_test_loader", False)  # other data tell by test_dataloader
-        tests = self._cfg.trainer.test_at_end and trainer.limit_test_batches != 0
-        if one and tests and is_overridden("test_step", pl_module):
+        one = one and self._cfg.trainer.test_at_end and trainer.limit_test_batches != 0
+        if one and is_overridden("test_step", pl_module):
             for owner, base in [(pl_module, LightningModule), *((each, Callback) for each in callbacks)]:
                 found += hook_check.loader_problems(owner, base, stage="test", several=False)
         hook_check.check(*callbacks, base=Callback, problems=found)
