@@ -29,7 +29,7 @@ from armature.checkpoint import (
     state,
     storage,
     whole_optimizers,
-)  # fmt: skip
+)
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 

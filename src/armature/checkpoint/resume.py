@@ -180,15 +180,14 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
 
 def _recorded(run_dir: Path) -> list[str]:
     """Return the values of `resume` of the run's earlier starts: the last one's, and all that were typed."""
-    recorded: Any = config.load(run_dir / "config.yaml")
-    values = [OmegaConf.to_container(recorded, resolve=False).get("resume")]  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess, reportCallIssue, reportArgumentType]
+    recorded, typed = config.load(run_dir / "config.yaml"), []
     if (file := run_dir / "overrides.txt").is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        values += [line.removeprefix("resume=").strip("'\"") for line in lines if line.startswith("resume=")]
+        typed = [{"resume": line.removeprefix("resume=").strip("'\"")} for line in lines if line.startswith("resume=")]
     found = []
-    for value in values:
+    for own in ({}, *typed):
         with suppress(OmegaConfBaseException):  # of a reference to what this environment lacks
-            found.append(str(OmegaConf.select(OmegaConf.merge(recorded, {"resume": value}), "resume")))
+            found.append(str(OmegaConf.select(OmegaConf.merge(recorded, own), "resume")))
     return found
 
 

@@ -6,6 +6,7 @@ can hold. Saved is the state of each; loaded is into the objects that `configure
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -35,11 +36,16 @@ def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved state without those of schedules that it holds, as files in Lightning's form must have it."""
     held = [name for name, value in state.items() if _holds(value)]
     if held:
-        log.warning(
-            "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew where it is "
-            "loaded. Checkpoints of a run have it.", ", ".join(held),
-        )  # fmt: skip
+        _warn_of_held(", ".join(held))
     return {name: value for name, value in state.items() if name not in held}
+
+
+@functools.cache
+def _warn_of_held(names: str) -> None:
+    log.warning(
+        "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew where it is loaded. "
+        "Checkpoints of a run have it.", names,
+    )  # fmt: skip
 
 
 def _holds(value: Any) -> bool:

@@ -55,12 +55,13 @@ class Draw:
                 f"{owner}: {self.name} divides the samples among ranks itself (num_replicas={sampler.num_replicas}). "
                 "Build it with num_replicas=1 and rank=0: they are divided over the data ranks here."
             )
-        self._untouched, self._told = _copied(sampler), False
+        self._from_copies = self._told = False
+        untouched = _copied(sampler)
         first, again = self._draw(0), self._draw(0)
-        if first != again and self._untouched is not None:  # it changes as it draws: draw from copies
-            self.sampler = None
+        if first != again and untouched is not None:  # it changes as it draws
+            self.sampler, self._from_copies = untouched, True
             first, again = self._draw(0), self._draw(0)
-        if first != again or (self.sampler is None and self._draw(1) == first):
+        if first != again or (self._from_copies and self._draw(1) == first):
             raise ConfigError(
                 f"{owner}: {self.name} draws other samples the second time from the same seed, so a resume could not "
                 "repeat them. Let it draw from torch's, NumPy's or Python's global generator or from an attribute "
@@ -86,6 +87,8 @@ class Draw:
         if epoch == 0:
             return self._first
         drawn = self._draw(epoch)
+        if not drawn:
+            raise ConfigError(f"{self.owner}: {self.name} yields no samples in epoch {epoch}.")
         if self.whole_batches and {len(batch) for batch in drawn} != {self.batch_size}:
             raise ConfigError(
                 f"{self.owner}: {self.name} yields a batch of another size than {self.batch_size} in epoch {epoch}. A "
@@ -93,8 +96,6 @@ class Draw:
             )
         indices = self._indices(drawn)
         if len(indices) != self.size:
-            if not len(indices):
-                raise ConfigError(f"{self.owner}: {self.name} yields no samples in epoch {epoch}.")
             if not self._told:
                 log.warning(
                     "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its place by counting, so "
@@ -109,7 +110,7 @@ class Draw:
         return np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
 
     def _draw(self, epoch: int) -> list[Any]:
-        sampler = _copied(self._untouched) if self.sampler is None else self.sampler
+        sampler = _copied(self.sampler) if self._from_copies else self.sampler
         with seeded(f"{self.seed}/order/{epoch}"):
             for each in (sampler, getattr(sampler, "sampler", None)):
                 if each is not None and hasattr(each, "generator"):

@@ -60,7 +60,8 @@ class Samples(Dataset[Batch]):
         self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
         iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
         # whether samples are known to repeat; shared with the loader's processes, which may be new ones in each epoch
-        self._repetition_known = torch.full((1,), not training or self._reader is not None).share_memory_()
+        known = not training or self._reader is not None or os.environ.get("RANK", "0") != "0"  # rank 0 finds it out
+        self._repetition_known = torch.full((1,), known).share_memory_()
         self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
 
     # ------------------------------------------------------------ what `loader.dataset` is asked for
@@ -126,7 +127,7 @@ class Samples(Dataset[Batch]):
         source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
         seed_generators(seed)
         sample = self._fetch(source) if self._reader is None else self._source.sample(source)
-        if not self._repetition_known and _is_first_reader():
+        if not self._repetition_known and _reads_first():
             sample = self._checked(sample, source, seed=seed)
         return sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
 
@@ -194,10 +195,10 @@ def has_targets(batch: Any) -> bool:
     return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
 
 
-def _is_first_reader() -> bool:
-    """Return whether this process is rank 0, or its first loader process."""
+def _reads_first() -> bool:
+    """Return whether this process is the rank itself, or its first loader process."""
     info = get_worker_info()
-    return os.environ.get("RANK", "0") == "0" and (info is None or info.id == 0)
+    return info is None or info.id == 0
 
 
 def _name(dataset: Any) -> str:

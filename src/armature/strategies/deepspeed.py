@@ -126,9 +126,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
         names = state.parameter_names(self.module)
-        self._groups = [
-            group for group in optimizers.group_names(optimizer, names) if group
-        ]  # the engine flattens them now
+        # the engine flattens them now
+        self._groups = [group for group in optimizers.group_names(optimizer, names) if group]
         self._stepped = {names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         return optimizer, scheduler
 

@@ -91,7 +91,7 @@ class Checkpointing(Checkpoint):
         self._due = False
         self._time_vote = Vote()
         self._warned_of_monitor = False
-        self._weights_at_end: dict[str, list[float]] | None = None
+        self._weights_at_end: replicas.Sums | None = None
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
@@ -359,15 +359,11 @@ class Checkpointing(Checkpoint):
             self.scores.pop(step, None)
 
 
-@torch.no_grad()
-def _sums(module: LightningModule) -> dict[str, list[float]]:
-    """Return the sums and norms of this rank's parts of weights and buffers, to see whether they change."""
-    found = {}
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
+def _sums(module: LightningModule) -> replicas.Sums:
+    """Return the sums of this rank's parts of weights and buffers, to see whether they change."""
+    parts = {name: local_part(value) for name, value in module.named_parameters()}
+    for name, value in module.named_buffers():
         part = local_part(value)
-        with suppress(RuntimeError, TypeError):  # torch has no sum of some quantized types, which are not trained
-            own = [float(part.sum(dtype=torch.float64))] if part.numel() and not part.is_complex() else []
-            if own and part.is_floating_point():
-                own.append(float(torch.linalg.vector_norm(part, dtype=torch.float64)))
-            found[name] = own
-    return found
+        whole_numbers = not (part.is_floating_point() or part.is_complex())
+        parts[name] = part.double() if whole_numbers and part.layout == torch.strided else part
+    return replicas.sums(parts)

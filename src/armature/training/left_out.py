@@ -9,8 +9,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
 from omegaconf import DictConfig
 
+from armature.checkpoint.of_ranks import NOT_USERS
+
 _ALWAYS = ("setup", "on_load_checkpoint")
-_OTHERS = ("lightning.", "armature.")  # modules of callbacks that only watch, or that loading takes into account
 
 
 def note(cfg: DictConfig, stage: str) -> str | None:
@@ -51,5 +52,6 @@ def _defined(node: Any, hooks: list[str]) -> list[str]:
         return [node._target_]
     averages = issubclass(kind, WeightAveraging)  # Lightning's own counts, too
     defined = [name for name in hooks if getattr(kind, name) is not getattr(Callback, name)]
-    by_user = [name for name in defined if averages or not getattr(kind, name).__module__.startswith(_OTHERS)]
+    # other callbacks of Lightning's and ours only watch, or loading takes them into account
+    by_user = [name for name in defined if averages or not getattr(kind, name).__module__.startswith(NOT_USERS)]
     return [f"{kind.__name__}.{name}" for name in by_user]
