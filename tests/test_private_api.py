@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from armature.training import restore_progress
+
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 LOOPS = "lightning.pytorch.loops"
 CONNECTORS = "lightning.pytorch.trainer.connectors.logger_connector"
@@ -26,7 +28,8 @@ RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
 LIGHTNINGS_DEEPSPEED = "lightning.pytorch.strategies:DeepSpeedStrategy"
-STOCK = "lightning.pytorch.callbacks.stochastic_weight_avg"
+CALLBACKS = "lightning.pytorch.callbacks"
+STOCK = f"{CALLBACKS}.stochastic_weight_avg"
 CALL = "lightning.pytorch.trainer.call"
 PRECISION = "lightning.pytorch.plugins.precision:Precision"
 DCP = "torch.distributed.checkpoint"
@@ -72,6 +75,10 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (EPOCH, "_warning_cache", None, "training/loops.py"),
     (EPOCH, "scheduler_progress", None, "training/loops.py"),
     (EPOCH, "_results", None, "training/restore_progress.py"),
+    *(
+        (f"{CALLBACKS}.model_checkpoint:ModelCheckpoint", name, None, "training/restore_progress.py")
+        for name in restore_progress.OF_MODEL_CHECKPOINT
+    ),
     (EPOCH, "batch_progress", None, "training/loops.py"),
     (EPOCH, "automatic_optimization", None, "training/loops.py"),
     (EPOCH, "manual_optimization", None, "training/loops.py"),

@@ -102,3 +102,24 @@ class DrawsPerEpoch(Regressor):
     def training_step(self, batch, batch_idx):
         x, y = batch
         return super().training_step((x * self.mask, y), batch_idx)
+
+
+class BeginsForValidation(Regressor):
+    """Sets when training and an epoch begin what the validation reads, and draws there and in it."""
+
+    def on_train_start(self):
+        self.scale = 2.0
+        torch.rand(1)
+
+    def on_train_epoch_start(self):
+        self.noise = torch.rand(8)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + 0.1 * self.noise, y), batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x + self.noise + 0.1 * torch.rand_like(x)), y)
+        self.log("val/noisy", self.scale * loss, sync_dist=True)
+        return super().validation_step(batch, batch_idx)

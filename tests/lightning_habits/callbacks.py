@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from torch import nn
 
 from tests.lightning_habits.regression import Regressor
@@ -238,6 +238,16 @@ class GradientAccumulator(Callback):
         with torch.no_grad():
             for p in pl_module.parameters():
                 p.mul_(0.999)
+
+
+class CountsSaved(ModelCheckpoint):
+    """Logs how many checkpoints are kept; by steps, with a metric of the validation that follows."""
+
+    def __init__(self) -> None:
+        super().__init__(monitor="val/loss", every_n_train_steps=2, save_top_k=-1)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.log("saved", float(len(self.best_k_models)))
 
 
 def throughput() -> Callback:

@@ -187,6 +187,7 @@ CALLED = [
         "checkpoint_by_steps", "regression.Regressor",
         callback(f"{STOCK}.ModelCheckpoint", monitor="train/loss", every_n_train_steps=4, save_top_k=2),
     ),
+    regression("checkpoint_counted", "regression.Regressor", callback(f"{CALLBACKS}.CountsSaved"), layouts=("single",)),
     regression(
         "checkpoint_named", "regression.Regressor",
         callback(

@@ -20,6 +20,7 @@ RESEARCH = [
     regression("drawn_at_train_start", "research.DrawnAtTrainStart", layouts=("single", "ddp2")),
     regression("dual_ascent", "research.DualAscent", refused=UNEQUAL_EVERYWHERE),
     regression("revives_units", "research.RevivesUnits", random=True, refused={"ddp2": UNEQUAL}),
+    regression("begins_for_validation", "beginnings.BeginsForValidation", random=True),
     regression("kmeans_at_start", "research.KMeansAtStart"),
     regression("codebook", "research.Codebook", random=True, layouts=WITH_COPIES),
     regression("codebook_weight", "research.Codebook", "+task.weight=true", refused=UNEQUAL_EVERYWHERE),

@@ -105,8 +105,12 @@ class Runs:
         """Return the directory of a run that was killed and started again from the save at a validation before."""
         return self._twice(habit, layout, *VALIDATES_AND_SAVES, signal=signal.SIGKILL, step=STEP_OF_KILL, code=-9)
 
+    def resumed_owing_validation(self, habit: Habit, layout: str, *overrides: str, step: int) -> Path:
+        """Return the directory of a run that was stopped between a step and its validation, and started again."""
+        return self._twice(habit, layout, *overrides, signal=signal.SIGTERM, step=step, code=128 + signal.SIGTERM)
+
     def _twice(self, habit: Habit, layout: str, *overrides: str, signal: signal.Signals, step: int, code: int) -> Path:
-        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}"
+        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}-{step}"
         stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal.name}:{step}}}}}"
         stopped = self._go(habit, layout, run_dir, *overrides, stop)
         assert stopped.codes[0] == code, f"not stopped at step {step}: {_tail(stopped)}"

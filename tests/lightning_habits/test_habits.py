@@ -15,12 +15,16 @@ pytestmark = [pytest.mark.slow]
 NAMES = [habit.name for habit in HABITS]
 # the sample of those that are resumed from a save at a validation
 SAVED_AT_VALIDATION = ("swaps_average", "unet", "tracked", "lht", "gan", "numpy_state", "one_cycle", "swa")
+# a stop between a step and its validation: step → what makes the validation due there
+OWED = {8: VALIDATES_AND_SAVES, 6: ()}  # inside an epoch, and at its end
+OWES_VALIDATION = ("plateau_step", "checkpoint_counted", "swaps_average", "throughput", "begins_for_validation")
 NOT_SAVED_AT_VALIDATION = {
     "early_stopping_train": "monitors what is logged when an epoch ends, so it cannot validate within one",
     "checkpoint_by_steps": "the same",
     "stateful": "expects its own stop",
     "accumulated_skips": "ends before the kill",
     "early_stopping_divergence": "the same",
+    "early_stopping_threshold": "the same",
 }
 
 
@@ -33,10 +37,21 @@ def pytest_generate_tests(metafunc):
         chosen = [habit for habit in HABITS if everything or habit.name in SAVED_AT_VALIDATION]
         chosen = [habit for habit in chosen if habit.name not in NOT_SAVED_AT_VALIDATION]
         cells = [(habit, "single") for habit in chosen if "single" in habit.layouts]
+    elif metafunc.function is test_a_resume_that_owes_a_validation_is_exact:
+        cells = [(habit, layout, step) for habit, layout in _owing(everything) for step in OWED]
+        cells = [cell for cell in cells if not (cell[2] == 8 and cell[0].name in NOT_SAVED_AT_VALIDATION)]
+        params = [pytest.param(*cell, id=f"{cell[0].name}-{cell[1]}-{cell[2]}") for cell in cells]
+        metafunc.parametrize(("habit", "layout", "step"), params)
+        return
     elif metafunc.function is test_layouts_agree_with_one_process:
         cells = [(habit, layout) for habit, layout in cells if layout != "single" and not habit.random]
     params = [pytest.param(habit, layout, id=f"{habit.name}-{layout}") for habit, layout in cells]
     metafunc.parametrize(("habit", "layout"), params)
+
+
+def _owing(everything: bool) -> list[tuple[Habit, str]]:
+    chosen = [habit for habit in HABITS if everything or habit.name in OWES_VALIDATION]
+    return [(habit, "single") for habit in chosen if "single" in habit.layouts]
 
 
 def straight(runs, habit: Habit, layout: str, *overrides: str) -> Path:
@@ -61,6 +76,11 @@ def test_a_resume_inside_an_epoch_is_exact(runs, habit, layout):
 def test_a_resume_from_the_save_at_a_validation_is_exact(runs, habit, layout):
     run = straight(runs, habit, layout, *VALIDATES_AND_SAVES)
     assert_equal(run, runs.resumed_from_validation(habit, layout))
+
+
+def test_a_resume_that_owes_a_validation_is_exact(runs, habit, layout, step):
+    run = straight(runs, habit, layout, *OWED[step])
+    assert_equal(run, runs.resumed_owing_validation(habit, layout, *OWED[step], step=step))
 
 
 def test_layouts_agree_with_one_process(runs, habit, layout):

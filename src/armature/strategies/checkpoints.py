@@ -314,10 +314,7 @@ class CheckpointMixin(LayoutMixin):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.note_names()
-        self.restore_gradients()
-
-    def restore_gradients(self) -> None:
-        """Put pending gradients in place, once. Not before the loops run: Lightning sets them to None before."""
+        # pending gradients are put in place, once; not before the loops run: Lightning sets them to None before
         gradients, self._gradients = self._gradients or {}, None
         for param, gradient in gradients.items():
             param.grad = gradient.detach()

@@ -167,7 +167,7 @@ class Checkpointing(Checkpoint):
         return self.keep_best
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before the first batch: remove leftovers, and run the validation that the loaded checkpoint owes.
+        """Before training: remove leftovers, and let the validation that the loaded checkpoint owes run first.
 
         Raises:
             ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also `stock_callbacks`.
@@ -182,12 +182,7 @@ class Checkpointing(Checkpoint):
         self._saved_at = time.monotonic()
         self._saved_step = completed_batches(trainer)  # its checkpoint exists, or there is nothing to save yet
         if self._owes_validation:
-            random_state = StrategyMixin.of(trainer).random_state
-            random_state.restore()
-            self.step_log.resume(trainer)
-            StrategyMixin.of(trainer).restore_gradients()  # validation frees them, unless the module keeps them
-            trainer.fit_loop.epoch_loop.validate()
-            random_state.hold()
+            trainer.fit_loop.rest_of_step.append(trainer.fit_loop.epoch_loop.validate)
 
     def step_ended(self, trainer: OurTrainer) -> None:
         """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
@@ -242,7 +237,7 @@ class Checkpointing(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
             assert isinstance(trainer, OurTrainer)
-            due = trainer.fit_loop.epoch_loop.validation_is_due
+            due = self._owes_validation or trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             try:
                 with suppress(RolledBack):  # the run ends, and resumes from the checkpoint before

@@ -35,6 +35,7 @@ class FitLoop(_FitLoop):
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
         self._before_training = before_training
         self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
+        self.rest_of_step: list[Callable[[], None]] = []  # then: what a stop had left, such as the step's validation
         self.before_epoch_end: list[Callable[[], None]] = []  # called once, before ranks reduce the epoch's values
         self.before_train_end: list[Callable[[], None]] = []  # called once, before all `on_train_end` hooks
         self._epochs = self.max_epochs  # as it was last
@@ -97,6 +98,7 @@ class FitLoop(_FitLoop):
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
         _call_once(self.before_first_batch)
+        _call_once(self.rest_of_step)
         super().on_advance_start()
         self._stop_together()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from armature.checkpoint import schedules
@@ -14,6 +15,9 @@ from armature.strategies.base import StrategyMixin
 from armature.training import attributes, epoch_metrics, epoch_start, schedule_ends
 from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
+
+# what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it saved last
+OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
 
 
 class RestoreProgress(Callback):
@@ -47,6 +51,7 @@ class RestoreProgress(Callback):
         self._at_start: dict[str, str] | None = None  # the same of all attributes, when training began
         self._weights: dict[str, Tensor] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
+        self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._schedules: schedule_ends.Lengths = []
         self._trainer: OurTrainer | None = None
 
@@ -89,6 +94,10 @@ class RestoreProgress(Callback):
             "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
             "attributes": digests[0],
+            "model_checkpoints": {
+                each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
+                for each in _model_checkpoints(trainer)
+            },
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -98,6 +107,7 @@ class RestoreProgress(Callback):
         self._logged_metrics = state_dict.get("logged_metrics", {})
         self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
         self._newest, self._in_eval = state_dict.get("newest", []), state_dict.get("in_eval")
+        self._model_checkpoints = state_dict.get("model_checkpoints", {})
         random, trainer = state_dict.get("random"), self._trainer
         # under another layout ranks draw other numbers anyway
         if random and len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
@@ -130,7 +140,7 @@ class RestoreProgress(Callback):
             self._saved_attributes, self._attributes = self._attributes.find(), None
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before the first batch, and before the validation that a checkpoint owes: restore weights and metric objects.
+        """Before training: restore weights and metric objects.
 
         A run that was stopped after its last step still has to end its epoch.
         Lightning has loaded the weights before `on_fit_start`, which may draw them anew as at the first start.
@@ -155,6 +165,8 @@ class RestoreProgress(Callback):
         if not step:
             return
         schedule_ends.check(trainer, self._schedules)
+        for each in _model_checkpoints(trainer):
+            vars(each).update(self._model_checkpoints.get(each.state_key, {}))
         assert isinstance(trainer, OurTrainer)
         data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
@@ -169,11 +181,11 @@ class RestoreProgress(Callback):
         epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
         self._restore_metrics(trainer, closing=closing, mid_epoch=bool(batches) and not closing)
         if batches:  # schedulers that follow a metric step after everything that a step saves
-            epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+            step_schedules = partial(epoch_loop.update_lr_schedulers, "step", update_plateau_schedulers=True)
+            fit_loop.rest_of_step.append(step_schedules)
 
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
-        known = trainer.callback_metrics.keys()  # of the validation that the checkpoint owed
-        restored = {n: torch.as_tensor(v) for n, v in self._metrics.items() if n not in known}
+        restored = {name: torch.as_tensor(value) for name, value in self._metrics.items()}
         trainer.callback_metrics.update(restored)
         logged = trainer.step_metrics.without(self._logged_metrics)
         trainer.step_metrics.restore(logged)
@@ -236,6 +248,10 @@ class RestoreProgress(Callback):
         epoch_metrics.clear(trainer.fit_loop.epoch_loop._results, self._restored)
         self._restored = {}
         self._random = epoch_start.random_state(trainer)
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _layout(trainer: Trainer | None) -> str | None:
