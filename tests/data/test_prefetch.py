@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
-from armature.data.prefetch import PrefetchLoader
+from armature.data.prefetch import PrefetchLoader, reads_ahead
 
 
 def test_batches_come_in_order_each_once():
@@ -78,6 +78,21 @@ class ModuleAfter(L.LightningModule):
 def test_batches_are_not_moved_before_hooks_that_see_them_off_the_device(data, module, expected):
     data.trainer = SimpleNamespace(lightning_module=module)
     assert data._prefetches() is expected
+
+
+class Samples(Ours):
+    def dataset(self, split):
+        return [1, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_users_that_may_change_with_a_step_are_not_read_ahead(workers):
+    data = Samples(global_batch_size=1, num_workers=workers)
+    on_gpu = SimpleNamespace(root_device=torch.device("cuda"))
+    data.trainer = SimpleNamespace(strategy=on_gpu, accumulate_grad_batches=1, lightning_module=L.LightningModule())
+    assert isinstance(data.train_dataloader(), PrefetchLoader) is bool(workers)
+    assert not reads_ahead(PlainData(PlainMoves()), workers=False)
+    assert reads_ahead(DataModule(global_batch_size=1), workers=False)
 
 
 def test_the_next_batch_is_asked_for_before_this_one_is_used():

@@ -116,7 +116,7 @@ class LateBuffers(Regressor):
 
     def on_fit_start(self):
         if not hasattr(self, "moving"):
-            self.register_buffer("moving", torch.zeros(8))
+            self.register_buffer("moving", torch.zeros(8, device=self.device))
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -174,6 +174,17 @@ class Sparse(Regressor):
 
     def sgd(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+
+class SparseOverBatches(Sparse):
+    """The same, with a step for two batches: a stop between them leaves a sparse gradient."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.shared_step(batch, "train"))
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 class Embeddings(Regressor):

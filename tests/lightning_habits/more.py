@@ -42,6 +42,7 @@ LAYERS = [
     regression("late_buffers", "layers.LateBuffers"),
     regression("growing_buffer", "layers.GrowingBuffer", sample=SINGLE),
     regression("growing_buffer_loads", "layers.GrowingBufferLoads"),
+    regression("sparse_over_batches", "layers.SparseOverBatches", NO_CLIP, layouts=("single", "ddp2")),
     regression("sparse", "layers.Sparse", NO_CLIP, refused={"fsdp2": "gradients that cannot be sharded"}),
     regression("embeddings", "layers.Embeddings"),
     regression(

@@ -234,7 +234,11 @@ def load_optimizers(
             checkpoint, optimizer, saved, index=index, params={names[p]: p for p in names if p in own}, keys=keys,
             same=index < len(classes) and classes[index] == class_of(optimizer), names=names,
         )  # fmt: skip
-    gradients = {p: torch.zeros_like(p) for p, name in names.items() if optimizers and f"{GRADIENTS}{name}" in saved}
+    gradients = {
+        param: _zeros(param, saved[f"{GRADIENTS}{name}"])
+        for param, name in names.items()
+        if optimizers and f"{GRADIENTS}{name}" in saved
+    }
     targets |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
     state.check_sizes(checkpoint, saved, targets)
     storage.read_tensors(checkpoint, targets)
@@ -247,6 +251,12 @@ def load_optimizers(
                 optimizer.state[param] = nested({key: targets[prefix + key] for key in keys[name]})
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
     return gradients
+
+
+def _zeros(param: Tensor, saved: Any) -> Tensor:
+    """Return zeros for a gradient, which is sparse if it was saved so."""
+    is_sparse = saved.properties.layout == torch.sparse_coo
+    return torch.zeros_like(param, layout=torch.sparse_coo) if is_sparse else torch.zeros_like(param)
 
 
 def _keys(saved: Iterable[str], index: int) -> dict[str, list[str]]:

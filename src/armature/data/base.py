@@ -19,7 +19,7 @@ from typing_extensions import override
 from armature.data import iterable, memory
 from armature.data.batching import Batches, plan_batches
 from armature.data.eval_loader import EvalLoader, check_padding
-from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader
+from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader, reads_ahead
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Batch, BeginWorker, Samples
 from armature.data.stream import Stream
@@ -369,7 +369,8 @@ class DataModule(L.LightningDataModule):
                 )  # fmt: skip
             else:
                 self._loaders[key] = make(EvalLoader, another=lambda: make(DataLoader), **persistent)
-        return PrefetchLoader(self._loaders[key], device) if pin and self._prefetches() else self._loaders[key]
+        ahead = pin and self._prefetches() and reads_ahead(self, workers=workers)
+        return PrefetchLoader(self._loaders[key], device) if ahead else self._loaders[key]
 
     def _prefetches(self) -> bool:
         """Return whether batches may be on the device before the hooks that move them there see them."""

@@ -14,6 +14,15 @@ BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hook
 TRANSFER_HOOKS = (*BEFORE_DEVICE, "on_after_batch_transfer")
 
 
+def reads_ahead(data: Any, *, workers: bool) -> bool:
+    """Return whether a batch may be read before the step before it has ended.
+
+    A dataset of users, such as a replay buffer, may change with each step. Worker processes read ahead anyway.
+    """
+    users = getattr(data, "module", data)  # a PlainData's
+    return workers or type(users).__module__.startswith("armature.")
+
+
 class UnchangedLoader:
     """Passes on a loader's batches. Lightning builds a torch DataLoader for predictions anew, but not this."""
 
