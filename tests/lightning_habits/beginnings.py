@@ -97,7 +97,7 @@ class DrawsPerEpoch(Regressor):
     """Draws a mask for the whole epoch when the epoch begins."""
 
     def on_train_epoch_start(self):
-        self.mask = (torch.rand(8) > 0.5).float()
+        self.mask = (torch.rand(8) > 0.5).float().to(self.device)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -112,7 +112,7 @@ class BeginsForValidation(Regressor):
         torch.rand(1)
 
     def on_train_epoch_start(self):
-        self.noise = torch.rand(8)
+        self.noise = torch.rand(8).to(self.device)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -120,6 +120,6 @@ class BeginsForValidation(Regressor):
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        loss = F.mse_loss(self(x + self.noise + 0.1 * torch.rand_like(x)), y)
+        loss = F.mse_loss(self(x + self.noise + 0.1 * torch.rand(x.shape).to(x)), y)
         self.log("val/noisy", self.scale * loss, sync_dist=True)
         return super().validation_step(batch, batch_idx)

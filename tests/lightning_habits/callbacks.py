@@ -80,6 +80,7 @@ class OwnEMA(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         for name, value in pl_module.state_dict().items():
+            self.average[name] = self.average[name].to(value.device)  # a checkpoint's tensors are on the CPU
             self.average[name].mul_(self.decay).add_(value, alpha=1 - self.decay)
         total = sum(value.float().sum() for value in self.average.values())
         pl_module.log("average", total if not hasattr(total, "full_tensor") else total.full_tensor())

@@ -230,7 +230,7 @@ class PerRank(Regressor):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        self.seen = 0.9 * self.seen.to(x) + 0.1 * x.mean(0)
         return super().training_step((x - self.seen, y), batch_idx)
 
     def on_save_checkpoint(self, checkpoint):
