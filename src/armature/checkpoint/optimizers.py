@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from armature.checkpoint import misfit, plain, state, storage
-from armature.checkpoint.state import GRADIENTS, OPTIMIZER
+from armature.checkpoint.state import GRADIENTS, OPTIMIZER, SPARSE_GRADIENTS
 from armature.errors import ConfigError, error_line
 
 CLASSES = "optimizer_classes"  # in meta.pt: by index
@@ -234,12 +234,10 @@ def load_optimizers(
             checkpoint, optimizer, saved, index=index, params={names[p]: p for p in names if p in own}, keys=keys,
             same=index < len(classes) and classes[index] == class_of(optimizer), names=names,
         )  # fmt: skip
-    gradients = {
-        param: _zeros(param, saved[f"{GRADIENTS}{name}"])
-        for param, name in names.items()
-        if optimizers and f"{GRADIENTS}{name}" in saved
-    }
+    gradients = {p: torch.zeros_like(p) for p, name in names.items() if optimizers and f"{GRADIENTS}{name}" in saved}
     targets |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
+    sparse = {param: _of_sparse(saved, param, name) for param, name in names.items() if optimizers}
+    targets |= {key: tensor for tensors in sparse.values() for key, tensor in tensors.items()}
     state.check_sizes(checkpoint, saved, targets)
     storage.read_tensors(checkpoint, targets)
     for (index, optimizer, of_optimizer), keys in zip(restored, of_params, strict=True):
@@ -250,13 +248,22 @@ def load_optimizers(
                 prefix = f"{OPTIMIZER}.{index}.{name}."
                 optimizer.state[param] = nested({key: targets[prefix + key] for key in keys[name]})
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
+    for param, tensors in sparse.items():
+        if tensors:
+            indices, values = tensors.values()
+            gradients[param] = torch.sparse_coo_tensor(indices, values, param.shape)
     return gradients
 
 
-def _zeros(param: Tensor, saved: Any) -> Tensor:
-    """Return zeros for a gradient, which is sparse if it was saved so."""
-    is_sparse = saved.properties.layout == torch.sparse_coo
-    return torch.zeros_like(param, layout=torch.sparse_coo) if is_sparse else torch.zeros_like(param)
+def _of_sparse(saved: Mapping[str, Any], param: Tensor, name: str) -> dict[str, Tensor]:
+    """Return tensors to fill with a parameter's sparse gradient: its indices and values, or none."""
+    keys = [f"{SPARSE_GRADIENTS}{name}.{part}" for part in ("indices", "values")]
+    types = (torch.long, param.dtype)
+    return {
+        key: torch.empty(saved[key].size, dtype=dtype, device=param.device)
+        for key, dtype in zip(keys, types, strict=True)
+        if key in saved
+    }
 
 
 def _keys(saved: Iterable[str], index: int) -> dict[str, list[str]]:

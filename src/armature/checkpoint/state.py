@@ -24,6 +24,7 @@ from armature.parallel import process_group
 OPTIMIZER = "optimizer_states"
 EXTRA = "extra"
 GRADIENTS = f"{EXTRA}.grad."
+SPARSE_GRADIENTS = f"{EXTRA}.sparse_grad."
 RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
 BUCKETS = "bucket_order"  # in meta.pt: of the gradients, where DDP reduces them
@@ -55,9 +56,19 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return gradients as `extra.grad.<name>`, for a module whose steps may use those of earlier batches too."""
-    named = ((name, param.grad) for param, name in parameter_names(module).items())
-    return {f"{GRADIENTS}{name}": gradient for name, gradient in named if gradient is not None}
+    """Return gradients as `extra.grad.<name>`, for a module whose steps may use those of earlier batches too.
+
+    A sparse one is `extra.sparse_grad.<name>.indices` and `.values`: torch's writer takes no sparse tensors.
+    """
+    found = {}
+    for param, name in parameter_names(module).items():
+        if param.grad is not None and param.grad.layout == torch.sparse_coo:
+            # not coalesced: later sums would be in another order
+            found[f"{SPARSE_GRADIENTS}{name}.indices"] = param.grad._indices()
+            found[f"{SPARSE_GRADIENTS}{name}.values"] = param.grad._values()
+        elif param.grad is not None:
+            found[f"{GRADIENTS}{name}"] = param.grad
+    return found
 
 
 # ---------------------------------------------------------------- loading weights
