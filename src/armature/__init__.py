@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import lightning.pytorch as L
+    import torch
     from omegaconf import DictConfig
 
 __version__ = "0.1.0"
@@ -36,3 +37,17 @@ def load(path: str | Path, **options: Any) -> L.LightningModule:
     from armature import loading
 
     return loading.load(path, **options)
+
+
+def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the unsharded weights and saved buffers on rank 0, under any strategy; nothing on other ranks.
+
+    All ranks must call it: `weights = armature.full_state_dict(self, prefix="net.")`, then `torch.save` on rank 0.
+
+    Args:
+        module: the LightningModule of a run.
+        prefix: of the names to take, which is removed from them.
+    """
+    from armature.checkpoint import state
+
+    return state.full_state_dict(module, prefix=prefix)

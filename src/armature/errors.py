@@ -149,6 +149,12 @@ def place_of(error: BaseException) -> str:
     return f"{place.filename}:{place.lineno}"
 
 
+def place_of_call() -> str:
+    """Return `file:line` of the user's code that is running, or "" if none is."""
+    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
 def error_line(error: BaseException) -> str:
     """Return an error of Python or a library as one line."""
     text = " ".join(str(error).split())

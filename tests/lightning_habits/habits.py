@@ -117,6 +117,8 @@ STATE = [
     regression("renames", "state.Renames", sample=("fsdp2",)),
     regression("reads_on_save", "state.Halves"),
     regression("saves_itself", "state.SavesItself", layouts=("single", "ddp2"), sample=SINGLE),
+    regression("saves_net", "state.SavesNet", refused={"fsdp2": "is sharded over ranks"}, sample=("fsdp2",)),
+    regression("saves_whole", "state.SavesWhole", sample=("fsdp2",)),
     regression("saves_checkpoint", "state.SavesCheckpoint", sample=SINGLE),
     regression("saves_weights_only", "state.SavesWeightsOnly"),
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import armature
 from tests.lightning_habits.regression import Regressor
 
 
@@ -134,6 +135,27 @@ class SavesItself(Regressor):
         if self.trainer.is_global_zero:
             torch.save(self, folder / "module.pt")
             torch.save(self.net.state_dict(), folder / "net.pt")
+
+
+class SavesNet(Regressor):
+    """torch.save of the network's state on each rank, as of a best model."""
+
+    def on_validation_epoch_end(self):
+        torch.save(self.net.state_dict(), Path(self.trainer.default_root_dir) / f"net{self.global_rank}.pt")
+
+
+class SavesWhole(Regressor):
+    """The whole weights, under any strategy, into a file that another module reads."""
+
+    def on_train_epoch_end(self):
+        weights, total = armature.full_state_dict(self, prefix="net."), 0.0
+        if self.trainer.is_global_zero:
+            file = Path(self.trainer.default_root_dir) / "net.pt"
+            torch.save(weights, file)
+            net = Regressor().net
+            net.load_state_dict(torch.load(file))
+            total = float(sum(param.double().norm() for param in net.parameters()))
+        self.log("norm_of_file", self.trainer.strategy.broadcast(total))
 
 
 class SavesCheckpoint(Regressor):

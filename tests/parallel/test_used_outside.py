@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from armature.checkpoint import state
+from armature.errors import ConfigError
 from armature.models.mixture import plan as mixture
 from armature.models.mixture.model import MixtureDecoder
-from armature.parallel import apply, dtensors
-from armature.training import epoch_metrics
+from armature.parallel import apply, copies, dtensors
+from armature.training import epoch_metrics, epoch_start
 from benchmarks.parity.harness import on_ranks
 from tests.parallel.building import decoder_on_meta, options, parallelize
 
@@ -181,3 +185,33 @@ def kept_parts() -> list[Any]:
 @pytest.mark.slow
 def test_gathered_parts_are_not_kept_and_a_change_of_one_is_remembered() -> None:
     assert on_ranks(kept_parts, ranks=2) == [[1, 0]] * 2
+
+
+def full_weights() -> Any:
+    """Return the pickle's error, whether an attribute with a sharded weight is compared, and the whole weights."""
+    from armature.parallel import mesh, process_group
+
+    copies.refuse_pickles()
+    model = stack()
+    device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": process_group.ranks()}, device_type="cpu")
+    apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(ConfigError, match=r"armature\.full_state_dict") as refused:
+        torch.save(weights, io.BytesIO())
+    digests = [epoch_start._digest(weights)]
+    weights["0.bias"].zero_()
+    digests.append(epoch_start._digest(weights))
+    strategy = SimpleNamespace(lightning_module_state_dict=lambda: state.module_state(model))
+    module: Any = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
+    whole = state.full_state_dict(module, prefix="0.")
+    return str(refused.value), digests, {name: value.tolist() for name, value in whole.items()}
+
+
+@pytest.mark.slow
+def test_a_sharded_weight_is_not_pickled_and_its_whole_is_on_rank_0() -> None:
+    (message, digests, whole), (_, _, others) = on_ranks(full_weights, ranks=2)
+    assert message.startswith(f"{__file__}:")
+    assert None not in digests
+    assert digests[0] != digests[1]
+    assert others == {}
+    assert whole == {name: value.tolist() for name, value in stack()[0].state_dict().items()}

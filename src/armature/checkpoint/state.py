@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -44,6 +45,27 @@ def module_state(module: nn.Module, *, buffers: bool = True, others: bool = Fals
         for name, value in module.state_dict().items()
         if name not in left_out and (others or isinstance(value, Tensor))
     }
+
+
+def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str, Any]:
+    """Return what `module_state` returns in one process, on the CPU: on rank 0, and nothing on others.
+
+    Called by all ranks.
+
+    Args:
+        prefix: of the names to take, which is removed from them.
+    """
+    own = module.trainer.strategy.lightning_module_state_dict()
+    own = {name: value for name, value in own.items() if name.startswith(prefix)}
+    names = process_group.all_gather_object([*own])
+    holders = {name: rank for rank, held in reversed([*enumerate(names)]) for name in held}  # the first rank of each
+    parts: dict[str, Any] = {}
+    for name, value in own.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if holders[name] == process_group.rank():
+            parts[name] = whole.detach().to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+    gathered = {name: value for of_rank in process_group.gather_object(parts) for name, value in of_rank.items()}
+    return {name.removeprefix(prefix): gathered[name] for name in holders if name in gathered}
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:

@@ -1,13 +1,16 @@
-"""Deep copies of sharded models: a teacher that `on_fit_start` makes, a snapshot at the end of an epoch."""
+"""Copies of sharded weights: a teacher that `on_fit_start` makes, a snapshot at the end of an epoch, a file."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from armature.errors import ConfigError, place_of_call
 
 SHARDING = ("torch.distributed.fsdp", "armature.parallel")  # modules whose hooks belong to sharding
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))  # torch's dicts of hooks
@@ -70,3 +73,18 @@ def _shards(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith(SHARDING)
+
+
+def refuse_pickles() -> None:
+    """Let torch.save and pickle refuse a sharded tensor, of which torch would write this rank's part without a word."""
+    DTensor.__reduce_ex__ = _refuse  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _refuse(tensor: DTensor, protocol: Any) -> NoReturn:
+    raise ConfigError(
+        f"{place_of_call() or 'torch.save'}: a tensor of size {tuple(tensor.shape)} is sharded over ranks, and a file "
+        "or pickle would hold this rank's part of it. On all ranks, type weights = armature.full_state_dict(self), "
+        'with prefix="net." for the weights of self.net, and save these on rank 0; or trainer.save_checkpoint("x.ckpt")'
+        ". The run's own checkpoints hold everything: armature.load and scripts/convert.py read them. Or type "
+        "strategy=ddp."
+    )

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.parallel import apply, batchnorm, dtensors, gradients, left_behind, mesh, ties
+from armature.parallel import apply, batchnorm, copies, dtensors, gradients, left_behind, mesh, ties
 from armature.parallel.context import Positions
 from armature.strategies.base import StrategyMixin, models_of, move_others
 
@@ -165,6 +165,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         others = ("pipe", "context", "tensor")  # whose activations may be DTensors
         weights_only = all(self.sizes[axis] == 1 for axis in others) and self.options["expert"] == 1
         dtensors.support_user_code(watch_parts=weights_only)
+        copies.refuse_pickles()
         self._check_hooks(sharded=False)
         self._models = models = models_of(module)
         options = self._resolved(several=len(models) > 1)

@@ -289,3 +289,8 @@ class _Pickler(pickle.Pickler):
         large = isinstance(obj, Tensor | np.ndarray) and obj.nbytes > _LARGE
         if large or isinstance(obj, nn.Module | L.Trainer | Optimizer | MethodType):
             raise ValueError("not a value")
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take this rank's part of a sharded tensor, which refuses to be pickled."""
+        part = local_part(obj) if isinstance(obj, Tensor) else obj
+        return NotImplemented if part is obj else part.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
