@@ -80,11 +80,33 @@ def refuse_pickles() -> None:
     DTensor.__reduce_ex__ = _refuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _refuse(tensor: DTensor, protocol: Any) -> NoReturn:
+def refuse_pickled_states(module: nn.Module) -> None:
+    """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank has plain tensors.
+
+    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between steps.
+    """
+    for part in module.modules():
+        part.register_state_dict_post_hook(_mark)
+
+
+def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
+
+
+class _OfOneRank:
+    def __deepcopy__(self, memo: Any) -> _OfOneRank:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self, protocol)
+
+
+def _refuse(part: DTensor | _OfOneRank, protocol: Any) -> NoReturn:
+    what = f"a tensor of size {tuple(part.shape)}" if isinstance(part, DTensor) else "this state dict"
     raise ConfigError(
-        f"{place_of_call() or 'torch.save'}: a tensor of size {tuple(tensor.shape)} is sharded over ranks, and a file "
-        "or pickle would hold this rank's part of it. On all ranks, type weights = armature.full_state_dict(self), "
-        'with prefix="net." for the weights of self.net, and save these on rank 0; or trainer.save_checkpoint("x.ckpt")'
-        ". The run's own checkpoints hold everything: armature.load and scripts/convert.py read them. Or type "
+        f"{place_of_call() or 'torch.save'}: {what} is sharded over ranks, and a file or pickle would hold this rank's "
+        "part of it. On all ranks, type weights = armature.full_state_dict(self), with "
+        'prefix="net." for the weights of self.net, and save these on rank 0; or trainer.save_checkpoint("x.ckpt"). '
+        "The run's own checkpoints hold everything: armature.load and scripts/convert.py read them. Or type "
         "strategy=ddp."
     )

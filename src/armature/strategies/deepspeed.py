@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers, plain, state, storage
-from armature.parallel import process_group, ties
+from armature.parallel import copies, process_group, ties
 from armature.strategies import extension_locks
 from armature.strategies.base import StrategyMixin
 
@@ -107,6 +107,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         super().build_once()
         if built:
             self.return_to_device()  # the weights that stage 3 keeps whole
+        elif self.zero_stage_3:
+            copies.refuse_pickled_states(self.module)
 
     @property
     @override

@@ -189,7 +189,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)
         dtensors.carry_attributes(before, module)
-        if options.expert == self.sizes["pipe"] == 1:  # else some are another rank's
+        if self.sizes["pipe"] > 1:
+            copies.refuse_pickled_states(module)
+        elif options.expert == 1:  # else some are another rank's
             self._check_left_behind(before)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
