@@ -206,11 +206,35 @@ class EndsWithOthers(L.Callback):
                 weight.fill_(0.5)
 
 
+class EndsItself(Images):
+    def on_train_end(self):
+        EndsWithOthers.on_train_end(None, self.trainer, self)  # pyright: ignore[reportArgumentType]
+
+
+class EndsWithout(Images):
+    def on_train_end(self):
+        del self.net
+
+
+def test_a_layer_that_is_removed_at_the_end_stays_in_the_last_checkpoint(forks):
+    task = "task._target_=tests.test_lightning_surface.EndsWithout"
+    ended = forks.train(*COMMAND, "run.name=without", task, "trainer.test_at_end=false")
+    assert "on_train_end has removed, added or renamed weights (net." in ended.output
+    assert state.load_full_state_dict(forks.cwd / "outputs" / "without" / "checkpoints" / "step=000004")
+
+
 @pytest.mark.parametrize("every", ["4", "null"])
-def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every):
-    ends, name = "+callbacks.ends={_target_:tests.test_lightning_surface.EndsWithOthers}", f"run.name=end{every}"
-    forks.train(*COMMAND, name, ends, f"checkpoint.every_n_steps={every}")
-    weights = state.load_full_state_dict(forks.cwd / "outputs" / f"end{every}" / "checkpoints" / "step=000004")
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "+callbacks.ends={_target_:tests.test_lightning_surface.EndsWithOthers}",
+        "task._target_=tests.test_lightning_surface.EndsItself",
+    ],
+)
+def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every, ends):
+    name = f"end{every}{'Itself' in ends}"
+    forks.train(*COMMAND, f"run.name={name}", ends, f"checkpoint.every_n_steps={every}")
+    weights = state.load_full_state_dict(forks.cwd / "outputs" / name / "checkpoints" / "step=000004")
     assert all(bool((weight == 0.5).all()) for weight in weights.values())
 
 

@@ -22,6 +22,7 @@ from armature.parallel import process_group
 from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
+from armature.strategies.hooks import is_overridden
 from armature.training import replicas, stock_callbacks
 from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
@@ -217,22 +218,43 @@ class Checkpointing(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._time_vote.finish()
         if self.at_end or trainer.should_stop:
-            before, self._weights_at_end = self._weights_at_end, None
-            changed = before is not None and before != _sums(pl_module)
-            if any(process_group.all_gather_object(changed)):  # by other callbacks, as StochasticWeightAveraging
-                self._finish_pending(trainer)
-                self._saved_step = -1
-            self._save(trainer, last=True, final=True)
-            try:
-                self.writer.finish()
-            except OSError as error:
-                self._failed(trainer, self._saved_step, error, final=True)
+            self._save_at_end(trainer)
         else:
             self._finish_pending(trainer, last=True)
 
-    def _note_weights(self, trainer: Trainer) -> None:
+    def _save_at_end(self, trainer: Trainer) -> None:
+        """Save, again if hooks have changed the weights since they were noted, as StochasticWeightAveraging does."""
+        renamed, changed = set(), False
+        if (before := self._weights_at_end) is not None:
+            now = self._weights_at_end = _sums(trainer.lightning_module)
+            renamed, changed = before.keys() ^ now.keys(), before != now
+        everyones = process_group.all_gather_object((sorted(renamed), changed))
+        names = next((names for names, _ in everyones if names), [])
+        if names and self._saved_step == completed_batches(trainer):
+            if trainer.is_global_zero:
+                log.warning(
+                    "on_train_end has removed, added or renamed weights (%s). The last checkpoint holds all as they "
+                    "were before, since armature.load and a resume build the module anew. The test measures the new "
+                    "ones; save these yourself, or make the change in a copy.",
+                    ", ".join(names[:3]),
+                )
+        elif any(changed for _, changed in everyones):
+            self._finish_pending(trainer)
+            self._saved_step = -1
+        self._save(trainer, last=True, final=True)
+        try:
+            self.writer.finish()
+        except OSError as error:
+            self._failed(trainer, self._saved_step, error, final=True)
+
+    def _note_weights(self, trainer: OurTrainer) -> None:
         """Before the hooks of the end: these may put averages or the best weights in, which the test then measures."""
         self._weights_at_end = _sums(trainer.lightning_module)
+        own = is_overridden(
+            trainer.lightning_module, "on_train_end", LightningModule
+        )  # called after those of callbacks
+        if own and (self.at_end or trainer.should_stop):
+            trainer.fit_loop.after_train_end.append(partial(self._save_at_end, trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":

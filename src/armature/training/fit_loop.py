@@ -38,6 +38,7 @@ class FitLoop(_FitLoop):
         self.rest_of_step: list[Callable[[], None]] = []  # then: what a stop had left, such as the step's validation
         self.before_epoch_end: list[Callable[[], None]] = []  # called once, before ranks reduce the epoch's values
         self.before_train_end: list[Callable[[], None]] = []  # called once, before all `on_train_end` hooks
+        self.after_train_end: list[Callable[[], None]] = []  # called once, after them, the module's own too
         self._epochs = self.max_epochs  # as it was last
 
     @property
@@ -137,6 +138,7 @@ class FitLoop(_FitLoop):
     def on_run_end(self) -> None:
         _call_once(self.before_train_end)
         super().on_run_end()
+        _call_once(self.after_train_end)
 
     def _say_other_limit(self) -> None:
         """Say that a hook has set `max_epochs`, if the run has a limit that does not follow it."""
