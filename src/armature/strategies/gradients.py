@@ -123,6 +123,15 @@ class GradientMixin(LayoutMixin):
                     self.update_mask.left_out = self.skipped_step
                 self.update_mask.step_ended()
 
+    def leave_out_together(self, optimizer: Optimizer, steps_before: int) -> None:
+        """Raise ConfigError if the module's `optimizer_step` has left out the step on some ranks only.
+
+        The others wait for this rank where they add up the norm of sharded gradients. It costs ranks that make the
+        step nothing.
+        """
+        if self.sharded and self.steps_made[optimizer] == steps_before:
+            self.target_weights.step_sum.leave_out(self.root_device)
+
     @property
     def completes_step(self) -> bool:
         """Whether the optimizer's step that is about to be made is one of the run's."""

@@ -187,7 +187,8 @@ class EpochLoop(_TrainingEpochLoop):
             zero_grad_fn=zero_grad if first and not no_gradients else None,
             backward_fn=None if no_gradients else backward,
         )
-        accumulates = self._should_accumulate()
+        accumulates, module, ours = self._should_accumulate(), trainer.lightning_module, StrategyMixin.find(trainer)
+        steps_before = ours.steps_made[optimizer] if ours is not None else 0
         if accumulates and not strategy.handles_gradient_accumulation:
             with _block_parallel_sync_behavior(strategy):  # gradients are reduced with the last micro-batch
                 closure()
@@ -199,6 +200,8 @@ class EpochLoop(_TrainingEpochLoop):
             if not accumulates:
                 progress.step.increment_completed()
         result = closure.consume_result()
+        if ours is not None and not accumulates and is_overridden(module, "optimizer_step", L.LightningModule):
+            ours.leave_out_together(optimizer, steps_before)
         return {} if result.loss is None else result.asdict()
 
     def forward_again(self, batch: Any, index: int) -> Any:
