@@ -56,6 +56,19 @@ def test_the_line_that_logs_is_that_of_user_code():
     assert blocked.logging_call(frames[3:]) is None
 
 
+def test_a_step_that_only_some_ranks_make_is_named_with_what_to_type():
+    records = {0: record(call(1, done=False)) | {"stepping": "mine.py:7 optimizer_step"}, 1: record()}
+    verdict = hang.verdict(records, ranks=range(2))
+    assert "Rank 0 makes the optimizer's step at mine.py:7 optimizer_step. If others leave it out" in verdict
+    assert "trainer.on_nan=skip" in verdict
+    ours, module = str(Path(blocked.__file__).parents[1] / "strategies" / "gradients.py"), "/home/me/mine.py"
+    frames = [FrameSummary(ours, 1, "_after_closure"), FrameSummary(ours, 2, "optimizer_step"),
+              FrameSummary(module, 3, "optimizer_step"), FrameSummary(module, 4, "<module>")]  # fmt: skip
+    assert blocked.own_step(frames) == "/home/me/mine.py:3 optimizer_step"
+    assert blocked.own_step([FrameSummary(f"/venv/{blocked.CLOSURE}", 5, "closure"), *frames]) is None
+    assert blocked.own_step(frames[:2]) is None
+
+
 @pytest.mark.parametrize(
     ("inner", "expected"),
     [

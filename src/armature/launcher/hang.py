@@ -44,7 +44,7 @@ def verdict(records: Records, *, ranks: Sequence[int]) -> str:
 
 
 def _remedy(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return what to type if only some ranks compute with a sharded weight, or log a value that all ranks reduce."""
+    """Return what to type if only some ranks use a sharded weight, log a value that all reduce, or make a step."""
     if (logs := _only_some(records, "logging", ranks=ranks)) is not None:
         here, place = logs
         verb = "waits" if len(here) == 1 else "wait"
@@ -52,6 +52,14 @@ def _remedy(records: Records, *, ranks: Sequence[int]) -> str:
             f"{named(here).capitalize()} {verb} in self.log at {place}, which reduces the value over all ranks at once "
             "(on_step=True, sync_dist=True). If it is inside a condition that differs between ranks, take it out, or "
             "type on_step=False, on_epoch=True: values of an epoch may be logged on some ranks only."
+        )
+    if (steps := _only_some(records, "stepping", ranks=ranks)) is not None:
+        here, place = steps
+        makes = f"{named(here).capitalize()} make{'s' * (len(here) == 1)}"
+        return (
+            f"{makes} the optimizer's step at {place}. If others leave it out, decide by what all ranks know, such as "
+            "self.all_gather(loss).mean(); or type trainer.on_nan=skip, which leaves out the steps whose loss or "
+            "gradient is not finite."
         )
     if (sharded := _only_some(records, "sharded", ranks=ranks)) is None:
         return ""

@@ -267,6 +267,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         super().setup(trainer)
 
     @override
+    def leave_out_together(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
+        if self.sizes["tensor"] == 1 or not self.options["sequence_parallel"]:  # its gradients are added up before
+            super().leave_out_together(optimizer, steps_before)
+
+    @override
     def model_to_device(self) -> None:
         """Nothing: `build` has placed everything, offloaded weights not on the device."""
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from armature import files
-from armature.errors import own_frames
+from armature.errors import is_users, own_frames
 from armature.launcher import environment, hang
 
 POLL_SECONDS = 1.0
@@ -28,6 +28,7 @@ PACKAGES, TENSORS = f"{os.sep}site-packages{os.sep}", os.path.join("torch", "dis
 OURS = str(Path(__file__).parents[1]) + os.sep
 DTENSORS = os.path.join(OURS, "parallel", "dtensors.py")  # within an operation of a sharded weight
 LOG = os.path.join("lightning", "pytorch", "core", "module.py")
+CLOSURE = os.path.join("lightning", "pytorch", "loops", "optimization", "automatic.py")
 REPORTED = 64  # collectives of a rank, in the report about a hang
 
 
@@ -55,8 +56,21 @@ def record(*, place: str) -> dict[str, Any]:
 
 
 def reductions(frames: Sequence[FrameSummary]) -> dict[str, str | None]:
-    """Return the lines of user code, if any, that wait for other ranks: with a sharded weight, and in `self.log`."""
-    return {"sharded": sharded_use(frames), "logging": logging_call(frames)}
+    """Return the lines of user code, if any, that wait for others: with a sharded weight, in `self.log`, in a step."""
+    return {"sharded": sharded_use(frames), "logging": logging_call(frames), "stepping": own_step(frames)}
+
+
+def own_step(frames: Sequence[FrameSummary]) -> str | None:
+    """Return the line of the user's `optimizer_step` that makes the step, once the loss is computed, or None.
+
+    Args:
+        frames: a stack, innermost first.
+    """
+    within = [*takewhile(lambda each: not (each.name == "optimizer_step" and is_users(each.filename)), frames)]
+    if len(within) == len(frames) or any(each.filename.endswith(CLOSURE) for each in within):
+        return None
+    step = frames[len(within)]
+    return f"{step.filename}:{step.lineno} {step.name}"
 
 
 def logging_call(frames: Sequence[FrameSummary]) -> str | None:
