@@ -36,6 +36,7 @@ from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.data.batching import plan_batches
 from armature.data.loaders import Draw
+from armature.data.sampler import DrawnSampler
 from armature.errors import ConfigError
 from armature.parallel import process_group
 from tests.data.test_data_module import RestoreProgress, SaveEveryStep
@@ -367,6 +368,59 @@ def test_a_sampler_that_shuffles_what_it_keeps_repeats():
     assert epochs[0] != epochs[1] != epochs[2]
     again = Draw(PerClass(), owner="mine", seed=0, whole_batches=False)
     assert [again(epoch).tolist() for epoch in (2, 0)] == [epochs[2], epochs[0]]
+
+
+class Weighted(PerClass):
+    """Changes as it draws, and so do its weights while training."""
+
+    def __init__(self):
+        super().__init__()
+        self.only = None
+
+    def __iter__(self):
+        return super().__iter__() if self.only is None else iter([self.only] * 20)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["keeps its state", "changes as it draws"])
+def test_weights_that_change_count_from_the_next_draw_on_and_a_resume_repeats_the_last(kept):
+    sampler = WeightedRandomSampler([1.0] * 20, 20) if kept else Weighted()
+
+    def change(only):
+        if isinstance(sampler, Weighted):
+            sampler.only = only
+        else:
+            sampler.weights = torch.eye(20)[only]
+
+    draw = Draw(sampler, owner="mine", seed=0, whole_batches=False)
+    change(3)
+    assert set(draw.keep(0).tolist()) == {3}
+    change(4)
+    assert set(draw.keep(0).tolist()) == set(draw(0).tolist()) == {3}
+    saved = draw.state_dict(since=0)
+    assert set(draw.keep(1).tolist()) == {4}
+    assert {epoch: drawn.dtype for epoch, drawn in saved.items()} == {0: torch.int32}
+    assert draw.state_dict(since=1).keys() == {1}
+    resumed = Draw(Weighted(), owner="mine", seed=0, whole_batches=False)
+    resumed.load_state_dict(saved, population=20)
+    assert set(resumed.keep(0).tolist()) == {3}
+    resumed.load_state_dict(saved, population=3)  # the data have changed
+    assert len(set(resumed.keep(0).tolist())) == 20
+
+
+def test_the_next_epoch_is_drawn_with_the_step_that_needs_it():
+    drawn = []
+
+    def draw(epoch):
+        drawn.append(epoch)
+        return np.arange(10)
+
+    sampler = DrawnSampler(
+        10, draw=draw, population=10, seed=0, batches=plan_batches(4, 4, 1), rank=0, position=lambda: 0
+    )
+    steps = iter(sampler)
+    assert [next(steps), next(steps), drawn] == [[0, 11, 22, 33], [44, 55, 66, 77], [0]]
+    assert [*steps] == [[88, 99, 100, 111]]
+    assert drawn == [0, 1]
 
 
 def test_epochs_of_a_sampler_of_varying_length_have_as_many_as_the_first(caplog):

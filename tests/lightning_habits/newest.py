@@ -85,6 +85,10 @@ STREAMS = [
     regression("replay", "streams.Replays", data="streams.Replay"),
     regression("replay_stream", "streams.Replays", data="streams.ReplayStream"),
     regression("hard_examples", "streams.SetsWeights", data="streams.HardExamples"),
+    regression(
+        "hard_examples_inside", "streams.SetsWeightsInside", data="streams.HardExamples", sample=("single", "ddp2")
+    ),
+    regression("hard_examples_uneven", "streams.SetsWeightsInside", data="streams.UnevenHardExamples"),
     regression("sampler_weights", "streams.SetsSamplerWeights", data="streams.HardExamples"),
     regression("loader_attributes", "streams.LoaderAttributes", data="plain.Vectors"),
 ]  # fmt: skip

@@ -161,6 +161,21 @@ class SetsWeights(Regressor):
         self.trainer.datamodule.weights.copy_(torch.linspace(0.1, 1 + self.current_epoch, 48))
 
 
+class SetsWeightsInside(Regressor):
+    """Hard examples: the weights follow what has been learned so far, in the middle of an epoch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            self.trainer.datamodule.weights.copy_(torch.linspace(0.1, 1 + self.trainer.global_step, 48))
+
+
+class UnevenHardExamples(HardExamples):
+    """Steps that take samples of two epochs."""
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=8, sampler=torch.utils.data.WeightedRandomSampler(self.weights, 44))
+
+
 class SetsSamplerWeights(Regressor):
     """The same through the Trainer's loader."""
 

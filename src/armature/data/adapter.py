@@ -176,8 +176,10 @@ class PlainData(DataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        classes = _class_names(self._read["train"].dataset)
-        return {**super().state_dict(), "module": self.module.state_dict(), "classes": classes}
+        read: ReadLoader = self._read["train"]
+        drawn = {} if read.draw is None else read.draw.state_dict(since=self._drawn_epoch(self.epoch_position()[0]))
+        own = {"module": self.module.state_dict(), "classes": _class_names(read.dataset), "drawn": drawn}
+        return {**super().state_dict(), **own}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -189,6 +191,9 @@ class PlainData(DataModule):
                 "run.name, or resume=never."
             )
         super().load_state_dict(state_dict)
+        read: ReadLoader = self._read["train"]
+        if read.draw is not None and state_dict.get("seed") == self.seed:
+            read.draw.load_state_dict(state_dict.get("drawn", {}), population=len(read.dataset))
         if state_dict.get("module"):
             self.module.load_state_dict(state_dict["module"])
 
@@ -277,15 +282,19 @@ class PlainData(DataModule):
         return super().train_dataloader()
 
     @override
-    def _train_sampler(self, **arguments: Any) -> TrainSampler:
+    def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
         read: ReadLoader = self._read["train"]
         if read.draw is None:
             return TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments() | arguments)
-        draw, limited = read.draw, self.train_limit is not None
+        draw = read.draw.keep if for_loop else read.draw
         return DrawnSampler(
-            self.train_size, draw=lambda epoch: draw(0 if limited else epoch),
+            self.train_size, draw=lambda epoch: draw(self._drawn_epoch(epoch)),
             **self._order_arguments() | {"population": len(read.dataset)} | arguments,
         )  # fmt: skip
+
+    def _drawn_epoch(self, epoch: int) -> int:
+        """Return the epoch whose draw an epoch has: limited ones all have the first."""
+        return epoch if self.train_limit is None else 0
 
     @override
     def predict_dataloader(self) -> Any:

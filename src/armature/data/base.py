@@ -213,7 +213,7 @@ class DataModule(L.LightningDataModule):
                 f"{self.global_batch_size} is {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
                 f"{batches.data_ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
             )
-        return self._loader("train", self._dataset("train"), self._train_sampler(), training=True)
+        return self._loader("train", self._dataset("train"), self._train_sampler(for_loop=True), training=True)
 
     def check_train_loader(self, loader: Any) -> None:
         """Raise ConfigError for a training loader that this class has not made."""
@@ -249,7 +249,8 @@ class DataModule(L.LightningDataModule):
         sampler = self._evaluation_sampler(dataset, self.eval_batch_size, pads=False)
         return UnchangedLoader(self._loader("predictions", dataset, sampler))
 
-    def _train_sampler(self, **arguments: Any) -> TrainSampler:
+    def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
+        """Return a sampler. What one draws `for_loop` is what the run trains on."""
         shuffled = not isinstance(self._dataset("train"), Stream)
         return TrainSampler(self.train_size, shuffled=shuffled, **self._order_arguments() | arguments)
 

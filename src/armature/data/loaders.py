@@ -41,6 +41,9 @@ OPTIONS = ("num_workers", "worker_init_fn", *OF_WORKERS)
 class Draw:
     """The samples of each epoch, drawn by a sampler or batch sampler from generators seeded by (seed, epoch).
 
+    They may depend on more than these: on weights that change while training. So a checkpoint holds what the training
+    loop has drawn of the epoch that it is in.
+
     Attributes:
         size: samples per epoch.
         batch_size: samples per batch, if it is a batch sampler.
@@ -59,7 +62,9 @@ class Draw:
         untouched = _copied(sampler)
         first, again = self._draw(0), self._draw(0)
         if first != again and untouched is not None:  # it changes as it draws
-            self.sampler, self._from_copies = untouched, True
+            vars(sampler).clear()
+            vars(sampler).update(vars(untouched))
+            self._from_copies = True
             first, again = self._draw(0), self._draw(0)
         if first != again or (self._from_copies and self._draw(1) == first):
             raise ConfigError(
@@ -81,10 +86,30 @@ class Draw:
             self.size *= self.batch_size
         if not self.size:
             raise ConfigError(f"{owner}: {self.name} yields no samples.")
-        self._first = self._indices(first)
+        self._first: NDArray[np.int64] | None = self._indices(first)  # until training begins
+        self._kept: dict[int, NDArray[np.int64]] = {}  # of the epochs that the training loop has begun
+
+    def keep(self, epoch: int) -> NDArray[np.int64]:
+        """Return the samples of an epoch for the training loop: drawn once, in a resumed run before it was stopped."""
+        self._first = None  # weights may have changed since
+        if epoch not in self._kept:
+            self._kept = {e: drawn for e, drawn in self._kept.items() if e >= epoch - 1} | {epoch: self(epoch)}
+        return self._kept[epoch]
+
+    def state_dict(self, *, since: int) -> dict[int, Tensor]:
+        """Return what the training loop has drawn, from an epoch on."""
+        kind = torch.int32 if all(drawn.max() < 2**31 for drawn in self._kept.values()) else torch.int64
+        return {epoch: torch.from_numpy(drawn).to(kind) for epoch, drawn in self._kept.items() if epoch >= since}
+
+    def load_state_dict(self, state: dict[int, Tensor], *, population: int) -> None:
+        """Keep what was drawn before the run was stopped, unless the data have changed."""
+        fits = {e: drawn for e, drawn in state.items() if len(drawn) == self.size and int(drawn.max()) < population}
+        self._kept = {epoch: drawn.numpy().astype(np.int64) for epoch, drawn in fits.items()}
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
-        if epoch == 0:
+        if epoch in self._kept:
+            return self._kept[epoch]
+        if epoch == 0 and self._first is not None:
             return self._first
         drawn = self._draw(epoch)
         if not drawn:

@@ -121,7 +121,7 @@ class MixtureData(TokenData):
         ])  # fmt: skip
 
     @override
-    def _train_sampler(self, **arguments: Any) -> TrainSampler:
+    def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
         every = self._dataset("train")
         assert isinstance(every, Joined)
         given = self._order_arguments() | {"population": len(every)} | arguments

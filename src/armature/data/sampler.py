@@ -58,8 +58,8 @@ class TrainSampler:
     def __iter__(self) -> Iterator[list[int]]:
         position, end = self._position(), (self._epoch() + 1) * self.size
         step, micro = self.batches.global_batch_size, self.batches.micro_batch_size
-        while position < end:
-            steps = min(-(-(end - position) // step), max(1, _BLOCK_SAMPLES // step))
+        while position < end:  # the step that straddles two epochs alone: the next order is drawn as late as possible
+            steps = max(1, min((end - position) // step, _BLOCK_SAMPLES // step))
             positions = position + np.arange(steps)[:, None, None] * step + self._share()
             yield from self._keys(self.places_of(positions.reshape(-1, micro))).tolist()
             position += steps * step
@@ -114,7 +114,7 @@ class DrawnSampler(TrainSampler):
     The key is (epoch × N + place) × population + index, so a sample that is drawn twice is augmented twice.
 
     Args:
-        draw: returns the N indices of an epoch: the same at each call and on each rank.
+        draw: returns the N indices of an epoch: the same on each rank.
         population: samples of the dataset, which the indices lie below.
     """
 
