@@ -618,6 +618,43 @@ def test_loaders_that_the_module_lacks_are_not_claimed():
     assert is_overridden("val_dataloader", PlainData(Plain()))
 
 
+class Same(Sampler):
+    """A batch sampler: one sample over and over."""
+
+    only = 0
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        return iter([[self.only] * 4] * 5)
+
+
+def test_hooks_reach_the_user_s_samplers_through_the_loader():
+    def training_loader(loader, micro=None):
+        data = PlainData(Plain(loader), seed=5, micro_batch_size=micro or "auto")
+        data.setup("fit")
+        return data.train_dataloader()
+
+    def places(loader):
+        return {loader.dataset.indices.index(i) for batch in loader for i in batch[0].tolist()}
+
+    weighted = training_loader(LOADERS["weighted"], micro=2)
+    for sampler in (weighted.sampler, weighted.batch_sampler.sampler):
+        assert isinstance(sampler, WeightedRandomSampler)
+        sampler.weights = torch.eye(20)[3]
+    assert places(weighted) == {3}
+    assert weighted.batch_sampler.batch_size == weighted.batch_size == 2
+    with pytest.raises(
+        ConfigError, match=r"batch_sampler.batch_size was set to 8, .* data.global_batch_size=4 .* Type"
+    ):
+        weighted.batch_sampler.batch_size = 8
+    same = training_loader(lambda data: DataLoader(data, batch_sampler=Same()))
+    same.batch_sampler.only += 7
+    assert places(same) == {7}
+    assert isinstance(training_loader(None).sampler, RandomSampler)
+
+
 def test_something_else_is_refused():
     cfg = OmegaConf.create({"seed": 0, "data": {"_target_": "torch.nn.Identity"}})
     with pytest.raises(ConfigError, match=r"data._target_=torch.nn.Identity makes a Identity"):

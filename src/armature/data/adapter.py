@@ -24,6 +24,7 @@ from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.eval_loader import check_padding
 from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
+from armature.data.one_process import OneProcess
 from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import seeded
@@ -136,7 +137,7 @@ class PlainData(DataModule):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Let the module see one process, or it would divide its batches and samples itself."""
-        trainer, self.module.trainer = self.trainer, _OneProcess(self.trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        trainer, self.module.trainer = self.trainer, OneProcess(self.trainer)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             what = f"the data of {type(self.module).__name__}"
             with seeded(f"{self.seed}/setup"), memory.reporting(what, self.module):
@@ -285,12 +286,15 @@ class PlainData(DataModule):
     def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
         read: ReadLoader = self._read["train"]
         if read.draw is None:
-            return TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments() | arguments)
-        draw = read.draw.keep if for_loop else read.draw
-        return DrawnSampler(
-            self.train_size, draw=lambda epoch: draw(self._drawn_epoch(epoch)),
-            **self._order_arguments() | {"population": len(read.dataset)} | arguments,
-        )  # fmt: skip
+            made = TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments() | arguments)
+        else:
+            draw = read.draw.keep if for_loop else read.draw
+            made = DrawnSampler(
+                self.train_size, draw=lambda epoch: draw(self._drawn_epoch(epoch)),
+                **self._order_arguments() | {"population": len(read.dataset)} | arguments,
+            )  # fmt: skip
+        made.users = read.loader.batch_sampler
+        return made
 
     def _drawn_epoch(self, epoch: int) -> int:
         """Return the epoch whose draw an epoch has: limited ones all have the first."""
@@ -342,6 +346,7 @@ class PlainData(DataModule):
         if self._typed["num_workers"] is not None:
             options["num_workers"] = self._typed["num_workers"]
         if training:
+            options["users_sampler"] = read.loader.sampler
             self.num_workers = options["num_workers"]  # for the advice to a run that waits for data
         if not options["num_workers"]:
             options = {name: value for name, value in options.items() if name not in OF_WORKERS}
@@ -393,32 +398,3 @@ def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> A
     if isinstance(loaders, Sequence):
         return [function(each, f"{name}/{i}") for i, each in enumerate(loaders)]
     return function(loaders, name)
-
-
-_BY_EPOCH = (
-    "For data that change by epoch, let the dataset read an attribute of its own, and set it in on_train_epoch_start "
-    "of the module or a callback: self.trainer.datamodule.train_set.epoch = self.current_epoch. The size must stay."
-)
-
-
-class _UnknownYet(ConfigError, AttributeError):
-    """An AttributeError, so that `hasattr` is false."""
-
-
-class _OneProcess:
-    """Stands in for the Trainer while a data module builds its data: the ranks of a run are not its business."""
-
-    world_size = num_nodes = num_devices = 1
-    global_rank = local_rank = node_rank = 0
-    is_global_zero = True
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if self._trainer is None:
-            raise _UnknownYet(
-                f"self.trainer.{name}: a data module is set up, and its training loader made, once, before the Trainer "
-                f"is made. Until then only world_size, global_rank and their like are known. {_BY_EPOCH}"
-            )
-        return getattr(self._trainer, name)

@@ -21,9 +21,9 @@ from armature.data.batching import Batches, plan_batches
 from armature.data.eval_loader import EvalLoader, check_padding
 from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader, reads_ahead
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
-from armature.data.samples import Batch, BeginWorker, Samples
+from armature.data.samples import Batch, BeginWorker, Samples, collated
 from armature.data.stream import Stream
-from armature.data.train_loader import TrainLoader
+from armature.data.train_loader import TrainLoader, of_its_own
 from armature.errors import ConfigError
 from armature.training.progress import completed_batches
 
@@ -218,12 +218,7 @@ class DataModule(L.LightningDataModule):
     def check_train_loader(self, loader: Any) -> None:
         """Raise ConfigError for a training loader that this class has not made."""
         if not isinstance(loader, TrainLoader | PrefetchLoader):
-            raise ConfigError(
-                f"data: {type(self).__name__}.train_dataloader returns a {type(loader).__name__} of its own, which "
-                "knows neither the ranks nor the position of a resume. Return samples from dataset(split) and batches "
-                "from collate_fn(samples) instead, or derive the class from LightningDataModule, whose loaders are "
-                "adapted (docs/data.md)."
-            )
+            raise ConfigError(f"data: {type(self).__name__}.{of_its_own(loader)}")
 
     def _asked_by_loop(self) -> bool:
         """Return whether the training loop asks for data; True without our Trainer."""
@@ -320,13 +315,15 @@ class DataModule(L.LightningDataModule):
     def _loader(
         self, name: str, dataset: Any, sampler: TrainSampler | EpochSampler | EvalSampler, *, training: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False, fresh: bool = False,
-        persistent_workers: bool = True, worker_init_fn: Callable[[int], Any] | None = None, **options: Any,
+        persistent_workers: bool = True, worker_init_fn: Callable[[int], Any] | None = None, users_sampler: Any = None,
+        **options: Any,
     ) -> DataLoader[Any] | PrefetchLoader:  # fmt: skip
         """Return the loader of a name, made at the first call.
 
         Args:
             foreign: see `Samples`; its collate_fn is given.
             fresh: return a new loader, which the training loop does not use.
+            users_sampler: what users get as the loader's `sampler`, to set what their own reads.
             options: arguments of torch's DataLoader.
         """
         device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
@@ -348,11 +345,13 @@ class DataModule(L.LightningDataModule):
                 worker_init_fn=BeginWorker(worker_init_fn),
                 # otherwise each start of its workers would draw from the generator that the model draws from
                 generator=torch.Generator().manual_seed(self.seed),
-                collate_fn=_identity,  # `Samples` has collated the batch
+                collate_fn=collated,
                 pin_memory=pin,
                 **options | arguments,
             )
             vars(loader)["batch_size"] = sampler.batch_size  # torch has None beside a batch_sampler
+            if users_sampler is not None:
+                vars(loader)["sampler"] = users_sampler
             return loader
 
         if fresh:
@@ -416,7 +415,3 @@ class DataModule(L.LightningDataModule):
         first_step = place < self.global_batch_size <= self.train_size
         closing = first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
         return epoch - 1 if closing else epoch
-
-
-def _identity(batch: Any) -> Any:
-    return batch

@@ -188,6 +188,7 @@ class ReadLoader:
     batch_size: int
     collate_fn: Callable[[list[Any]], Any]
     options: dict[str, Any]  # of the DataLoader that takes its place
+    loader: DataLoader[Any]  # that was read
     draw: Draw | None = None
     shuffled: bool = False
 
@@ -234,7 +235,7 @@ def read_loader(
     if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "__len__"):
         raise ConfigError(f"{owner}: {type(loader.dataset).__name__} has no length. Give it a method __len__.")
     options = {name: getattr(loader, name) for name in OPTIONS}
-    common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options}
+    common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options, "loader": loader}
     drops_last = not training and not predicting and getattr(loader.batch_sampler, "drop_last", False)
     if isinstance(loader.dataset, IterableDataset):
         stream = iterable.adapt(loader.dataset, seed=seed, limited=limited)

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import BatchSampler
 from typing_extensions import override
 
 from armature.data.batching import Batches
+from armature.errors import ConfigError
 
 PADDING = -1  # index of a sample that only fills an evaluation batch
 _ROUNDS = 8
@@ -33,7 +35,13 @@ class TrainSampler:
         shuffled: False for a stream, whose samples come in the order in which they are read.
         population: samples that an epoch's order is made of; None: the N that it has.
         left_out: returns the parts (start, length) of the order that are left out: what comes after them moves up.
+
+    Attributes:
+        users: the batch sampler of the user's loader, which has the attributes that this one lacks, and gets those that
+            hooks set.
     """
+
+    users: Any = None
 
     def __init__(
         self, size: int, *, seed: int, batches: Batches, rank: int, position: Callable[[], int],
@@ -46,6 +54,23 @@ class TrainSampler:
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
         self._left_out = left_out
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.users, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.users is None:
+            super().__setattr__(name, value)
+        elif type(self.users) is BatchSampler:
+            raise ConfigError(
+                f"trainer.train_dataloader.batch_sampler.{name} was set to {value!r:.80}, which would have no effect: "
+                f"each batch has data.global_batch_size={self.batches.global_batch_size} samples during the whole run. "
+                "Type that key instead. What a sampler of yours reads is set on trainer.train_dataloader.sampler."
+            )
+        else:
+            setattr(self.users, name, value)
 
     def __len__(self) -> int:
         """Return the micro-batches of the *whole* epoch, also after a resume in its middle, where Lightning counts on.
@@ -130,8 +155,9 @@ class DrawnSampler(TrainSampler):
     @override
     def _order(self, places: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._drawn:
-            before = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
-            self._drawn = before | {epoch: self.draw(epoch)}
+            for old in self._drawn.keys() - {epoch - 1}:
+                del self._drawn[old]
+            self._drawn[epoch] = self.draw(epoch)
         return self._drawn[epoch][places]
 
 

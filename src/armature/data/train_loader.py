@@ -34,3 +34,12 @@ class TrainLoader(DataLoader[Any]):
 def _begin_late(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Iterate from the first `next` on: workers copy the dataset then, and `on_train_epoch_start` may change it."""
     yield from begin()
+
+
+def of_its_own(loader: Any) -> str:
+    """Return what is wrong with a training loader that a data module of ours has not made."""
+    return (
+        f"train_dataloader returns a {type(loader).__name__} of its own, which knows neither the ranks nor the "
+        "position of a resume. Return samples from dataset(split) and batches from collate_fn(samples) instead, or "
+        "derive the class from LightningDataModule, whose loaders are adapted (docs/data.md)."
+    )
