@@ -1,6 +1,7 @@
 """Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also after a resume."""
 
 import itertools
+import logging
 import random
 from datetime import timedelta
 from itertools import chain
@@ -154,12 +155,12 @@ class OneOf(SingleDeviceStrategy):
         return self.place
 
 
-def fit(module, folder, *, steps, rank=0, ranks=1, checkpoint=None, **settings):
+def fit(module, folder, *, steps, rank=0, ranks=1, checkpoint=None, task=None, **settings):
     data = PlainData(module, **{"seed": 5, **settings})
     data.prepare_data()
     data.setup("fit")
     batches = plan_batches(data.global_batch_size, data.micro_batch_size, ranks)
-    task = Recorder()
+    task = task or Recorder()
     trainer = L.Trainer(
         strategy=OneOf(rank, ranks), accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False,
         accumulate_grad_batches=batches.accumulate, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
@@ -523,18 +524,23 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(rank, same, where):
 class Opaque(IterableDataset):
     """Its records have a repr of their own in each process, as pictures have."""
 
+    def __init__(self, values) -> None:
+        self.values = values
+
     def __len__(self):
-        return 4
+        return len(self.values)
 
     def __iter__(self):
-        return iter([(object(), float(i)) for i in range(4)])
+        return iter([(object(), value) for value in self.values])
 
 
 def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
-    first, other = (loaders.read_loader(DataLoader(Opaque(), 2), owner="", seed=5) for _ in range(2))
-    assert repr(first.describe()) == repr(other.describe())
-    assert "3.0" not in repr(first.describe())
-    assert "2.0" in repr(first.describe())
+    first, again, other, later = (
+        loaders.read_loader(DataLoader(Opaque(values), 2), owner="", seed=5).describe()
+        for values in ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 5.0, 3.0], [0.0, 1.0, 2.0, 5.0])
+    )
+    assert first == again == later  # the first three are read
+    assert first != other
 
 
 @pytest.mark.parametrize(
@@ -751,6 +757,65 @@ def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
     with pytest.raises(ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"):
         _ = data.train_size
     assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
+
+
+class Sifted(IterableDataset):
+    """Leaves out samples by chance."""
+
+    def __iter__(self):
+        return (i for i in range(1000) if random.random() < 0.5)
+
+
+def test_an_iterable_dataset_of_varying_length_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"Sifted has no __len__, and yields \d+ samples .* and \d+ in the next"):
+        PlainData(Plain(lambda _: DataLoader(Sifted(), batch_size=4)), seed=5).setup("fit")
+    monkeypatch.setattr(Streamed, "dataset", lambda self, split: Sifted())
+    with pytest.raises(ConfigError, match=r"Sifted .* type data\.train_limit=…"):
+        _ = Streamed(global_batch_size=4).train_size
+    assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
+
+
+class Experiences(IterableDataset):
+    """lightning-bolts' RLDataset: draws its samples from a buffer when the epoch begins."""
+
+    def __init__(self) -> None:
+        self.buffer = [(i, float(i)) for i in range(100)]
+
+    def __iter__(self):
+        return iter(random.sample(self.buffer, 20))
+
+
+class Agent(Recorder):
+    """Replaces what the buffer holds as it learns, if it plays."""
+
+    def __init__(self, plays=True) -> None:
+        super().__init__()
+        self.plays = plays
+
+    def on_train_batch_end(self, *_):
+        buffer = self.trainer.datamodule.experiences.buffer
+        if self.plays:
+            buffer[:] = [*buffer[1:], (len(buffer) + self.global_step, 0.0)]
+
+
+@pytest.mark.parametrize("plays", [True, False], ids=["plays", "only reads"])
+@pytest.mark.parametrize("settings", [{"num_workers": 1}, {"train_limit": 20}], ids=["workers", "limited"])
+def test_a_resume_says_that_a_stream_begins_with_other_samples_than_before(plays, settings, tmp_path, caplog, capfd):
+    def module():
+        plain, experiences = Plain(lambda _: DataLoader(experiences, batch_size=4)), Experiences()
+        plain.experiences = experiences
+        return plain
+
+    fit(module(), tmp_path, steps=9, task=Agent(plays), **settings)
+    assert "does not begin with the samples" not in caplog.text
+    logger, handler = logging.getLogger("armature"), logging.StreamHandler()  # also of loader processes
+    logger.addHandler(handler)
+    try:
+        fit(module(), tmp_path, steps=9, checkpoint=tmp_path / "7.ckpt", task=Agent(plays), **settings)
+    finally:
+        logger.removeHandler(handler)
+    said = capfd.readouterr().err
+    assert said.count("of Experiences does not begin with the samples that it had before the run") == int(plays)
 
 
 class Counting(IterableDataset):

@@ -171,18 +171,22 @@ class DataModule(L.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        train = self._dataset("train")
         return {
             "samples_seen": self.samples_seen,
             "step": self._steps(),
             "train_size": self.train_size,
             "seed": self.seed,
             **({"left_out": [list(part) for part in self.left_out]} if self.left_out else {}),
+            **({"begun": train.begun.state_dict()} if isinstance(train, iterable.IterableStream) else {}),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = (state_dict["samples_seen"], state_dict["step"])
         self.left_out = sorted({*self.left_out, *map(tuple, state_dict.get("left_out", ()))})
+        if isinstance(train := self._dataset("train"), iterable.IterableStream):
+            train.begun.load_state_dict(state_dict.get("begun", {}))
         if state_dict["train_size"] != self.train_size:
             log.warning(
                 "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the run continues in "

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as loader_worker
 from typing_extensions import override
 
-from armature.data.alike import alike
-from armature.data.samples import seed_generators, seed_of, seeded
+from armature.data import alike
+from armature.data.samples import is_first_process, seed_generators, seed_of, seeded
 from armature.data.stream import Stream
 from armature.errors import ConfigError
 
@@ -25,6 +24,7 @@ log = logging.getLogger(__name__)
 
 COUNT_SECONDS = 60.0  # how long samples are counted
 ENDLESS = 1 << 40  # samples that no run reaches
+FIRST = 3  # records that are compared
 
 
 class IterableStream(Stream):
@@ -41,6 +41,7 @@ class IterableStream(Stream):
     def __init__(self, dataset: IterableDataset[Any], *, seed: int, limited: bool = False) -> None:
         self.dataset, self.seed = dataset, seed
         self._size = ENDLESS if limited else self._count()
+        self.begun = Begun(type(dataset).__name__)
 
     @override
     def __len__(self) -> int:
@@ -48,6 +49,9 @@ class IterableStream(Stream):
 
     @override
     def records(self, epoch: int, start: int) -> Iterator[Any]:
+        return self.begun.watched(self._records(epoch), epoch=epoch, start=start, size=self._size)
+
+    def _records(self, epoch: int) -> Iterator[Any]:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         samples: Iterator[Any] | None = None
@@ -59,18 +63,16 @@ class IterableStream(Stream):
                     sample = next(samples)
             except StopIteration:
                 return
-            if place >= start:
-                yield sample
+            yield sample
 
     def first_records(self) -> list[Any]:
         """Return the first few records."""
         with seeded(""):
-            return list(itertools.islice(self.records(0, 0), 3))
+            return list(itertools.islice(self._records(0), FIRST))
 
-    def describe(self) -> list[Any]:
-        """Return something whose repr is the same on each rank that has the same first records."""
-        plain = int | float | str | bytes | np.ndarray | Tensor  # the repr of other objects may hold their address
-        return [leaf if isinstance(leaf, plain) else type(leaf).__name__ for leaf in tree_leaves(self.first_records())]
+    def describe(self) -> int:
+        """Return a digest of the first records, which is the same on each rank that has the same ones."""
+        return alike.digest(self.first_records())
 
     def drop_last(self, batch_size: int) -> None:
         """Leave out the samples after the last whole batch."""
@@ -79,7 +81,7 @@ class IterableStream(Stream):
     def check_repeats(self) -> None:
         """Raise ConfigError if a second pass from the same random state begins with other records."""
         first, again = self.first_records(), self.first_records()
-        if first and not alike(first, again):
+        if first and not alike.alike(first, again):
             raise ConfigError(
                 f"{type(self.dataset).__name__} yields other samples when it is read again, so a resume could not "
                 "repeat them. Let __iter__ draw from torch's, NumPy's or Python's global generator, or begin a "
@@ -91,16 +93,28 @@ class IterableStream(Stream):
         return record
 
     def _count(self) -> int:
-        """Return the samples of an epoch: the dataset's own number, or the number that one pass yields."""
+        """Return the samples of an epoch: the dataset's own number, or the number that each of two passes yields."""
         name = type(self.dataset).__name__
         try:
             return len(self.dataset)  # pyright: ignore[reportArgumentType]
         except TypeError:
-            log.info("Counting the samples of %s. A method __len__ would spare this.", name)
-        began, count = time.monotonic(), 0
-        with seeded(f"{self.seed}/count"), _not_in_a_worker():
+            log.info("Counting the samples of %s, twice. A method __len__ would spare this.", name)
+        first, again = self._passed(0), self._passed(1)
+        if first != again:
+            raise ConfigError(
+                f"{name} has no __len__, and yields {first:,} samples in one pass and {again:,} in the next. A resume "
+                "finds its place by counting, so each epoch has as many: give it a method __len__ and yield that number"
+                " in each pass (for a sample that is left out, yield the next one), or type data.train_limit=… for "
+                "training data that have at least as many in each pass."
+            )
+        return first
+
+    def _passed(self, epoch: int) -> int:
+        """Return the samples of one pass."""
+        began, count, name = time.monotonic(), 0, type(self.dataset).__name__
+        with seeded(f"{self.seed}/count/{epoch}"), _not_in_a_worker():
             if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-                set_epoch(0)
+                set_epoch(epoch)
             for count, _ in enumerate(self.dataset, start=1):
                 if count % 256 == 0 and time.monotonic() - began > COUNT_SECONDS:
                     raise ConfigError(
@@ -109,6 +123,53 @@ class IterableStream(Stream):
                         "return an armature.data.stream.Stream instead, which can skip to a place (docs/data.md)."
                     )
         return count
+
+
+class Begun:
+    """How the newest pass of the training loop has begun, to be compared after a resume, which reads it once more.
+
+    The loader's processes share it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # passes begun, epoch and digest of the newest; of the one that a resume reads once more: known, epoch, digest
+        self._newest, self._saved = (torch.zeros(3, dtype=torch.int64).share_memory_() for _ in range(2))
+
+    def state_dict(self) -> dict[str, int]:
+        passes, epoch, digest = self._newest.tolist()
+        return {"epoch": epoch, "digest": digest} if passes else {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if state:
+            self._saved[:] = torch.tensor([1, state["epoch"], state["digest"]])
+
+    def watched(self, records: Iterator[Any], *, epoch: int, start: int, size: int) -> Iterator[Any]:
+        """Yield the records from a place on."""
+        first: list[int] = []
+        watches = is_first_process()
+        for place, record in enumerate(records):
+            if watches and place < FIRST:
+                first.append(alike.digest(record))
+                if place == min(FIRST, size) - 1:
+                    self._note(epoch, alike.digest(first))
+            if place >= start:
+                yield record
+
+    def _note(self, epoch: int, digest: int) -> None:
+        self._newest[:] = torch.tensor([int(self._newest[0]) + 1, epoch, digest])
+        known, saved_epoch, saved = self._saved.tolist()
+        if not known or saved_epoch != epoch:
+            return
+        self._saved[0] = 0
+        if digest != saved and os.environ.get("RANK", "0") == "0":
+            log.warning(
+                "data: epoch %d of %s does not begin with the samples that it had before the run was stopped. If "
+                "__iter__ draws from what training changes (a replay buffer), the resumed run is as an undisturbed one "
+                "only if the buffer is saved (state_dict of the data module) and each sample is drawn when it is "
+                "yielded, not all of them when the epoch begins.",
+                epoch, self.name,
+            )  # fmt: skip
 
 
 def adapt(dataset: Any, *, seed: int, limited: bool = False) -> Any:

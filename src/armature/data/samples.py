@@ -127,7 +127,7 @@ class Samples(Dataset[Batch]):
         source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
         seed_generators(seed)
         sample = self._fetch(source) if self._reader is None else self._source.sample(source)
-        if not self._repetition_known and _reads_first():
+        if not self._repetition_known and is_first_process():
             sample = self._checked(sample, source, seed=seed)
         return sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
 
@@ -200,7 +200,7 @@ def has_targets(batch: Any) -> bool:
     return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
 
 
-def _reads_first() -> bool:
+def is_first_process() -> bool:
     """Return whether this process is the rank itself, or its first loader process."""
     info = get_worker_info()
     return info is None or info.id == 0
