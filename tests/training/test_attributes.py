@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Subset
 from torchmetrics import MeanMetric
 
 from armature.training import attributes
@@ -114,6 +115,33 @@ def test_long_lists_are_not_compared():
     module.paths, module.rows = ["a.png"] * 5_000, ["a.png"] * 50_000
     assert "Module.paths" in attributes.digests(trainer_of(module))
     assert "Module.rows" not in attributes.digests(trainer_of(module))
+
+
+class Images(Dataset):
+    """Holds all its samples, and what a hook sets while training."""
+
+    def __init__(self) -> None:
+        self.images, self.paths = torch.zeros(2_000_000), [f"{i}.png" for i in range(50_000)]
+        self.tables = {"pixels": np.zeros(4_000_000), "parts": [[0.0]] * 9_000}
+        self.owner, self.difficulty, self.weights = self, 0, torch.ones(4)
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, [0, 1])], ids=["alone", "in a subset"])
+def test_what_is_large_in_a_dataset_hides_none_of_its_other_attributes(wrap):
+    images, module = Images(), Module()
+    module.data = wrap(images)
+    trainer = trainer_of(module)
+    before = attributes.digests(trainer)
+    images.images += 1
+    assert attributes.changed(trainer, before) == {}
+    images.weights += 1
+    changed = attributes.changed(trainer, before)
+    assert changed.keys() == {"Module.data"}
+    images.difficulty += 1
+    assert attributes.changed(trainer, before)["Module.data"] != changed["Module.data"]
 
 
 class Holds(L.Callback):

@@ -33,6 +33,7 @@ from armature.training.progress import data_of
 log = logging.getLogger(__name__)
 
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
+_MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _PLAIN = (type(None), bool, int, float, str)
 _WITH_STATE = (nn.Module, Optimizer, torch.amp.GradScaler)
@@ -140,7 +141,7 @@ def _state_of(value: Any) -> Any:
 class _Digest:
     def __init__(self, saved: frozenset[int]) -> None:
         self.hash, self.left, self.parents, self.saved = hashlib.sha256(), _MOST_BYTES, set(), saved
-        self.parts_left = _MOST_PARTS
+        self.parts_left, self.may_leave_out = _MOST_PARTS, _MOST_LEFT_OUT
 
     def add(self, value: Any) -> None:
         """Add a value and all that it consists of. Raise ValueError if it is too large, or made anew in each step."""
@@ -176,7 +177,8 @@ class _Digest:
         elif isinstance(value, _WITH_STATE) and id(value) not in self.saved:
             parts = [_state_of(value)]
         elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
-            parts = [each for item in vars(value).items() for each in item]
+            self._add_attributes(value)
+            return
         if all(type(part) in _PLAIN for part in parts):  # a history of losses: at once, which is faster
             self.write(repr(parts).encode())
             return
@@ -184,6 +186,23 @@ class _Digest:
         for part in parts:
             self.add(part)
         self.parents.discard(id(value))
+
+    def _add_attributes(self, value: Any) -> None:
+        """Add the attributes of an object, without those that are too large: a data set's images hide no others."""
+        parents = {*self.parents, id(value)}
+        for name, each in vars(value).items():
+            self.write(name.encode())
+            before = self.hash.copy(), self.left, self.parts_left
+            self.parents = {*parents}
+            try:
+                self.add(each)
+            except ValueError:
+                self.may_leave_out -= 1
+                if self.may_leave_out < 0:
+                    raise
+                self.hash, self.left, self.parts_left = before
+                self.write(b"left out")
+        self.parents = parents - {id(value)}
 
     def _add_array(self, value: Tensor | np.ndarray) -> None:
         if isinstance(value, Tensor):
